@@ -2,7 +2,8 @@
 //
 // Rounded formats keep integers q and a scale for each output and group of inputs, so that a weight is q * scale. A
 // group is summed by itself and then joins the output, which costs little next to the group and keeps the order of
-// sums in every format the same for one row and for a thousand.
+// sums in every format the same for one row and for a thousand. Where a weight is q * scale + offset, the offset times
+// the sum of the group's inputs joins after it.
 
 #pragma once
 
@@ -86,7 +87,9 @@ struct Rounded {
 
   static float get(const Matrix& m, const char* panel, const float* scales, int64_t output, int64_t input) {
     const auto unit = ((const typename U::Bits*)panel)[input / S::kInputs * kPanel + output];
-    return float(U::get(unit, input % S::kInputs)) * scales[input / m.group * kPanel + output];
+    const float* scale = scales + input / m.group * kPanel + output;
+    const float value = float(U::get(unit, input % S::kInputs)) * *scale;
+    return m.offsets ? value + m.offsets[scale - m.scales] : value;
   }
 
   // With one group its sums are kept between pieces, and become outputs after the last; else the outputs so far. Rows'
@@ -106,6 +109,7 @@ struct Rounded {
         const auto scale = load_bits<f32xw>(scales + g * kWidth);
         PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = as_float(sums[r][g]) * scale;
       }
+      if (m.offsets) add_offsets(a, row, 0, scales, out);
       return keep(out, kept);
     }
     f32xw out[R][G];
@@ -121,17 +125,35 @@ struct Rounded {
         const auto scale = load_bits<f32xw>(scales + begin / m.group * kPanel + g * kWidth);
         PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
       }
+      if (m.offsets) add_offsets(a, row, begin / m.group, scales, out);
     }
     keep(out, kept);
+  }
+
+  // The sum of a row's inputs of a group, as rows are rounded.
+  static auto x_sum(const Linear& a, int64_t row, int64_t group) {
+    using Sum = std::conditional_t<kIntegers, int32_t, float>;
+    return ((const Sum*)a.x_sums)[row * groups_of(a.matrix) + group];
   }
 
  private:
   template <int R, int G>
   PENSTOCK_INLINE static void shift(const Linear& a, int64_t row, int64_t group, typename S::Sum (&sums)[R][G]) {
-    const int64_t groups = groups_of(a.matrix);
     if constexpr (kIntegers)
       PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= Zero * a.x_sums[(row + r) * groups + group];
+        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= Zero * x_sum(a, row + r, group);
+  }
+
+  // Offsets lie as scales do, from which they are as far as the matrix's.
+  template <int R, int G>
+  PENSTOCK_INLINE static void add_offsets(const Linear& a, int64_t row, int64_t group, const float* scales,
+                                          f32xw (&out)[R][G]) {
+    const float* offsets = a.matrix.offsets + (scales - a.matrix.scales) + group * kPanel;
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
+      const auto sum = all<f32xw>(float(x_sum(a, row + r, group)));
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++)
+        out[r][g] = fma(sum, load_bits<f32xw>(offsets + g * kWidth), out[r][g]);
+    }
   }
 
   template <int R, int G>

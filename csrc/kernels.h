@@ -21,11 +21,13 @@ enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4 };
 // that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
 constexpr int64_t kPanel = 64;
 
-// A packed [outputs, in].
+// A packed [outputs, in]. A weight of integers is q * scale + offset.
 struct Matrix {
   const void* panels;
-  const float* scales;  // [panels][groups][64]; void where the format is plain
-  const float* bias;    // [outputs]; null: none
+  const float* scales;   // [panels][groups][64]; void where the format is plain
+  const float* offsets;  // the same; null: none
+  const float* bias;     // [outputs]; null: none
+  const int32_t* order;  // [in]: which input a column of the panels is; null: they lie as inputs come
   int64_t in, outputs, group;
   Format format;
   Type type;
@@ -34,9 +36,9 @@ struct Matrix {
 // [rows, in] by a matrix to [rows, out].
 struct Linear {
   Matrix matrix;
-  const void* x;          // of the matrix's type; for a8 formats int8, each row padded with zeros
+  const void* x;          // of the matrix's type; for a8 formats int8, each row padded with zeros; in the matrix's order
   const float* x_scales;  // [rows], for a8 formats
-  const int32_t* x_sums;  // [rows, groups]: of the integers
+  const void* x_sums;     // [rows, groups]: int32 for a8 formats; float32 for others with offsets
   void* out;
   int64_t out_stride;  // elements from one row to the next
   int64_t rows;
@@ -64,6 +66,14 @@ struct Quantize {
   float* scales;  // [rows]
   int32_t* sums;  // [rows, groups]
   int64_t in, padded, group;
+  Type type;
+};
+
+// Sums of a row's groups, as formats that do not round rows take them where there are offsets.
+struct GroupSums {
+  const void* x;  // [rows, in]
+  float* sums;    // [rows, groups]
+  int64_t in, group;
   Type type;
 };
 
@@ -117,10 +127,11 @@ struct Gather {
   int64_t first;
 };
 
-// Packs some rows of a matrix, and rounds where the format wants it: its panels and scales are written.
+// Packs some rows of a matrix, and rounds where the format wants it: its panels and scales are written; of integers that
+// are given its panels alone.
 struct Pack {
   Matrix matrix;
-  const void* weight;  // [rows, in], row by row
+  const void* weight;  // [rows, in], row by row: of the matrix's type, or int8
   int64_t first, rows;  // the first one is the first of a panel
 };
 
@@ -229,8 +240,10 @@ struct Kernels {
   void (*screen)(const Screening&, int64_t task);
   void (*settle)(const Screening&, Candidate&);
   void (*quantize)(const Quantize&, int64_t task);
+  void (*sum_groups)(const GroupSums&, int64_t task);
   void (*gather)(const Gather&, int64_t task);
   void (*pack)(const Pack&, int64_t task);
+  void (*pack_integers)(const Pack&, int64_t task);
   void (*norm)(const Norm&, int64_t task);
   void (*rope)(const Rope&, int64_t task);
   void (*silu_mul)(const SiluMul&, int64_t task);

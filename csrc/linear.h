@@ -117,6 +117,18 @@ void quantize_row(const Quantize& a, int64_t row) {
 }
 
 template <class T>
+void sum_groups_row(const GroupSums& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.in;
+  float* sums = a.sums + row * ceil_div(a.in, a.group);
+  for (int64_t begin = 0; begin < a.in; begin += a.group) {
+    const int64_t end = begin + a.group < a.in ? begin + a.group : a.in;
+    f32x16 lanes = {};
+    for (int64_t i = begin; i < end; i += 16) lanes += load_some(x + i, end - i);
+    *sums++ = sum(lanes);
+  }
+}
+
+template <class T>
 void gather_row(const Gather& a, int64_t row) {
   const Matrix& m = a.matrix;
   const int64_t id = a.ids[row] - a.first;
@@ -126,7 +138,7 @@ void gather_row(const Gather& a, int64_t row) {
   const float* scales = m.scales + number * groups_of(m) * kPanel;
   T* out = (T*)a.out + row * m.in;
   with_format(m, [&]<class F>() {
-    for (int64_t i = 0; i < m.in; i++) narrow(out + i, F::get(m, panel, scales, output, i));
+    for (int64_t i = 0; i < m.in; i++) narrow(out + (m.order ? m.order[i] : i), F::get(m, panel, scales, output, i));
   });
 }
 
@@ -170,6 +182,7 @@ void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales)
   }
 }
 
+// Of what is rounded, or given as integers.
 template <class F, class T>
 void pack_rounded(const Pack& a, int64_t number) {
   constexpr int n = F::Step::kInputs;
@@ -177,9 +190,14 @@ void pack_rounded(const Pack& a, int64_t number) {
   const int64_t padded = ceil_div(m.in, n) * n;
   const int64_t row = number * kPanel - a.first, count = a.rows - row < kPanel ? a.rows - row : kPanel;
   std::vector<int8_t> rounded(kPanel * padded);
-  for (int64_t o = 0; o < count; o++)
-    round_weights<F, T>(m, (const T*)a.weight + (row + o) * m.in, rounded.data() + o * padded,
-                    (float*)m.scales + number * groups_of(m) * kPanel + o);
+  for (int64_t o = 0; o < count; o++) {
+    const T* weight = (const T*)a.weight + (row + o) * m.in;
+    int8_t* to = rounded.data() + o * padded;
+    if constexpr (std::is_same_v<T, int8_t>)
+      memcpy(to, weight, m.in);
+    else
+      round_weights<F, T>(m, weight, to, (float*)m.scales + number * groups_of(m) * kPanel + o);
+  }
   auto* unit = (typename F::Unit::Bits*)((char*)m.panels + number * panel_bytes(m));
   for (int64_t i = 0; i < padded; i += n)
     for (int64_t o = 0; o < kPanel; o++) *unit++ = F::Unit::of(rounded.data() + o * padded + i);
@@ -189,10 +207,10 @@ template <class T>
 void pack_panel(const Pack& a, int64_t task) {
   const int64_t number = a.first / kPanel + task;
   with_format(a.matrix, [&]<class F>() {
-    if constexpr (std::is_same_v<F, Plain<float>> || std::is_same_v<F, Plain<bf16>>)
-      pack_plain<T>(a, number);
-    else
+    if constexpr (!std::is_same_v<F, Plain<float>> && !std::is_same_v<F, Plain<bf16>>)
       pack_rounded<F, T>(a, number);
+    else if constexpr (!std::is_same_v<T, int8_t>)
+      pack_plain<T>(a, number);
   });
 }
 

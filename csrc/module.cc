@@ -149,7 +149,7 @@ using Product = void (*Kernels::*)(const Linear&, int64_t task);
 void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out,
               int64_t out_stride, int64_t outputs, int64_t rows, int out_type) {
   make({rows, 0}, [=](Size size) {
-    const Linear args{matrix,     at<void>(x), at<float>(x_scales),     at<int32_t>(x_sums), at<void>(out),
+    const Linear args{matrix,     at<void>(x), at<float>(x_scales),     at<void>(x_sums), at<void>(out),
                       out_stride, size.tokens, panels_of_task(outputs), Type(out_type)};
     const int64_t tasks = ceil_div(args.rows, kernels->linear_rows) * ceil_div(outputs, kPanel * args.panels);
     pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
@@ -250,7 +250,7 @@ bool allows_any(const Allowed& a, int64_t row) {
 void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address allowed, Address out,
                Address most, int64_t rows) {
   make({rows, 0}, [=](Size size) {
-    const Linear product{matrix,  at<void>(x), at<float>(x_scales),            at<int32_t>(x_sums),
+    const Linear product{matrix,  at<void>(x), at<float>(x_scales),            at<void>(x_sums),
                          nullptr, 0,           size.tokens, panels_of_task(matrix.outputs), Type::float32};
     const int64_t tasks = ceil_div(matrix.outputs, kPanel * product.panels);
     std::vector<float> values(product.rows * tasks);
@@ -338,6 +338,10 @@ void quantize(Address x, Address out, Address scales, Address sums, int64_t rows
             Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, Type(type)});
 }
 
+void sum_groups(Address x, Address sums, int64_t rows, int64_t in, int64_t group, int type) {
+  make_rows(rows, &Kernels::sum_groups, GroupSums{at<void>(x), at<float>(sums), in, group, Type(type)});
+}
+
 void gather(Address ids, const Matrix& matrix, Address out, int64_t first, int64_t rows) {
   make_rows(rows, &Kernels::gather, Gather{matrix, at<int64_t>(ids), at<void>(out), first});
 }
@@ -356,9 +360,26 @@ void copy(Address x, Address out, int64_t rows, int64_t row_bytes) {
   make_rows(rows, [=](int64_t row) { memcpy(at<char>(out) + row * row_bytes, at<char>(x) + row * row_bytes, row_bytes); });
 }
 
+template <class T>
+void select_columns(const T* x, const int32_t* order, T* out, int64_t in) {
+  for (int64_t i = 0; i < in; i++) out[i] = x[order[i]];
+}
+
+// Inputs in the order of a matrix's columns.
+void permute(Address x, const Matrix& matrix, Address out, int64_t rows, int type) {
+  make_rows(rows, [=](int64_t row) {
+    const int64_t first = row * matrix.in;
+    if (Type(type) == Type::float32)
+      select_columns(at<float>(x) + first, matrix.order, at<float>(out) + first, matrix.in);
+    else
+      select_columns(at<uint16_t>(x) + first, matrix.order, at<uint16_t>(out) + first, matrix.in);
+  });
+}
+
+template <auto kernel>
 void pack(Address weight, const Matrix& matrix, int64_t first, int64_t rows) {
   const Pack args{matrix, at<void>(weight), first, rows};
-  pool()->run(ceil_div(rows, kPanel), [&](int64_t task) { kernels->pack(args, task); });
+  pool()->run(ceil_div(rows, kPanel), [&](int64_t task) { (kernels->*kernel)(args, task); });
 }
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
@@ -489,10 +510,10 @@ NB_MODULE(_kernels, m) {
   }, nb::arg("threads"));
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
-           [](Matrix* self, Address panels, Address scales, Address bias, int64_t in, int64_t outputs, int64_t group,
-              int format, int type) {
-             new (self) Matrix{at<void>(panels), at<float>(scales), at<float>(bias), in, outputs, group, Format(format),
-                               Type(type)};
+           [](Matrix* self, Address panels, Address scales, Address offsets, Address bias, Address order, int64_t in,
+              int64_t outputs, int64_t group, int format, int type) {
+             new (self) Matrix{at<void>(panels), at<float>(scales), at<float>(offsets), at<float>(bias), at<int32_t>(order),
+                               in, outputs, group, Format(format), Type(type)};
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Tape>(m, "Tape")
@@ -536,7 +557,10 @@ NB_MODULE(_kernels, m) {
   m.def("dot_rate", &dot_rate, free);
   m.def("gather", &gather, free);
   m.def("take", &take, free);
-  m.def("pack", &pack, free);
+  m.def("pack", &pack<&Kernels::pack>, free);
+  m.def("pack_integers", &pack<&Kernels::pack_integers>, free);
+  m.def("permute", &permute, free);
+  m.def("sum_groups", &sum_groups, free);
   m.def("copy", &copy, free);
   m.def("norm", &norm, free);
   m.def("rope", &rope, free);

@@ -148,7 +148,8 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
   alignas(64) Sum of_group[kTallest * kPanel];
   const Matrix& m = a.matrix;
   const bool grouped = !plain && m.group < m.in;
-  const int64_t groups = plain ? 1 : groups_of(m), width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
+  const float* const offsets = m.offsets ? m.offsets + (scales - m.scales) : nullptr;
+  const int64_t width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
   const int64_t tiles = ceil_div(end - first, kTallest), blocks = end - first > kTileHeight ? tiles * 2 : 1;
   const int64_t unit = grouped ? m.group : kTileInputs<Step>;
   const int64_t most = (blocks > 2 ? kTilePiece : kLonePiece) / stride * Step::kInputs;
@@ -178,9 +179,15 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
       auto shifted = [&](const Sum* sums, int64_t r, int g, int64_t group) {
         const auto sum = load_bits<typename Step::Sum>(sums + r * kPanel + g * 16);
         if constexpr (F::kIntegers)
-          return as_float(sum - F::kZero * a.x_sums[(row + r) * groups + group]);
+          return as_float(sum - F::kZero * F::x_sum(a, row + r, group));
         else
           return sum;
+      };
+      // The group's offset times the sum of a row's inputs is added.
+      auto offset = [&](f32x16 value, int64_t r, int g, int64_t group) {
+        if constexpr (!plain)
+          if (offsets) return fma(all(float(F::x_sum(a, row + r, group))), load(offsets + group * kPanel + g * 16), value);
+        return value;
       };
       if (grouped) {
         for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
@@ -192,7 +199,8 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
           for (int64_t r = 0; r < rows; r++)
             PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
               float* out = (float*)sums + r * kPanel + g * 16;
-              store(out, fma(shifted(of_group, r, g, group), scale[g], begin ? load(out) : f32x16{}));
+              const f32x16 value = fma(shifted(of_group, r, g, group), scale[g], begin ? load(out) : f32x16{});
+              store(out, offset(value, r, g, group));
             }
         }
       } else {
@@ -202,7 +210,7 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
       if (!plain && !grouped)
         for (int64_t r = 0; r < rows; r++)
           PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++)
-            values[r][g] = as_float(shifted(sums, r, g, 0)) * load(scales + g * 16);
+            values[r][g] = offset(as_float(shifted(sums, r, g, 0)) * load(scales + g * 16), r, g, 0);
       complete<F>(a, row, rows, column, count, values);
       sink.finish(sink.self, row, rows, column, count, values);
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
-from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, backend, reference
+from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, QuantizedWeight, backend, reference
 from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -175,6 +175,77 @@ def test_rounded_linear(
         assert torch.equal(got, cpu.linear(x, parts, out_float32))
     cut = rows // 2
     assert torch.equal(got, torch.cat([cpu.linear(x[:cut], ours, out_float32), cpu.linear(x[cut:], ours, out_float32)]))
+
+
+def draw_quantized(rng: Random, outputs: int, inputs: int, format: Format, ordered: bool) -> QuantizedWeight:
+    """Integers of a checkpoint in the whole range of the format."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(31))
+    groups, most = -(-inputs // (format.group_size or inputs)), 1 << (format.bits - 1)
+    values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
+    scales, offsets = (torch.randn(outputs, groups, generator=generator) for _ in range(2))
+    order = torch.randperm(inputs, generator=generator) if ordered else None
+    return QuantizedWeight(values, scales / most, format, offsets if format.asymmetric else None, order)
+
+
+quantized = st.builds(
+    Format,
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([0, 8, 16, 32, 40, 64, 128]),
+    activation_bits=st.sampled_from([0, 8]),
+    asymmetric=st.booleans(),
+)
+"""Formats of checkpoints."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=seeds,
+    format=quantized,
+    rows=sizes,
+    inputs=st.integers(1, 400),
+    outputs=sizes,
+    ordered=st.booleans(),
+    bias=st.booleans(),
+)
+def test_weights_as_checkpoints_have_them(
+    seed: int, format: Format, rows: int, inputs: int, outputs: int, ordered: bool, bias: bool
+) -> None:
+    rng = Random(seed)
+    dtype = torch.bfloat16 if not format.activation_bits or seed % 2 else torch.float32
+    assert cpu.supports(format, dtype)
+    weight = draw_quantized(rng, outputs, inputs, format, ordered)
+    x = randn(seed, rows, inputs, dtype=dtype)
+    x[0] *= seed % 3  # a row of zeros, too
+    added = randn(seed + 2, outputs, dtype=dtype) if bias else None
+    ours, theirs = (ops.pack_quantized([weight], dtype, added) for ops in (cpu, reference))
+    ids = torch.arange(outputs)
+    assert torch.equal(cpu.embedding(ids, ours), reference.embedding(ids, theirs))
+    got = cpu.linear(x, ours, out_float32=True)
+    close(got, reference.linear(x, theirs, out_float32=True), inputs**0.5)
+    assert torch.equal(cpu.linear(x, ours), got.to(dtype))
+    assert_largest(cpu.argmax(x, ours), got)
+    border, one = rng.randrange(outputs + 1), rng.randrange(rows)
+    stacked = cpu.pack_quantized([weight.rows(0, border), weight.rows(border, outputs)], dtype, added)
+    cached = cpu.from_packed(cpu.packed_tensors(ours), inputs, outputs, dtype, added, format)
+    for matrix in (ours, stacked, cached):
+        for some in (slice(0, rows // 2), slice(rows // 2, rows), slice(one, one + 1)):
+            assert torch.equal(cpu.linear(x[some], matrix, out_float32=True), got[some])
+    both = cpu.pack_quantized([weight, weight], dtype)
+    assert torch.equal(cpu.linear_silu_and_mul(x, both), cpu.silu_and_mul(cpu.linear(x, both)))
+
+
+def test_packed_tensors_of_another_size_are_refused() -> None:
+    format = Format(4, 32, asymmetric=True)
+    weight = draw_quantized(Random(0), 70, 100, format, ordered=True)
+    tensors = cpu.packed_tensors(cpu.pack_quantized([weight], torch.bfloat16))
+    assert sorted(tensors) == ["offsets", "order", "scales", "values"]
+    wrong = {name: tensors | {name: tensor[:-1]} for name, tensor in tensors.items()}
+    wrong["not a permutation"] = tensors | {"order": tensors["order"] * 0}
+    wrong |= {f"no {out}": {name: tensor for name, tensor in tensors.items() if name != out} for out in tensors}
+    del wrong["no order"]
+    for case in wrong.values():
+        with pytest.raises(PenstockError, match="packed weights"):
+            cpu.from_packed(case, 100, 70, torch.bfloat16, None, format)
 
 
 @settings(max_examples=5, deadline=None)

@@ -23,7 +23,9 @@ class Matrix:
         self,
         panels: int,
         scales: int,
+        offsets: int,
         bias: int,
+        order: int,
         inputs: int,
         outputs: int,
         group: int,
@@ -81,8 +83,11 @@ def likeliest_by_sketch(
 def quantize(
     x: int, out: int, scales: int, sums: int, rows: int, inputs: int, padded: int, group: int, type: int, /
 ) -> None: ...
+def sum_groups(x: int, sums: int, rows: int, inputs: int, group: int, type: int, /) -> None: ...
+def permute(x: int, matrix: Matrix, out: int, rows: int, type: int, /) -> None: ...
 def gather(ids: int, matrix: Matrix, out: int, first: int, rows: int, /) -> None: ...
 def pack(weight: int, matrix: Matrix, first: int, rows: int, /) -> None: ...
+def pack_integers(values: int, matrix: Matrix, first: int, rows: int, /) -> None: ...
 def norm(
     x: int,
     residual: int,

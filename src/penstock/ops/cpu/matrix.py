@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
@@ -30,7 +31,8 @@ class Matrix:
 
     native: Any
     tensors: dict[str, Tensor]
-    """Owners of the memory that ``native`` points to: ``values``, and where there are any ``scales`` and ``bias``."""
+    """Owners of the memory that ``native`` points to: ``values``, and where there are any ``scales``, ``offsets``,
+    ``order`` and ``bias``."""
     outputs: int
     inputs: int
     dtype: torch.dtype
@@ -57,7 +59,8 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
     if any(part.shape[0] % _kernels.PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
     dtype, inputs = parts[0].dtype, parts[0].shape[1]
-    matrix = make_matrix(None, inputs, sum(part.shape[0] for part in parts), dtype, bias, format)
+    outputs = sum(part.shape[0] for part in parts)
+    matrix = make_matrix(new_tensors(inputs, outputs, dtype, format), inputs, outputs, dtype, bias, format)
     first = 0
     for part in parts:
         part = part.contiguous()  # bound to a name, so that it lives until it is packed
@@ -68,12 +71,30 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
     """As ``reference.pack_quantized``."""
-    raise PenstockError(Code.UNSUPPORTED, f"there are no CPU kernels for {parts[0].format}", "quantization")
+    values, format, order = torch.cat([part.values for part in parts]), parts[0].format, parts[0].order
+    outputs, inputs = values.shape
+    tensors = new_tensors(inputs, outputs, dtype, format)
+    tensors["scales"] = _by_panels([part.scales for part in parts])
+    if format.asymmetric:
+        tensors["offsets"] = _by_panels([part.offsets for part in parts if part.offsets is not None])
+    if order is not None:
+        tensors["order"] = order.to(torch.int32)
+    matrix = make_matrix(tensors, inputs, outputs, dtype, bias, format)
+    _kernels.pack_integers(values.data_ptr(), matrix.native, 0, outputs)
+    return matrix
+
+
+def _by_panels(parts: Sequence[Tensor]) -> Tensor:
+    """``[out, groups]``, stacked, as ``[panels, groups, 64]``, flat, and filled up with zeros."""
+    groups = torch.cat(list(parts))
+    padded = pad(groups, (0, 0, 0, -len(groups) % _kernels.PANEL))
+    return padded.view(-1, _kernels.PANEL, groups.shape[1]).transpose(1, 2).flatten()
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
     """As ``reference.supports``."""
-    return False
+    dtypes = DTYPE_CODES if format.activation_bits else (torch.bfloat16,)
+    return bool(format.bits) and not format.floating and dtype in dtypes
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
@@ -88,36 +109,69 @@ def from_packed(
     return make_matrix(tensors, inputs, outputs, dtype, bias, format)
 
 
+def packed_sizes(inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> dict[str, tuple[int, torch.dtype]]:
+    """Sizes and dtypes of packed tensors, but for ``order``.
+
+    Raises ``PenstockError`` (``unsupported``) for what there are no kernels for.
+    """
+    if format.floating:
+        raise PenstockError(Code.UNSUPPORTED, "fp8 needs an NVIDIA GPU of compute capability 8.9", "quantization")
+    if format.bits and not format.activation_bits and dtype is not torch.bfloat16:
+        raise PenstockError(Code.UNSUPPORTED, "weight-only quantization computes in bfloat16", "quantization")
+    panels = -(-outputs // _kernels.PANEL)
+    sizes = {"values": (panels * _native({}, inputs, outputs, dtype, format).panel_bytes, torch.uint8)}
+    if format.bits:
+        sizes["scales"] = panels * -(-inputs // (format.group_size or inputs)) * _kernels.PANEL, torch.float32
+    if format.asymmetric:
+        sizes["offsets"] = sizes["scales"]
+    return sizes
+
+
+def new_tensors(inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> dict[str, Tensor]:
+    """Packed tensors of zeros, which the caller fills."""
+    return {
+        name: pages.zeros(size, huge=True) if name == "values" else torch.zeros(size, dtype=kind)
+        for name, (size, kind) in packed_sizes(inputs, outputs, dtype, format).items()
+    }
+
+
 def make_matrix(
-    packed: Mapping[str, Tensor] | None,
+    packed: Mapping[str, Tensor],
     inputs: int,
     outputs: int,
     dtype: torch.dtype,
     bias: Tensor | None,
     format: Format,
 ) -> Matrix:
-    """A matrix over packed tensors, or over new memory that the caller fills."""
-    if format.floating:
-        raise PenstockError(Code.UNSUPPORTED, "fp8 needs an NVIDIA GPU of compute capability 8.9", "quantization")
-    code, format_code = dtype_code(dtype), FORMAT_CODES[format.bits, format.activation_bits]
-    if format.bits and not format.activation_bits and dtype is not torch.bfloat16:
-        raise PenstockError(Code.UNSUPPORTED, "weight-only quantization computes in bfloat16", "quantization")
-    group_size = format.group_size or inputs
-    sizes = inputs, outputs, group_size, format_code, code
-    panels = -(-outputs // _kernels.PANEL)
-    values = panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes
-    scales = panels * -(-inputs // group_size) * _kernels.PANEL if format.bits else 0
-    if packed is None:
-        tensors = {"values": pages.zeros(values, huge=True)} | ({"scales": torch.zeros(scales)} if scales else {})
-    else:
-        tensors = dict(packed)
-    expected = {"values": (values, torch.uint8)} | ({"scales": (scales, torch.float32)} if scales else {})
-    if {name: (tensor.numel(), tensor.dtype) for name, tensor in tensors.items()} != expected:
-        raise PenstockError(Code.INTERNAL, "packed weights have another size")  # kernels would read past their end
-    if bias is not None:
-        tensors["bias"] = bias.float()
-    at, by, added = (tensors[name].data_ptr() if name in tensors else 0 for name in ("values", "scales", "bias"))
-    return Matrix(_kernels.Matrix(at, by, added, *sizes), tensors, outputs, inputs, dtype, format)
+    """A matrix over packed tensors. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype, which
+    kernels would read past their end."""
+    expected = packed_sizes(inputs, outputs, dtype, format)
+    if (order := packed.get("order")) is not None:
+        expected["order"] = inputs, torch.int32
+    if {name: (tensor.numel(), tensor.dtype) for name, tensor in packed.items()} != expected:
+        raise PenstockError(Code.INTERNAL, "packed weights have another size")
+    if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
+        raise PenstockError(Code.INTERNAL, "the order of packed weights is none of their inputs")
+    tensors = dict(packed) | ({} if bias is None else {"bias": bias.float()})
+    return Matrix(_native(tensors, inputs, outputs, dtype, format), tensors, outputs, inputs, dtype, format)
+
+
+def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> Any:
+    def address(name: str) -> int:
+        return tensors[name].data_ptr() if name in tensors else 0
+
+    return _kernels.Matrix(
+        address("values"),
+        address("scales"),
+        address("offsets"),
+        address("bias"),
+        address("order"),
+        inputs,
+        outputs,
+        format.group_size or inputs,
+        FORMAT_CODES[format.bits, format.activation_bits],
+        dtype_code(dtype),
+    )
 
 
 def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
@@ -147,18 +201,33 @@ def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
     return out
 
 
+def sum_groups(x: Tensor, group_size: int = 0) -> Tensor:
+    """Sums of each group of rows ``[tokens, in]``: ``[tokens, groups]`` float32."""
+    rows, inputs = x.shape
+    group_size = group_size or inputs
+    sums = empty((rows, -(-inputs // group_size)), torch.float32)
+    _kernels.sum_groups(x.data_ptr(), sums.data_ptr(), rows, inputs, group_size, DTYPE_CODES[x.dtype])
+    return sums
+
+
 def product_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
     """Prepare the input of a product.
 
     Returns the tensors, which the caller must keep alive until the kernel returns, and the addresses of values,
     scales and sums that the kernel takes, 0 for those that its format does not have.
     """
-    if not matrix.format.activation_bits:
-        x = contiguous(x)
-        return (x,), (x.data_ptr(), 0, 0)
-    rows = quantize(x, matrix.format.group_size)
-    tensors = rows.values, rows.scales, rows.sums
-    return tensors, (rows.values.data_ptr(), rows.scales.data_ptr(), rows.sums.data_ptr())
+    format, x = matrix.format, contiguous(x)
+    if "order" in matrix.tensors:
+        given, x = x, empty(x.shape, x.dtype)
+        _kernels.permute(given.data_ptr(), matrix.native, x.data_ptr(), x.shape[0], DTYPE_CODES[x.dtype])
+    if format.activation_bits:
+        rows = quantize(x, format.group_size)
+        tensors = rows.values, rows.scales, rows.sums
+        return tensors, (rows.values.data_ptr(), rows.scales.data_ptr(), rows.sums.data_ptr())
+    if format.asymmetric:
+        sums = sum_groups(x, format.group_size)
+        return (x, sums), (x.data_ptr(), 0, sums.data_ptr())
+    return (x,), (x.data_ptr(), 0, 0)
 
 
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from .. import _kernels
 from .graph import contiguous, empty
-from .matrix import Matrix, make_matrix, product_input
+from .matrix import Matrix, make_matrix, new_tensors, product_input
 
 MIN_SKETCH_OUTPUTS = 8192
 """Outputs from which on a sketch pays."""
@@ -68,7 +68,8 @@ def _make_sketch(matrix: Matrix) -> Sketch | None:
     if matrix.format != UNQUANTIZED or "bias" in matrix.tensors or matrix.outputs < MIN_SKETCH_OUTPUTS:
         return None
     int8 = Format(bits=8, activation_bits=8)
-    quantized = make_matrix(None, matrix.inputs, matrix.outputs, matrix.dtype, None, int8)
+    shape = matrix.inputs, matrix.outputs, matrix.dtype
+    quantized = make_matrix(new_tensors(*shape, int8), *shape, None, int8)
     panels = -(-matrix.outputs // _kernels.PANEL)
     bounds = torch.empty(2, panels)
     native = _kernels.Sketch(matrix.native, quantized.native, bounds[0].data_ptr(), bounds[1].data_ptr())
