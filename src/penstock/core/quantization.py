@@ -23,7 +23,8 @@ class Format:
     """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or, where weights are
     floating-point numbers in groups, one a row and group; 0 does not."""
     floating: bool = False
-    """Whether 8 bits are floating-point numbers (e4m3) in place of integers."""
+    """Whether weights are floating-point numbers in place of integers: e4m3 in 8 bits. Those of 4 bits (nf4, fp4) come
+    from checkpoints, and are dequantized."""
     rows_per_scale: int = 1
     """Outputs that share a scale; 0 is one scale for the matrix (per tensor). Other than 1 with ``floating`` only."""
     asymmetric: bool = False
@@ -33,8 +34,8 @@ class Format:
     def __post_init__(self) -> None:
         if self.group_size % 8:
             raise ValueError(f"group_size {self.group_size} is not a multiple of 8")
-        if self.floating and self.bits != 8:
-            raise ValueError("floating-point weights have 8 bits")
+        if self.floating and self.bits not in (4, 8):
+            raise ValueError("floating-point weights have 8 bits or 4")
         if self.rows_per_scale != 1 and not self.floating:
             raise ValueError("integers have a scale an output")
         if self.asymmetric and (self.floating or not self.bits):

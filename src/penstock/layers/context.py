@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.core.quantization import UNQUANTIZED, Format, Scheme
+from penstock.core.quantization import Format, Scheme
 from penstock.ops import Ops, QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Group, Shard
 from penstock.quant import Matrix, PackedMatrix, StackedMatrix
@@ -51,8 +51,9 @@ class Weights(Protocol):
         """The format that a matrix, without ``.weight``, is quantized in; ``UNQUANTIZED`` where ``read`` reads it."""
         ...
 
-    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
-        """Outputs from ``rows[0]`` to ``rows[1]`` of a quantized matrix ``[outputs, inputs]``.
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
+        """Outputs from ``rows[0]`` to ``rows[1]`` of a quantized matrix ``[outputs, inputs]``; in a format of 4-bit
+        floating-point numbers dequantized, ``[rows, inputs]`` float32.
 
         Raises ``PenstockError`` (``invalid``) where its tensors are missing, damaged, or of other shapes or kinds.
         """
@@ -144,7 +145,7 @@ class BuildContext:
             names: of the checkpoint's matrices, without ``.weight``.
             format: to quantize the others to.
         """
-        formats = [self._format(name, format) for name in names]
+        formats = [self._format(name, shard, format) for name, shard in zip(names, shards, strict=True)]
         if len(set(formats)) == 1 and (packed := self._pack(names, inputs, shards, *formats[0], bias)):
             return packed
         ends = list(accumulate(shard.size for shard in shards))
@@ -160,11 +161,11 @@ class BuildContext:
 
     def vocabulary_matrix(self, name: str, inputs: int, shard: Shard) -> PackedMatrix:
         """The matrix of an embedding or a language model head."""
-        packed = self._pack([name], inputs, [shard], *self._format(name, self.scheme.head), None)
+        packed = self._pack([name], inputs, [shard], *self._format(name, shard, self.scheme.head), None)
         assert packed
         return packed
 
-    def _format(self, name: str, wanted: Format) -> tuple[Format, bool]:
+    def _format(self, name: str, shard: Shard, wanted: Format) -> tuple[Format, bool]:
         """The format that a matrix is packed in, and whether it is the checkpoint's own."""
         stored = self.weights.format_of(name)
         if not stored.bits:
@@ -173,7 +174,12 @@ class BuildContext:
             return wanted, False
         if wanted.bits:
             stored = replace(stored, activation_bits=wanted.activation_bits)
-        return (stored, True) if self.ops.supports(stored, self.dtype) else (UNQUANTIZED, False)
+        if not self.ops.supports(stored, self.dtype):
+            return wanted, False
+        if stored.rows_per_scale > 1 and shard.first % stored.rows_per_scale:
+            words = f"gives ranks outputs of {name} from within a block of {stored.rows_per_scale} that share scales"
+            raise invalid("tensor_parallel_size", words)
+        return stored, True
 
     def _pack(
         self,
@@ -213,7 +219,12 @@ class BuildContext:
         stored = self.weights.format_of(name)
         if not stored.bits:
             return self.read_weight(f"{name}.weight", shard.total, inputs, rows=shard.rows)
-        weight = self._read_quantized(name, inputs, shard, stored).dequantize().to(self.dtype)
+        weight = self.weights.read_quantized(name, shard.total, inputs, shard.rows)
+        if isinstance(weight, QuantizedWeight):
+            weight = self._on_device(weight, name, 0).dequantize()
+        if not is_finite(weight):
+            raise invalid("model", f"{name} has values that are not finite numbers")
+        weight = weight.to(self.device, self.dtype)
         self.dequantized_bytes[stored] += weight.nbytes
         return weight
 
@@ -221,10 +232,14 @@ class BuildContext:
         """A rank's outputs of a quantized matrix, on the device, in the checkpoint's format or in one with other
         activations."""
         weight = self.weights.read_quantized(name, shard.total, inputs, shard.rows)
+        assert isinstance(weight, QuantizedWeight)
+        return self._on_device(weight, name, format.activation_bits)
+
+    def _on_device(self, weight: QuantizedWeight, name: str, activation_bits: int) -> QuantizedWeight:
         scales = (weight.scales,) if weight.offsets is None else (weight.scales, weight.offsets)
         if not all(map(is_finite, scales)):
             raise invalid("model", f"the scales of {name} have values that are not finite numbers")
-        return weight.to(self.device, format)
+        return weight.to(self.device, activation_bits)
 
 
 def _same_order(weights: Sequence[QuantizedWeight]) -> bool:

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from penstock.planning.model_size import max_model_len_of, quantization_of, rope_parameters_of
+from penstock.planning.model_size import (
+    max_model_len_of,
+    quantization_config_of,
+    quantization_of,
+    rope_parameters_of,
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class ModelConfig:
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
         """Of a checkpoint whose weights are quantized already, how; None for others."""
-        return self.raw["quantization_config"] if quantization_of(self.raw) is None else None
+        return quantization_config_of(self.raw) if quantization_of(self.raw) is None else None
 
 
 def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:

@@ -8,7 +8,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.model_size import quantization_of
+from penstock.planning.model_size import quantization_config_of, quantization_of
 from penstock.quant import read_quantization_config
 
 from .config import ModelConfig, architecture_of
@@ -33,7 +33,7 @@ def read_config(folder: Path) -> ModelConfig:
     if quantization and quantization not in SCHEMES:
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")
     if quantization is None:
-        read_quantization_config(raw["quantization_config"])
+        read_quantization_config(quantization_config_of(raw))
     try:
         config = family.read_config(raw)
     except KeyError as error:

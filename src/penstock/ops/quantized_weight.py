@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ class QuantizedWeight:
     def dequantize(self) -> Tensor:
         """``[out, in]`` float32, inputs as they come."""
         outputs, inputs = self.values.shape
-        rows, columns = self.format.rows_per_scale or outputs, self.format.group_size or inputs
+        rows = min(self.format.rows_per_scale or outputs, outputs)
+        columns = min(self.format.group_size or inputs, inputs)
 
         def spread(groups: Tensor) -> Tensor:
             return groups.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
@@ -42,12 +43,9 @@ class QuantizedWeight:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
-    def to(self, device: torch.device, format: Format) -> QuantizedWeight:
-        """The same weights on a device.
-
-        Args:
-            format: with the activations to multiply by.
-        """
+    def to(self, device: torch.device, activation_bits: int) -> QuantizedWeight:
+        """The same weights on a device, to multiply by such activations."""
+        format = replace(self.format, activation_bits=activation_bits)
         offsets, order = (None if each is None else each.to(device) for each in (self.offsets, self.order))
         return QuantizedWeight(self.values.to(device), self.scales.to(device), format, offsets, order)
 

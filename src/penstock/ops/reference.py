@@ -52,7 +52,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
     """Whether ``pack_quantized`` takes weights of this format for products in this dtype."""
-    return True
+    return format.bits == 8 if format.floating else True
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,19 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
 def quantization_of(config: Mapping[str, Any]) -> str | None:
     """The scheme that a ``config.json`` asks to quantize to at load, "" for none; None where the checkpoint is
     quantized already."""
-    own = config.get("quantization_config")
+    own = quantization_config_of(config)
     if not own:
         return ""
     ours = isinstance(own, Mapping) and own.get("quant_method") == QUANT_METHOD
     return str(own.get("format", "")) if ours else None
+
+
+def quantization_config_of(config: Mapping[str, Any]) -> Any:
+    """How the weights of a checkpoint are quantized, as its ``config.json`` says; None or empty where they are not."""
+    own = config.get("quantization_config") or config.get("compression_config")  # of early compressed-tensors
+    if isinstance(own, Mapping) and isinstance(inner := own.get("quantization_config"), Mapping):
+        return {**inner, "sparsity_config": own.get("sparsity_config")}  # likewise
+    return own
 
 
 def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:

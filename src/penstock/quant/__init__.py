@@ -1,8 +1,9 @@
 """Weight formats: how checkpoints have a matrix, how it is packed at load, and how it multiplies.
 ``core/quantization.py`` names them."""
 
-from .checkpoint_format import CheckpointFormat, TensorSource, read_quantization_config
+from .checkpoint_format import CheckpointFormat, TensorSource
 from .matrix import Matrix, PackedMatrix, StackedMatrix
+from .quantization_config import read_quantization_config
 
 __all__ = [
     "CheckpointFormat",

@@ -84,28 +84,39 @@ class Checkpoint:
         name = self._stored_name(name)
         if name not in self._file_of:
             raise invalid("model", f"{self._folder} has no tensor {name}")
-        first, end = rows or (0, shape[0])
         try:
             file = self._open(self._file_of[name])
             stored = file.get_slice(name)
             if (stored_shape := tuple(stored.get_shape())) != shape:
                 raise invalid("model", f"tensor {name} has shape {stored_shape}, config.json wants {shape}")
-            tensor: Tensor = file.get_tensor(name) if (first, end) == (0, shape[0]) else stored[first:end]
+            some = rows if rows and rows != (0, shape[0]) else None
+            tensor: Tensor = stored[some[0] : some[1]] if some else file.get_tensor(name)
         except SafetensorError as error:
             raise self._damaged(self._file_of[name], error) from error
-        if not as_stored and not tensor.is_floating_point():
-            raise invalid("model", f"tensor {name} is of {tensor.dtype}, and only floating-point weights are read")
+        if not as_stored and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+            words = "and 16-bit or 32-bit floating-point numbers are wanted"
+            raise invalid("model", f"tensor {name} is of {tensor.dtype}, {words}")
         self.bytes_read += tensor.nbytes
         return tensor
 
     def has(self, name: str) -> bool:
         return self._stored_name(name) in self._file_of
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As ``quant.TensorSource.shape``."""
+        stored = self._stored_name(name)
+        if stored not in self._file_of:
+            raise invalid("model", f"{self._folder} has no tensor {stored}")
+        try:
+            return tuple(self._open(self._file_of[stored]).get_slice(stored).get_shape())
+        except SafetensorError as error:
+            raise self._damaged(self._file_of[stored], error) from error
+
     def format_of(self, name: str) -> Format:
         """As ``layers.Weights.format_of``."""
         return self._format.format_of(self, name) if self._format else UNQUANTIZED
 
-    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
         """As ``layers.Weights.read_quantized``."""
         assert self._format
         return self._format.read(self, name, outputs, inputs, rows)

@@ -1,0 +1,216 @@
+"""Checkpoints of compressed-tensors, as llm-compressor writes them: schemes for groups of modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import invalid
+from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.ops import QuantizedWeight
+
+from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
+from .config_fields import group_size, integer, mapping, pattern, unsupported
+from .fp8 import STATIC_ACTIVATIONS, block_size, read_fp8
+from .integers import from_unsigned, input_order, pack_bits, unpack_bits
+
+PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
+KV_CACHE = "the checkpoint's scheme for the KV cache is not used: --kv-cache-dtype chooses one"
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """``[out, in]`` int8 from ``-2 ** (bits - 1)`` on, as ``weight_packed``: ``[out, ceil(in * bits / 32)]`` int32."""
+    return pack_bits(_unsigned(values, bits), bits)
+
+
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """``[out, groups]`` int8 as ``weight_zero_point``: ``[ceil(out * bits / 32), groups]`` int32."""
+    return pack(zeros.T, bits).T.contiguous()
+
+
+def _unsigned(values: Tensor, bits: int) -> Tensor:
+    """int8 plus half the range of so many bits, as uint8."""
+    return values.contiguous().view(torch.uint8) + (1 << (bits - 1))  # modulo 256
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """How the matrices of a config group are quantized."""
+
+    format: Format
+    bits: int
+    packed: bool
+    symmetric: bool
+    targets: tuple[str | re.Pattern[str], ...]
+
+    def matches(self, name: str, rank: int) -> bool:
+        """Whether a module is a target: by its whole name (``rank`` 0), a pattern (1), or its class (2)."""
+        match rank:
+            case 0:
+                return name in self.targets
+            case 1:
+                return any(isinstance(target, re.Pattern) and target.match(name) for target in self.targets)
+            case _:
+                return ("Embedding" if name.endswith("embed_tokens") else "Linear") in self.targets
+
+
+class CompressedTensors:
+    """``CheckpointFormat`` of integers packed into words (``weight_packed``, ``weight_shape``), or of integers or e4m3
+    numbers as they are (``weight``), with ``weight_scale``, and perhaps ``weight_zero_point`` and ``weight_g_idx``."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        if transforms := config.get("transform_config"):
+            raise unsupported(f"compressed-tensors with transform_config {transforms!r:.60}")
+        sparsity = mapping(config.get("sparsity_config") or {}, "sparsity_config").get("format") or "dense"
+        if sparsity != "dense":
+            raise unsupported(f"compressed-tensors in the sparse format {sparsity!r}")
+        groups = mapping(config.get("config_groups") or {}, "config_groups").values()
+        self._schemes = [
+            scheme for group in groups if (scheme := _read_scheme(mapping(group, "config_groups"), config))
+        ]
+        if not self._schemes:
+            raise invalid("model", "config_groups in config.json has no group with weights")
+        notes = [STATIC_ACTIVATIONS] if any(map(_is_static, groups)) else []
+        self.notes: Sequence[str] = notes + [KV_CACHE] * bool(config.get("kv_cache_scheme"))
+
+    def format_of(self, source: TensorSource, name: str) -> Format:
+        """As ``CheckpointFormat.format_of``: what the checkpoint has scales of is quantized."""
+        if not source.has(f"{name}.weight_scale") and not source.has(f"{name}.weight_packed"):
+            return UNQUANTIZED
+        return self._scheme_of(name).format
+
+    def read(
+        self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
+    ) -> QuantizedWeight:
+        """As ``CheckpointFormat.read``."""
+        scheme, (first, end) = self._scheme_of(name), rows
+        format, bits = scheme.format, scheme.bits
+        if format.floating:
+            return read_fp8(source, name, f"{name}.weight_scale", outputs, inputs, rows, format)
+        if scheme.packed:
+            values = self._read_packed(source, name, outputs, inputs, rows, bits)
+        else:
+            stored = read_tensor(source, f"{name}.weight", outputs, inputs, dtypes=(torch.int8,), rows=rows)
+            values = _unsigned(stored, bits)
+            if bits < 8 and bool((values >= 1 << bits).any()):
+                raise invalid("model", f"tensor {name}.weight has integers of more than {bits} bits")
+        groups = num_groups(inputs, format.group_size)
+        scales = _by_output(source, f"{name}.weight_scale", outputs, groups, FLOATS)[first:end]
+        zeros = None if scheme.symmetric else self._read_zeros(source, name, outputs, groups, scheme)[first:end]
+        return from_unsigned(values, zeros, scales, bits, format, self._order(source, name, inputs, format.group_size))
+
+    def _read_packed(
+        self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int], bits: int
+    ) -> Tensor:
+        if source.has(f"{name}.weight_shape"):
+            shape = read_tensor(source, f"{name}.weight_shape", 2, dtypes=(torch.int32, torch.int64)).tolist()
+            if shape != [outputs, inputs]:
+                raise invalid("model", f"{name} was quantized as {shape}, config.json wants {[outputs, inputs]}")
+        words = -(-inputs * bits // 32)
+        packed = read_tensor(source, f"{name}.weight_packed", outputs, words, dtypes=(torch.int32,), rows=rows)
+        return unpack_bits(packed, bits, inputs)
+
+    def _read_zeros(self, source: TensorSource, name: str, outputs: int, groups: int, scheme: _Scheme) -> Tensor:
+        """Zero points ``[out, groups]`` uint8, above those that are stored by half the range as integers are."""
+        tensor, bits = f"{name}.weight_zero_point", scheme.bits
+        if not scheme.packed:
+            return _unsigned(_by_output(source, tensor, outputs, groups, (torch.int8,)), bits)
+        packed = read_tensor(source, tensor, -(-outputs * bits // 32), groups, dtypes=(torch.int32,))
+        return unpack_bits(packed.T, bits, outputs).T
+
+    def _order(self, source: TensorSource, name: str, inputs: int, size: int) -> Tensor | None:
+        """The order of inputs (``actorder`` group)."""
+        tensor = f"{name}.weight_g_idx"
+        if not source.has(tensor):
+            return None
+        groups = read_tensor(source, tensor, inputs, dtypes=(torch.int32, torch.int64))
+        return None if bool((groups == -1).all()) else input_order(groups, size, tensor)
+
+    def _scheme_of(self, name: str) -> _Scheme:
+        """The scheme of a module: the only one there is, or the first whose targets name it, match it, or have its
+        class, in this order."""
+        if len(self._schemes) == 1:
+            return self._schemes[0]
+        for rank in range(3):
+            for scheme in self._schemes:
+                if scheme.matches(name, rank):
+                    return scheme
+        raise invalid("model", f"{name} is quantized, and no group of config_groups in config.json has it as a target")
+
+
+def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme | None:
+    """The scheme of a config group; None for one without weights.
+
+    Raises ``PenstockError``: ``unsupported`` for a layout or numbers that are not read, ``invalid`` for broken fields.
+    """
+    if group.get("weights") is None:
+        return None
+    weights, layout = mapping(group["weights"], "weights"), group.get("format") or config.get("format")
+    if layout != PACKED and layout not in PLAIN:
+        raise unsupported(f"compressed-tensors in the format {layout!r:.40}")
+    if group.get("output_activations"):
+        raise unsupported("compressed-tensors with output_activations")
+    bits, kind, strategy = integer(weights, "num_bits", 8), weights.get("type", "int"), weights.get("strategy")
+    targets = group.get("targets") or ["Linear"]
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise invalid("model", f"targets in config.json are {targets!r:.60}, and not names")
+    parsed = tuple(pattern(each.removeprefix("re:")) if each.startswith("re:") else each for each in targets)
+    by_kind = {"int": _integer_format, "float": _float_format}
+    if kind not in by_kind:
+        raise unsupported(f"compressed-tensors with weights of type {kind!r:.40}")
+    format = by_kind[kind](weights, bits, strategy, _activation_bits(group, kind))
+    return _Scheme(format, bits, layout == PACKED, bool(weights.get("symmetric", True)), parsed)
+
+
+def _activation_bits(group: Mapping[str, Any], kind: str) -> int:
+    """8 where activations are numbers of 8 bits of the weights' kind; others are computed unquantized."""
+    inputs = mapping(group.get("input_activations") or {}, "input_activations")
+    return 8 if inputs and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind) else 0
+
+
+def _integer_format(weights: Mapping[str, Any], bits: int, strategy: Any, activation_bits: int) -> Format:
+    if not 2 <= bits <= 8:
+        raise unsupported(f"compressed-tensors in integers of {bits} bits")
+    if strategy not in ("group", "channel", "tensor"):
+        raise unsupported(f"compressed-tensors in integers by {strategy!r:.40} (strategy)")
+    size = group_size(weights) if strategy == "group" else 0
+    return Format(4 if bits <= 4 else 8, size, activation_bits, asymmetric=not weights.get("symmetric", True))
+
+
+def _float_format(weights: Mapping[str, Any], bits: int, strategy: Any, activation_bits: int) -> Format:
+    if bits != 8:
+        raise unsupported(f"compressed-tensors in floating-point numbers of {bits} bits")
+    rows, columns = 1, 0
+    match strategy:
+        case "tensor":
+            rows = 0
+        case "channel":
+            pass
+        case "group":
+            columns = group_size(weights)
+        case "block":
+            rows, columns = block_size(weights.get("block_structure"))
+        case _:
+            raise unsupported(f"compressed-tensors in floating-point numbers by {strategy!r:.40} (strategy)")
+    return Format(8, columns, activation_bits, floating=True, rows_per_scale=rows)
+
+
+def _is_static(group: Mapping[str, Any]) -> bool:
+    """Whether activations are quantized by scales of the checkpoint."""
+    inputs = group.get("input_activations") or {}
+    return bool(inputs) and not inputs.get("dynamic")
+
+
+def _by_output(source: TensorSource, tensor: str, outputs: int, groups: int, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """A tensor ``[outputs, groups]``, also where it is stored as ``[outputs]``, or as one number for all."""
+    shape = source.shape(tensor)
+    if shape in ((), (1,), (1, 1)) and groups == 1:
+        return read_tensor(source, tensor, *shape, dtypes=dtypes).reshape(1, 1).expand(outputs, 1)
+    if shape == (outputs,) and groups == 1:
+        return read_tensor(source, tensor, outputs, dtypes=dtypes)[:, None]
+    return read_tensor(source, tensor, outputs, groups, dtypes=dtypes)
