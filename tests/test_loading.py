@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -132,6 +133,44 @@ def test_ranks_share_heads(heads: int, kv_heads: int, ranks: int, shares: list[t
 def test_heads_that_cannot_be_shared_are_refused(folder: Path) -> None:
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
         load_model(folder, ops.backend(CPU), group=groups(3)[0])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pytorch_files_are_read(folder: Path, tmp_path: Path, shards: int) -> None:
+    """As safetensors are, also some rows of a tensor; the version changes with the weights."""
+    tensors = dict(sorted(load_file(folder / "model.safetensors").items()))
+    shutil.copy(folder / "config.json", tmp_path)
+
+    def write(tensors: dict[str, Tensor]) -> Checkpoint:
+        if shards == 1:
+            torch.save(tensors, tmp_path / "pytorch_model.bin")
+            return Checkpoint(tmp_path)
+        places = {name: f"pytorch_model-{number % shards}.bin" for number, name in enumerate(tensors)}
+        for file in set(places.values()):
+            own = {name: tensors[name] for name in places if places[name] == file}
+            torch.save(own, tmp_path / file)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+        return Checkpoint(tmp_path)
+
+    written = write(tensors)
+    before = written.version, written.state
+    for name, tensor in tensors.items():
+        assert torch.equal(written.read(name, *tensor.shape), tensor)
+        assert torch.equal(written.read(name, *tensor.shape, rows=(8, 24)), tensor[8:24])
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    again = write(parameters)
+    assert not again.read("model.norm.weight", 128).requires_grad
+    changed = write(tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
+    assert changed.version != before[0] and changed.state != before[1]
+    model = load_model(tmp_path, ops.backend(CPU))
+    assert model.weights_version == changed.version
+
+
+def test_pickles_of_more_than_tensors_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    torch.save({"model.norm.weight": Path("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(PenstockError, match=r"is not loaded, as its pickle would run pathlib\.\w+\. Convert it"):
+        Checkpoint(tmp_path)
 
 
 def test_tensors_as_stored(tmp_path: Path) -> None:

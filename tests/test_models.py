@@ -154,6 +154,8 @@ def broken(folder: Path, how: str) -> None:
             path.write_bytes(path.read_bytes()[:-1000])
         case "only pickles":
             (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        case "other pickles":
+            (folder / "model.safetensors").rename(folder / "model.pt")
         case "no weights":
             (folder / "model.safetensors").unlink()
         case "uneven heads":
@@ -189,7 +191,8 @@ def broken(folder: Path, how: str) -> None:
         ("missing tensor", r"no tensor model\.layers\.3"),
         ("wrong shape", r"shape \(96, 64\), config.json wants \(97, 64\)"),
         ("truncated", "is damaged"),
-        ("only pickles", "not loaded. Convert them"),
+        ("only pickles", r"pytorch_model\.bin is damaged, or a pickle from before"),
+        ("other pickles", r"only as pickles \(model\.pt\).*not loaded. Convert them"),
         ("no weights", r"has no model\.safetensors"),
         ("uneven heads", "3 key-value heads among 4"),
         ("wrong kind", "a value of the wrong kind"),

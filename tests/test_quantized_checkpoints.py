@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from quantized import KINDS, quantize
+from checkpoints import save
+from quantized import KINDS, SIZES, ct_config, quantize
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from penstock import ops
-from penstock.core import SamplingParams
+from penstock.core import PenstockError, SamplingParams
+from penstock.core.quantization import SCHEMES, Format
 from penstock.frontend.llm import LLM
+from penstock.layers import BuildContext
 from penstock.models import read_config
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
+from penstock.parallel import SINGLE_RANK, shard_outputs
+from penstock.planning.kv_size import weight_bytes
+from penstock.planning.model_size import model_size_of, quantization_config_of
 from penstock.quant import read_quantization_config
 
 CPU = torch.device("cpu")
@@ -90,3 +102,196 @@ def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Pa
         for row, position in zip(table, told, strict=False):
             for token_id, found in (position or {}).items():
                 assert found.logprob == pytest.approx(row[token_id].item(), abs=0.05 if rounds else 1e-4)
+
+
+def generated(folder: Path, **options: Any) -> list[Any]:
+    """Tokens and log probabilities."""
+    llm = LLM(folder, **{"block_size": 16, "num_gpu_blocks_override": 50, "weight_cache_dir": "none"} | options)
+    with closing(llm.engine):
+        return answers(llm)
+
+
+def answers(llm: LLM) -> list[Any]:
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [(output.outputs[0].token_ids, repr(output.outputs[0].logprobs)) for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ["awq g32", "bitsandbytes nf4"])
+def test_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    quantize(tmp_path, KINDS[kind])
+    assert generated(tmp_path, tensor_parallel_size=2) == generated(tmp_path)
+
+
+def test_float16_and_the_weight_cache(tmp_path: Path) -> None:
+    """A checkpoint of float16 is computed in bfloat16 on CPUs, from the cache as from the checkpoint."""
+    quantize(tmp_path, KINDS["gptq asymmetric, act-order, v2"])
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"float32"', '"float16"'))
+    first = generated(tmp_path, weight_cache_dir=str(tmp_path / "cache"))
+    assert generated(tmp_path, weight_cache_dir=str(tmp_path / "cache")) == first == generated(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization", "kept"),
+    [
+        ("gptq", "w4a8", True),
+        ("awq g32", "wint4", True),
+        ("awq g32", "w8a8", False),
+        ("compressed-tensors w8a8", "wint8", True),
+        ("gptq 8 bits, act-order", "w8a8", True),
+        ("bitsandbytes int8", "w8a8", True),
+        ("fp8 blocks", "w8a8", False),
+        ("bitsandbytes nf4", "w4a8", False),
+    ],
+)
+def test_quantization_on_top(kind: str, quantization: str, kept: bool, tmp_path: Path) -> None:
+    """Of as many bits it chooses the activations and keeps the checkpoint's integers; of others it rounds the weights,
+    as it does those of a checkpoint that is not quantized."""
+    model = quantize(tmp_path, KINDS[kind])
+    scheme = SCHEMES[quantization]
+    context = BuildContext(
+        ops.backend(CPU, "reference"), open_checkpoint(tmp_path), torch.bfloat16, CPU, 64, scheme=scheme
+    )
+    name = "model.layers.1.mlp.down_proj"
+    matrix = context.matrix([name], 96, [shard_outputs(SINGLE_RANK, 64)], scheme.layers)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = model.state_dict()[f"{name}.weight"]
+    if not kept:
+        weight = weight.bfloat16()
+        expected = ops.reference.linear(x, ops.reference.pack([weight], None, scheme.layers))
+    else:
+        given = rounded(x.float(), "int8", 0) if scheme.layers.activation_bits else x.float()
+        expected = torch.nn.functional.linear(given, weight).bfloat16()
+    torch.testing.assert_close(matrix.linear(x), expected)
+    assert bool(context.dequantized_bytes) == (not kept)
+
+
+def test_weights_change_between_formats(tmp_path: Path) -> None:
+    """An engine that has loaded weights in one format takes those of the same model in another."""
+    folders = {}
+    for number, kind in enumerate(("awq g32", "gptq asymmetric", "compressed-tensors w8a8")):
+        folders[kind] = tmp_path / kind
+        folders[kind].mkdir()
+        quantize(folders[kind], KINDS[kind], seed=number)
+    plain = folders["plain"] = tmp_path / "plain"
+    plain.mkdir()
+    save(LlamaConfig(**SIZES), plain)
+    first, *others = folders.values()
+    llm = LLM(first, block_size=16, num_gpu_blocks_override=50, weight_cache_dir="none", dtype="bfloat16")
+    before = answers(llm)
+    for folder in others:
+        llm.update_weights(folder)
+        assert answers(llm) == generated(folder, dtype="bfloat16")
+    llm.update_weights(load_file(plain / "model.safetensors"))
+    assert answers(llm) == generated(plain, dtype="bfloat16")
+    llm.update_weights(first)
+    assert answers(llm) == before
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "exl3"}, "'exl3' .* not read; known are awq"),
+    ({"quant_method": "awq", "version": "gemv"}, "AWQ in the layout 'gemv'"),
+    ({"quant_method": "awq", "version": "gemv_fast"}, "AWQ in the layout 'gemv_fast'"),
+    ({"quant_method": "awq", "backend": "llm-awq"}, "AWQ in the layout 'llm-awq'"),
+    ({"quant_method": "awq", "bits": 8}, "AWQ in 8 bits"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_p"}, "GPTQ in the layout 'gptq_p'"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the layout 'marlin'"),
+    ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 20}, "groups of 20 inputs"),
+    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "words of int64"),
+    ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "GPTQ with adapter"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "a pattern that is none"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+$": {}}}, "a pattern of too many repetitions"),
+    (ct_config("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "format 'nvfp4-pack-quantized'"),
+    (ct_config("mxfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "format 'mxfp4-pack-quantized'"),
+    (ct_config("float-quantized", {"num_bits": 6, "type": "float"}), "floating-point numbers of 6 bits"),
+    (ct_config("dense", {}), "format 'dense'"),
+    (ct_config("int-quantized", {"strategy": "block"}), "integers by 'block'"),
+    (ct_config("pack-quantized", {}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'"),
+    (ct_config("pack-quantized", {}) | {"transform_config": {"a": 1}}, "transform_config"),
+    (ct_config("pack-quantized", {}) | {"config_groups": {}}, "no group with weights"),
+    ({"quant_method": "fp8", "activation_scheme": "per_head"}, "activation_scheme 'per_head'"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 in 'e5m2'"),
+    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1, and not a number from 1"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bitsandbytes in 'af4'"),
+    ({"quant_method": "bitsandbytes"}, "must name one of load_in_4bit"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED)
+def test_what_is_not_read_is_told_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """By ``config.json`` alone, before there are weights."""
+    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    with pytest.raises(PenstockError, match=words):
+        read_config(tmp_path)
+
+
+def test_schemes_of_modules(tmp_path: Path) -> None:
+    """Of compressed-tensors: the scheme of a module is that of its name, else of a pattern, else of its class; what is
+    not quantized is as it is stored. Also under the field's early name, and with GPTQ's settings by module."""
+    kinds = [
+        KINDS["compressed-tensors w4a16"],
+        KINDS["compressed-tensors w8a8"],
+        KINDS["compressed-tensors fp8 channel"],
+    ]
+    groups = [deepcopy(kind.config["config_groups"]["group_0"]) for kind in kinds]
+    for group, kind in zip(groups, kinds, strict=True):
+        group["format"] = kind.config["format"]
+    groups[1]["targets"] = ["re:.*self_attn.*", "model.layers.1.mlp.up_proj"]
+    groups[2]["targets"] = [r"re:.*layers\.1\.mlp\.(up|gate)_proj$"]
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["re:.*lm_head"]}
+    config["config_groups"] = {f"group_{number}": group for number, group in enumerate(groups)}
+    whole = {"config_groups": config["config_groups"], **config}
+    format = read_quantization_config(whole)
+    source = Names({f"{name}.weight_scale" for name in ("q", "model.layers.0.self_attn.k_proj")})
+    source.names |= {f"model.layers.1.mlp.{name}_proj.weight_scale" for name in ("up", "gate", "down")}
+
+    def found(name: str) -> tuple[int, int, bool]:
+        one = format.format_of(source, name)
+        return one.bits, one.activation_bits, one.floating
+
+    assert found("model.layers.0.self_attn.k_proj") == (8, 8, False)
+    assert found("model.layers.1.mlp.up_proj") == (8, 8, False)
+    assert found("model.layers.1.mlp.gate_proj") == (8, 8, True)
+    assert found("model.layers.1.mlp.down_proj") == (4, 0, False)
+    assert found("lm_head") == (0, 0, False)
+    early = {"compression_config": {"quantization_config": whole, "sparsity_config": {"format": "dense"}}}
+    assert read_quantization_config(quantization_config_of(early)).format_of(source, "q") == Format(4, 32)
+
+    dynamic = {r"-:.*lm_head": {}, r"+:.*\.1\..*": {"bits": 8, "sym": False}, r".*up_proj": {"group_size": 64}}
+    gptq = read_quantization_config({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic})
+    source = Names({f"model.layers.{layer}.up_proj.qweight" for layer in range(2)} | {"a.qweight"})
+    assert gptq.format_of(source, "model.layers.1.up_proj") == Format(8, 32, asymmetric=True)
+    assert gptq.format_of(source, "model.layers.0.up_proj") == Format(4, 64)
+    assert gptq.format_of(source, "a") == Format(4, 32)
+    assert gptq.format_of(source, "lm_head") == Format()
+
+
+class Names:
+    """A ``TensorSource`` of names."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (1,)
+
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("awq g32", 6), ("gptq", 5), ("compressed-tensors w8a8", 8.5)])
+def test_the_size_of_a_quantized_model_is_known(kind: str, bits: float, tmp_path: Path) -> None:
+    """Scales and offsets are float32 when they are loaded."""
+    quantize(tmp_path, KINDS[kind])
+    size = model_size_of(json.loads((tmp_path / "config.json").read_text()))
+    layers = size.layer_weights * bits / 8
+    assert weight_bytes(size, dtype="bfloat16") == pytest.approx(layers + size.embedding_weights * 2)

@@ -198,6 +198,8 @@ class Engine:
     ) -> None:
         """Log the numbers that ``penstock plan memory`` prints."""
         info, model_size = self.info, model_size_of(config_json)
+        if not profile.total:
+            model_size = model_size.on_cpu()
         size = profile.host_block_bytes // options.block_size
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
         logger.info(

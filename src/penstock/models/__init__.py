@@ -94,7 +94,10 @@ def load_model(
         weights = DummyWeights(folder, dtype, seed, device)
     else:
         quantized = config.quantization_config
-        weights = Checkpoint(folder, None if quantized is None else read_quantization_config(quantized))
+        format = None if quantized is None else read_quantization_config(quantized)
+        for note in format.notes if format and group.rank == 0 else ():
+            logger.info("%s", note)
+        weights = Checkpoint(folder, format)
     scheme, cache = SCHEMES[quantization], None
     if weight_cache_dir and isinstance(weights, Checkpoint):
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"

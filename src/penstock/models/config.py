@@ -15,6 +15,9 @@ from penstock.planning.model_size import (
     rope_parameters_of,
 )
 
+MAX_COUNT = 2**24
+"""More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -68,19 +71,22 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind.
     """
-    heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+    vocabulary, hidden, intermediate, heads, layers = (
+        _count(raw, name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    )
     max_position_embeddings, rope = int(raw.get("max_position_embeddings") or 2048), rope_parameters_of(raw)
     bias = bool(raw.get("attention_bias", False))
     architecture, has_lm_head = architecture_of(raw)
     fields: dict[str, Any] = {
         "architecture": architecture,
-        "vocab_size": raw["vocab_size"],
-        "hidden_size": raw["hidden_size"],
-        "intermediate_size": raw["intermediate_size"],
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or int(raw["hidden_size"]) // heads,
+        "head_dim": raw.get("head_dim") or hidden // heads,
         "max_model_len": max_model_len_of(max_position_embeddings, rope),
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
@@ -97,6 +103,12 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "mlp_bias": bool(raw.get("mlp_bias", False)),
     }
     return ModelConfig(**fields | overrides)
+
+
+def _count(raw: Mapping[str, Any], name: str) -> int:
+    if not 1 <= (value := int(raw[name])) <= MAX_COUNT:
+        raise ValueError(f"{name} is {value}")
+    return value
 
 
 def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:

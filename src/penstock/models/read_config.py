@@ -38,7 +38,7 @@ def read_config(folder: Path) -> ModelConfig:
         config = family.read_config(raw)
     except KeyError as error:
         raise invalid("model", f"{path} lacks {error}") from error
-    except (AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
     if config.num_heads % config.num_kv_heads:
         message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"

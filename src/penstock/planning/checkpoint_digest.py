@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import msgspec
 
-INDEX = "model.safetensors.index.json"
+INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+"""Files with weights."""
 SAMPLE_BYTES, SPACING = 2**12, 2**24
 """``checkpoint_digest`` reads a sample of each tensor, and one more for every ``SPACING`` bytes of it."""
 
@@ -20,17 +23,21 @@ class _Tensor(msgspec.Struct):
 
 def checkpoint_digest(folder: Path) -> str:
     """Identifies the contents of a checkpoint wherever it lies, by ``config.json``, the index, and names, sizes,
-    headers and samples of its safetensors files.
+    headers and samples of its safetensors files, or checksums in those of PyTorch.
 
     Weights that were trained differ in nearly every number of a tensor; a few numbers that were changed by hand may be
     missed. One sample takes a page of each 16 MiB, so that this takes milliseconds.
     """
     digest = hashlib.sha256()
-    for path in [folder / "config.json", folder / INDEX, *sorted(folder.glob("*.safetensors"))]:
+    files = sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
+    for path in [folder / "config.json", folder / INDEX, folder / PYTORCH_INDEX, *files]:
         if not path.is_file():
             continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
+        if path.suffix == ".bin":
+            digest.update(_checksums(path))
+            continue
         with path.open("rb") as file:
             if path.suffix != ".safetensors":
                 digest.update(file.read())
@@ -41,6 +48,15 @@ def checkpoint_digest(folder: Path) -> str:
                 file.seek(min(8 + length + place, size))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _checksums(path: Path) -> bytes:
+    """CRC-32 of every part of a file of ``torch.save``; nothing where it is damaged, as its reader will tell."""
+    try:
+        with ZipFile(path) as parts:
+            return repr([(part.filename, part.CRC, part.file_size) for part in parts.infolist()]).encode()
+    except (BadZipFile, NotImplementedError, OSError, ValueError):
+        return b""
 
 
 def _sample_offsets(header: bytes) -> list[int]:

@@ -42,11 +42,15 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
     scheme, computed = SCHEMES[quantization], _computed_dtype(size, dtype)
 
     def weight(format: Format) -> float:
-        if not format.bits:
+        if not format.bits or format == Format(4, format.group_size, floating=True):  # which is dequantized
             return ITEM_BYTES[computed]
-        return format.bits / 8 + SCALE_BYTES / (format.group_size or size.hidden_size)
+        scales = SCALE_BYTES * (2 if format.asymmetric else 1) / (format.rows_per_scale or size.hidden_size)
+        return format.bits / 8 + scales / (format.group_size or size.hidden_size)
 
-    return weight(scheme.layers), weight(scheme.head)
+    layers, stored = scheme.layers, size.stored
+    if stored.bits and (not layers.bits or (layers.bits, layers.floating) == (stored.bits, stored.floating)):
+        layers = stored
+    return weight(layers), weight(scheme.head)
 
 
 def kv_specs(

@@ -7,10 +7,13 @@ No torch, so that memory can be planned where no model runs. The engine reads ``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.core.quantization import UNQUANTIZED, Format
+
+from .stored_format import stored_format
 
 QUANT_METHOD = "penstock"
 """``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
@@ -44,6 +47,12 @@ class ModelSize:
     num_mtp_layers: int
     quantization: str
     """To quantize to at load where the user asks for nothing else, a name of ``SCHEMES``."""
+    stored: Format = UNQUANTIZED
+    """Format of the layers' matrices in a checkpoint that is quantized already."""
+
+    def on_cpu(self) -> ModelSize:
+        """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
+        return replace(self, stored=UNQUANTIZED) if self.stored.floating else self
 
 
 def model_size_of(config: Mapping[str, Any]) -> ModelSize:
@@ -52,7 +61,7 @@ def model_size_of(config: Mapping[str, Any]) -> ModelSize:
         return _model_size(config)
     except KeyError as error:
         raise invalid("model", f"config.json lacks {error}") from error
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"config.json has a value of the wrong kind: {error}") from error
 
 
@@ -85,6 +94,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         mtp_weights=mtp * (attention + (sparse or dense) + 2 * hidden * hidden),
         num_mtp_layers=mtp,
         quantization=quantization_of(config) or "none",
+        stored=stored_format(quantization_config_of(config)),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+MAX_GROUP = 2**20
+"""More inputs, or outputs, than any matrix has."""
 MAX_REPEATS = 5
 """Repetitions in a regular expression of a checkpoint. With more, or with one of a group, matching could take
 exponential time."""
@@ -28,10 +30,10 @@ def integer(config: Mapping[str, Any], name: str, default: int | None = None) ->
     return value
 
 
-def positive(value: Any, what: str) -> int:
-    """A number of at least 1. Raises ``PenstockError`` (``invalid``) for anything else."""
-    if type(value) is not int or value < 1:
-        raise invalid("model", f"{what} in config.json is {value!r:.40}, and not a number of at least 1")
+def count(value: Any, what: str) -> int:
+    """A number of inputs or outputs. Raises ``PenstockError`` (``invalid``) for anything else."""
+    if type(value) is not int or not 1 <= value <= MAX_GROUP:
+        raise invalid("model", f"{what} in config.json is {value!r:.40}, and not a number from 1 to {MAX_GROUP}")
     return value
 
 
@@ -43,8 +45,9 @@ def group_size(config: Mapping[str, Any], default: int | None = None, name: str 
     size = integer(config, name, default)
     if size == -1:
         return 0
-    if size < 1:
-        raise invalid("model", f"{name} in the quantization_config of config.json is {size}, and at least 1, or -1")
+    if not 1 <= size <= MAX_GROUP:
+        words = f"{name} in the quantization_config of config.json is {size}, and from 1 to {MAX_GROUP}, or -1"
+        raise invalid("model", words)
     if size % 8:
         raise unsupported(f"groups of {size} inputs, which is no multiple of 8,")
     return size

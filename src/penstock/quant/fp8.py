@@ -14,7 +14,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
 
 from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
-from .config_fields import positive, unsupported
+from .config_fields import count, unsupported
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 """Dtypes of scales; the last are powers of two (ue8m0)."""
@@ -85,7 +85,7 @@ def block_size(size: Any) -> tuple[int, int]:
     """Outputs and inputs of a block. Raises ``PenstockError`` where these are no two numbers, or no kernel has them."""
     if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
         raise invalid("model", f"the size of blocks in config.json is {size!r:.60}, and not two numbers")
-    outputs, inputs = (positive(each, "the size of blocks") for each in size)
+    outputs, inputs = (count(each, "the size of blocks") for each in size)
     if inputs % 8:
         raise unsupported(f"blocks of {inputs} inputs, which is no multiple of 8,")
     return outputs, inputs

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.core import Code, PenstockError
+
 from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
 from .checkpoint_format import CheckpointFormat
 from .compressed_tensors import CompressedTensors
-from .config_fields import mapping, unsupported
+from .config_fields import mapping
 from .fp8 import FP8
 from .gptq import GPTQ
 
@@ -35,5 +37,6 @@ def read_quantization_config(config: Any) -> CheckpointFormat:
     if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         method = "bitsandbytes"  # of transformers before 4.35
     if not isinstance(method, str) or method not in METHODS:
-        raise unsupported(f"{method!r:.60} (quant_method); known are {', '.join(METHODS)};")
+        words = f"checkpoints quantized as {method!r:.60} (quant_method) are not read; known are {', '.join(METHODS)}"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
     return METHODS[method](config)

@@ -72,6 +72,8 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         files=["config.json"],
     )
     size = model_size_of(read_config_json(folder))
+    if args.gpu_memory is None:
+        size = size.on_cpu()
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method not in ("ngram", "mtp"):
         raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")

@@ -19,7 +19,7 @@ from penstock.models import Model, ModelConfig, cache_folder, load_model, read_c
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.kv_spec import KV_QUANTIZATION, KVSpec
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import model_size_of, quantization_config_of
 from penstock.planning.pipeline import split_layers
 
 from ..step import ModelInfo
@@ -104,9 +104,8 @@ def load_models(
         )
 
     def reload(other: Path | None) -> Model:
-        if other:
-            _check_same_model(other, config)
-        return load(other or folder, config, options.max_model_len or None, max_loras, check=True, other=bool(other))
+        own = _config_of(other, config) if other else config
+        return load(other or folder, own, options.max_model_len or None, max_loras, check=True, other=bool(other))
 
     draft = _draft(speculative, options, config)
     model = load(folder, config, options.max_model_len or None, max_loras)
@@ -128,18 +127,24 @@ def load_models(
     return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, reload)
 
 
-def _check_same_model(folder: Path, config: ModelConfig) -> None:
-    """Raise ``PenstockError`` (``invalid``) where a folder is none, or its ``config.json``, if there is one, describes
-    another model than ``config``."""
+def _config_of(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The configuration for other weights of a model: its own, with how the weights in the folder are quantized.
+
+    Raises ``PenstockError`` (``invalid``) where the folder is none, or its ``config.json``, if there is one, describes
+    another model.
+    """
     if not folder.is_dir():
         raise invalid("path", f"{folder} is no folder on this machine")
     if not (folder / "config.json").exists():
-        return
-    other = replace(read_config(folder), raw=config.raw, dtype=config.dtype)  # weights may be stored in any dtype
+        return config
+    read = read_config(folder)
+    other = replace(read, raw=config.raw, dtype=config.dtype)  # weights may be stored in any dtype
     if other != config:
         names = [field for field in vars(config) if getattr(config, field) != getattr(other, field)]
         differences = [f"{name} {getattr(other, name)} and not {getattr(config, name)}" for name in names]
         raise invalid("path", f"{folder} has another model: {'; '.join(differences)}")
+    stored = {"quantization_config": quantization_config_of(read.raw), "compression_config": None}
+    return replace(config, raw={**config.raw, **stored})
 
 
 def _device(name: str) -> torch.device:

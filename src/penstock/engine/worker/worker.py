@@ -131,6 +131,8 @@ class Worker:
         self._runner = runner(loaded.model, bool(loaded.max_loras))
         self._runners = [self._runner]
         info, model_size = loaded.info, model_size_of(loaded.model.config.raw)
+        if loaded.device.type == "cpu":
+            model_size = model_size.on_cpu()
         total = weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers))
         self._swap = ModelSwap(
             self._runner,

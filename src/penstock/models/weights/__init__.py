@@ -2,8 +2,8 @@
 
 from .cache import WeightCache
 from .cache_folder import cache_folder
+from .checkpoint import Checkpoint
 from .dummy import DummyWeights
 from .lora import LoRAAdapter, load_lora
-from .safetensors import Checkpoint
 
 __all__ = ["Checkpoint", "DummyWeights", "LoRAAdapter", "WeightCache", "cache_folder", "load_lora"]

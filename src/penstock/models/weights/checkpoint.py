@@ -1,48 +1,51 @@
-"""Tensors of a checkpoint in memory-mapped safetensors files, one or several shards."""
+"""Tensors of a checkpoint in memory-mapped files, one or several shards."""
 
 from __future__ import annotations
 
 import hashlib
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import INDEX, checkpoint_digest
+from penstock.planning.checkpoint_digest import INDEX, PATTERNS, PYTORCH_INDEX, checkpoint_digest
 from penstock.quant import CheckpointFormat
 
-SINGLE = "model.safetensors"
+from .tensor_files import TensorFile, open_tensors
+
+SINGLE, PYTORCH_SINGLE = "model.safetensors", "pytorch_model.bin"
 
 
 class Checkpoint:
-    """The safetensors files of a folder. Nothing is read before it is taken.
+    """The safetensors files of a folder, or, where it has none, PyTorch's ``pytorch_model.bin``. Nothing is read before
+    it is taken.
 
     Args:
         format: of its quantized matrices; None where it has none.
 
-    Raises ``PenstockError`` (``invalid``) where files are missing or damaged, or where there are only pickles, which
-    are never loaded.
+    Raises ``PenstockError`` (``invalid``) where files are missing or damaged, or have more than tensors.
     """
 
     def __init__(self, folder: Path, format: CheckpointFormat | None = None) -> None:
         self._folder = folder
         self._format = format
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, TensorFile] = {}
         self._file_of: dict[str, str] = {}
         self.bytes_read = 0
         """Bytes of all tensors and slices taken so far."""
-        if (folder / INDEX).exists():
-            self._file_of = _read_index(folder / INDEX)
+        index, single = INDEX, SINGLE
+        if not (folder / INDEX).exists() and not (folder / SINGLE).exists():
+            index, single = PYTORCH_INDEX, PYTORCH_SINGLE
+        if (folder / index).exists():
+            self._file_of = _read_index(folder / index, Path(single).suffix)
             if missing := {file for file in self._file_of.values() if not (folder / file).is_file()}:
                 raise invalid("model", f"{folder} lacks {', '.join(sorted(missing))}, which its index names")
-        elif (folder / SINGLE).exists():
-            self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        elif (folder / single).exists():
+            self._file_of = dict.fromkeys(self._open(single).names(), single)
         elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
             raise invalid(
                 "model",
@@ -65,10 +68,10 @@ class Checkpoint:
         (``ctime``) is included, because tools that copy files set the time of modification back.
         """
         digest = hashlib.sha256()
-        for name in ("config.json", INDEX):
+        for name in ("config.json", INDEX, PYTORCH_INDEX):
             if (path := self._folder / name).exists():
                 digest.update(path.read_bytes())
-        for file in sorted(self._folder.glob("*.safetensors")):
+        for file in sorted(path for pattern in PATTERNS for path in self._folder.glob(pattern)):
             status = file.stat()
             digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} ".encode())
             with file.open("rb") as content:
@@ -81,18 +84,9 @@ class Checkpoint:
 
         A checkpoint of the decoder alone, as embedding models are saved, has names without ``model.`` before them.
         """
-        name = self._stored_name(name)
-        if name not in self._file_of:
-            raise invalid("model", f"{self._folder} has no tensor {name}")
-        try:
-            file = self._open(self._file_of[name])
-            stored = file.get_slice(name)
-            if (stored_shape := tuple(stored.get_shape())) != shape:
-                raise invalid("model", f"tensor {name} has shape {stored_shape}, config.json wants {shape}")
-            some = rows if rows and rows != (0, shape[0]) else None
-            tensor: Tensor = stored[some[0] : some[1]] if some else file.get_tensor(name)
-        except SafetensorError as error:
-            raise self._damaged(self._file_of[name], error) from error
+        if (stored_shape := self.shape(name)) != shape:
+            raise invalid("model", f"tensor {name} has shape {stored_shape}, config.json wants {shape}")
+        tensor = self._file(name).read(self._stored_name(name), rows if rows and rows != (0, shape[0]) else None)
         if not as_stored and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
             words = "and 16-bit or 32-bit floating-point numbers are wanted"
             raise invalid("model", f"tensor {name} is of {tensor.dtype}, {words}")
@@ -104,13 +98,7 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As ``quant.TensorSource.shape``."""
-        stored = self._stored_name(name)
-        if stored not in self._file_of:
-            raise invalid("model", f"{self._folder} has no tensor {stored}")
-        try:
-            return tuple(self._open(self._file_of[stored]).get_slice(stored).get_shape())
-        except SafetensorError as error:
-            raise self._damaged(self._file_of[stored], error) from error
+        return self._file(name).shape(self._stored_name(name))
 
     def format_of(self, name: str) -> Format:
         """As ``layers.Weights.format_of``."""
@@ -124,30 +112,33 @@ class Checkpoint:
     def _stored_name(self, name: str) -> str:
         return name.removeprefix("model.") if self._unprefixed else name
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safe_open(self._folder / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise self._damaged(file, error) from error
-        return self._files[file]
+    def _file(self, name: str) -> TensorFile:
+        if not self.has(name):
+            raise invalid("model", f"{self._folder} has no tensor {self._stored_name(name)}")
+        return self._open(self._file_of[self._stored_name(name)])
 
-    def _damaged(self, file: str, error: Exception) -> Exception:
-        return invalid("model", f"{self._folder / file} is damaged ({error}). Fetch it again.")
+    def _open(self, file: str) -> TensorFile:
+        if file not in self._files:
+            self._files[file] = open_tensors(self._folder / file)
+        return self._files[file]
 
 
 class Index(msgspec.Struct):
-    """``model.safetensors.index.json`` of a checkpoint in shards."""
+    """``model.safetensors.index.json`` or ``pytorch_model.bin.index.json`` of a checkpoint in shards."""
 
     weight_map: dict[str, str]
     """The file of each tensor."""
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path, suffix: str) -> dict[str, str]:
+    """The file of each tensor. Raises ``PenstockError`` (``invalid``) where any is of another kind or elsewhere."""
     try:
         files = msgspec.json.decode(path.read_bytes(), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid("model", f"{path} is damaged ({error}). Fetch it again.") from error
-    if outside := next((file for file in files.values() if Path(file).name != file), None):
-        raise invalid("model", f"{path} names {outside!r}, which is not a file beside it")
+    for file in files.values():
+        if Path(file).name != file:
+            raise invalid("model", f"{path} names {file!r}, which is not a file beside it")
+        if Path(file).suffix != suffix:
+            raise invalid("model", f"{path} names {file!r}, which is no {suffix} file")
     return files

@@ -1,0 +1,115 @@
+"""Files with tensors: safetensors, and PyTorch's own through its weights-only reader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+from zipfile import is_zipfile
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.core.errors import invalid
+
+
+class TensorFile(Protocol):
+    """Tensors by name. Methods raise ``PenstockError`` (``invalid``) where the file is damaged."""
+
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """A tensor, or its rows from the first to the end. Pages of the file are read when they are used."""
+        ...
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Open a file, mapped into memory. Raises ``PenstockError`` (``invalid``) where it is damaged, or has more than
+    tensors, which would be code to run."""
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else PyTorchFile(path)
+
+
+class SafetensorsFile:
+    """A ``TensorFile`` of safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any
+        try:
+            self._file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, error) from error
+
+    def names(self) -> Iterable[str]:
+        """As ``TensorFile.names``."""
+        names: Iterable[str] = self._file.keys()
+        return names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As ``TensorFile.shape``."""
+        try:
+            return tuple(self._file.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise _damaged(self._path, error) from error
+
+    def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """As ``TensorFile.read``."""
+        try:
+            tensor: Tensor = self._file.get_slice(name)[rows[0] : rows[1]] if rows else self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise _damaged(self._path, error) from error
+        return tensor
+
+
+class PyTorchFile:
+    """A ``TensorFile`` that ``torch.save`` wrote. Its pickle is read by PyTorch's weights-only reader, which makes
+    nothing but tensors and plain containers, and runs no code of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # whatever a damaged file makes the reader raise
+            raise _refused(path, error) from error
+        named = content.items() if isinstance(content, dict) else ()
+        self._tensors: dict[str, Tensor] = {name: value.detach() for name, value in named if _is_plain(value)}
+
+    def names(self) -> Iterable[str]:
+        """As ``TensorFile.names``."""
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As ``TensorFile.shape``."""
+        return tuple(self._get(name).shape)
+
+    def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """As ``TensorFile.read``."""
+        tensor = self._get(name)
+        return tensor[rows[0] : rows[1]] if rows else tensor
+
+    def _get(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise invalid("model", f"{self._path} has no tensor {name}, which its index says it has")
+        return self._tensors[name]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _refused(path: Path, error: Exception) -> Exception:
+    """The error for a file that the weights-only reader does not read."""
+    if not is_zipfile(path):
+        words = f"{path} is damaged, or a pickle from before PyTorch 1.6, which is not loaded"
+    elif found := re.search(r"GLOBAL ([\w.]{1,100})", str(error)):
+        words = f"{path} is not loaded, as its pickle would run {found[1]}"
+    else:
+        words = f"{path} is damaged, or has more than tensors, and is not loaded ({type(error).__name__})"
+    return invalid("model", f"{words}. Convert it to safetensors where it was made.")
+
+
+def _damaged(path: Path, error: Exception) -> Exception:
+    return invalid("model", f"{path} is damaged ({error}). Fetch it again.")
