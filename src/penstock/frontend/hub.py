@@ -17,6 +17,8 @@ from tqdm import tqdm
 from penstock import demo
 from penstock.core.errors import Code, PenstockError, invalid
 
+from .gguf_folder import checkpoint_folder, gguf_in
+
 logger = logging.getLogger(__name__)
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
@@ -25,9 +27,8 @@ IGNORE_PATTERNS = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
 """Excluded: the same weights for other programs. ``1_Pooling`` (sentence-transformers) is kept."""
 PADDLE_GRAPH = "model.pdiparams"
 """Weights of a static graph that Paddle has exported."""
-ADVICE = "give the folder of a Hugging Face checkpoint, or its name on the hub (org/name)"
+ADVICE = "give the folder of a Hugging Face checkpoint, its name on the hub (org/name), or a GGUF file"
 NO_CHECKPOINTS = {
-    "*.gguf": f"a GGUF file, which llama.cpp reads: {ADVICE}, and --quantization for fewer bits",
     "adapter_config.json": "a LoRA adapter: give the model that it is for, and this with --lora-modules NAME=FOLDER",
     "params.json": f"weights as their makers have them (params.json): {ADVICE}, where they are converted",
     "openvino_model.xml": f"a model that was converted for OpenVINO: {ADVICE}, which it was made from",
@@ -53,7 +54,8 @@ def resolve(
     """The folder of a checkpoint, downloaded from the hub where needed.
 
     Args:
-        model: empty for the built-in model, a path, or a name on the hub (``org/name``). An existing path is a path.
+        model: empty for the built-in model, a path, or a name on the hub (``org/name``). An existing path is a path,
+            of a checkpoint's folder or a GGUF file, for which a folder is made (``gguf_folder``).
         revision: branch, tag or commit of a name; nothing for its main branch.
         token: opens gated and private models; None takes ``HF_TOKEN``, or the one that ``hf auth login`` stored.
         cache_dir: where fetched files are kept; None takes the cache that all programs share (``HF_HUB_CACHE``).
@@ -70,12 +72,12 @@ def resolve(
         return demo.CHAT
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
+        if file := gguf_in(path):
+            return checkpoint_folder(file)
         check_checkpoint(path)
         return path
-    if path.suffix == ".gguf":
-        check_checkpoint(path)
-    if isinstance(model, Path) or path.is_absolute() or model.startswith((".", "~")):
-        raise invalid("model", f"there is no {path}: give the folder of a checkpoint, or a name on the hub (org/name)")
+    if isinstance(model, Path) or path.is_absolute() or model.startswith((".", "~")) or path.suffix == ".gguf":
+        raise invalid("model", f"there is no {path}: {ADVICE}")
     if token and not (token.isascii() and token.isprintable()):
         raise invalid("hf_token", "is not a token: copy it again, without line breaks")
     return _fetch(model, revision, token or None, cache_dir, progress, files)
@@ -83,10 +85,6 @@ def resolve(
 
 def check_checkpoint(folder: Path) -> None:
     """Raises ``PenstockError`` (``invalid``), with advice, for a folder that is not a checkpoint's."""
-    if folder.suffix == ".gguf":
-        raise invalid(
-            "model", f"{folder} is a GGUF file, which llama.cpp reads: {ADVICE}, --quantization for fewer bits"
-        )
     if folder.is_file():
         advice = "weights without their config.json: give the folder" if folder.suffix == ".safetensors" else "a file"
         raise invalid("model", f"{folder} is {advice}; {ADVICE}")

@@ -99,8 +99,20 @@ def _yarn(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -
     return frequencies, scale
 
 
+def _frequency_factors(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+    """Each frequency divided by a factor of its own (``rope_freqs.weight`` of GGUF files)."""
+    return _frequencies(dim, parameters["rope_theta"]) / torch.tensor(parameters["frequency_factors"]), 1.0
+
+
 def _frequencies(dim: int, theta: float) -> Tensor:
     return theta ** -(torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
 
 
-TYPES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+TYPES = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "frequency_factors": _frequency_factors,
+}

@@ -20,7 +20,16 @@ from .config import ModelConfig
 from .model import Model, MTPHead
 from .read_config import read_config
 from .registry import Family, find_family, register
-from .weights import Checkpoint, DummyWeights, LoRAAdapter, WeightCache, cache_folder, load_lora
+from .weights import (
+    Checkpoint,
+    DummyWeights,
+    GGUFCheckpoint,
+    LoRAAdapter,
+    WeightCache,
+    cache_folder,
+    find_gguf,
+    load_lora,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +98,11 @@ def load_model(
         logger.info("the checkpoint is in float16, and is computed in bfloat16")
         dtype = torch.bfloat16
     dtype = dtype or config.dtype
-    weights: DummyWeights | Checkpoint
+    weights: DummyWeights | Checkpoint | GGUFCheckpoint
     if load_format == "dummy":
         weights = DummyWeights(folder, dtype, seed, device)
+    elif parts := find_gguf(folder):
+        weights = GGUFCheckpoint(folder, parts, config.head_dim)
     else:
         quantized = config.quantization_config
         format = None if quantized is None else read_quantization_config(quantized)
@@ -99,7 +110,7 @@ def load_model(
             logger.info("%s", note)
         weights = Checkpoint(folder, format)
     scheme, cache = SCHEMES[quantization], None
-    if weight_cache_dir and isinstance(weights, Checkpoint):
+    if weight_cache_dir and not isinstance(weights, DummyWeights):
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
         if layers:
             packing += f" layers {layers.start} to {layers.stop}"

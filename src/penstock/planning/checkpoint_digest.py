@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 import msgspec
+
+from .gguf_file import GGUFFile
 
 INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -23,7 +26,7 @@ class _Tensor(msgspec.Struct):
 
 def checkpoint_digest(folder: Path) -> str:
     """Identifies the contents of a checkpoint wherever it lies, by ``config.json``, the index, and names, sizes,
-    headers and samples of its safetensors files, or checksums in those of PyTorch.
+    headers and samples of its safetensors or GGUF files, or checksums in those of PyTorch.
 
     Weights that were trained differ in nearly every number of a tensor; a few numbers that were changed by hand may be
     missed. One sample takes a page of each 16 MiB, so that this takes milliseconds.
@@ -44,9 +47,13 @@ def checkpoint_digest(folder: Path) -> str:
                 continue
             length = int.from_bytes(file.read(8), "little")
             digest.update(header := file.read(min(length, size)))
-            for place in _sample_offsets(header):
+            for place in _sample_offsets(_spans(header)):
                 file.seek(min(8 + length + place, size))
                 digest.update(file.read(SAMPLE_BYTES))
+    for path in sorted(folder.glob("*.gguf")):
+        digest.update(f"{path.name} ".encode())
+        for sample in _gguf_samples(path):
+            digest.update(sample)
     return digest.hexdigest()
 
 
@@ -59,14 +66,27 @@ def _checksums(path: Path) -> bytes:
         return b""
 
 
-def _sample_offsets(header: bytes) -> list[int]:
-    """Where samples begin, counted from the header's end; none where it is damaged, as those who read it will tell."""
+def _gguf_samples(path: Path) -> Iterator[bytes]:
+    file = GGUFFile(path)
+    spans = [(tensor.offset, tensor.offset + tensor.size) for tensor in file.tensors.values()]
+    yield file.content[: min((begin for begin, _ in spans), default=len(file.content))]
+    for place in _sample_offsets(spans):
+        yield file.content[place : place + SAMPLE_BYTES]
+
+
+def _spans(header: bytes) -> list[tuple[int, int]]:
+    """Where tensors begin and end, from the header's end; none where it is damaged, as those who read it will tell."""
     try:
         tensors = msgspec.json.decode(header, type=dict[str, _Tensor]).values()
     except msgspec.MsgspecError:
         return []
+    return [tensor.data_offsets for tensor in tensors]
+
+
+def _sample_offsets(spans: list[tuple[int, int]]) -> list[int]:
+    """Where samples begin."""
     offsets = []
-    for begin, end in sorted(tensor.data_offsets for tensor in tensors):
+    for begin, end in sorted(spans):
         count = 1 + (end - begin) // SPACING
         room = max(end - begin - SAMPLE_BYTES, 0)
         offsets += [max(begin, 0) + room * (2 * sample + 1) // (2 * count) for sample in range(count)]

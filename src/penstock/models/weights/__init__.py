@@ -4,6 +4,16 @@ from .cache import WeightCache
 from .cache_folder import cache_folder
 from .checkpoint import Checkpoint
 from .dummy import DummyWeights
+from .gguf import GGUFCheckpoint, find_gguf
 from .lora import LoRAAdapter, load_lora
 
-__all__ = ["Checkpoint", "DummyWeights", "LoRAAdapter", "WeightCache", "cache_folder", "load_lora"]
+__all__ = [
+    "Checkpoint",
+    "DummyWeights",
+    "GGUFCheckpoint",
+    "LoRAAdapter",
+    "WeightCache",
+    "cache_folder",
+    "find_gguf",
+    "load_lora",
+]

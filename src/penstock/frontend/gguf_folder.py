@@ -1,0 +1,125 @@
+"""A GGUF file as the folder of a checkpoint: what else a checkpoint has is written beside a link to the file, once.
+
+The folder is kept in the cache (``~/.cache/penstock/gguf``) under the file's path, size and time, so that later starts
+find it without reading the file. It takes as much room as a tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import invalid
+from penstock.planning.config_json import CONFIG
+from penstock.planning.gguf_config import config_of
+from penstock.planning.gguf_file import GGUFFile, parts_in, parts_of
+from penstock.text.from_gguf import GGUFTokenizer
+from penstock.version import __version__
+
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Sampling parameters of ``general.sampling``, and their names in ``generation_config.json``."""
+
+
+def gguf_in(path: Path) -> Path | None:
+    """The GGUF file that a path means: the file itself, or the one model in a folder that is no checkpoint yet.
+
+    Raises ``PenstockError`` (``invalid``) for a folder with several models.
+    """
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    return None if (path / CONFIG).exists() else next(iter(parts_in(path)), None)
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The folder of a checkpoint for a GGUF file: ``config.json``, tokenizer, chat template, and links to its parts.
+
+    Args:
+        path: the file, or one of its parts.
+
+    Raises ``PenstockError``: ``invalid`` where the file is damaged, or the cache cannot be written; ``unsupported``
+    where the file has a model or a tokenizer that is not computed here.
+    """
+    parts = parts_of(path.absolute())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "gguf"
+    try:
+        folder = cache / f"{parts[0].stem[:80]}-{_identity(parts)}"
+        with contextlib.suppress(FileNotFoundError):
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid in (os.geteuid(), 0):
+                return folder
+            raise invalid("model", f"{folder} belongs to another user: remove it, or set XDG_CACHE_HOME")
+        files = _files([GGUFFile(part) for part in parts])
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_dangling(cache)
+        _write(folder, parts, files)
+    except OSError as error:
+        words = f"{error.filename or cache} cannot be used ({error.strerror}): make room, or set XDG_CACHE_HOME"
+        raise invalid("model", words) from error
+    return folder
+
+
+def _identity(parts: list[Path]) -> str:
+    """Of the files as they are now, and of what is made of them."""
+    digest = hashlib.sha256(__version__.encode())
+    for part in parts:
+        status = part.stat()
+        digest.update(f"{part} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} ".encode())
+    return digest.hexdigest()[:32]
+
+
+def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
+    """The files of the folder by name."""
+    config, tokenizer = config_of(parts), GGUFTokenizer(parts[0])
+    ends = tokenizer.end_token_ids()
+    generation: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    for name, ours in SAMPLING.items():
+        if (value := parts[0].get(f"general.sampling.{name}", float)) is not None:
+            generation[ours] = value
+    return {
+        CONFIG: _json(config),
+        "generation_config.json": _json(generation),
+        **tokenizer.files(),
+    }
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()
+
+
+def _write(folder: Path, parts: list[Path], files: dict[str, bytes]) -> None:
+    """Write the folder under another name and rename it, so that it is whole wherever it is found."""
+    new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+    try:
+        for name, content in files.items():
+            (new / name).write_bytes(content)
+        for number, part in enumerate(parts, 1):
+            suffix = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
+            (new / f"model{suffix}.gguf").symlink_to(part)
+        try:
+            new.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _remove_dangling(cache: Path) -> None:
+    """Remove folders of files that are gone."""
+    for folder in cache.iterdir():
+        links = list(folder.glob("*.gguf"))
+        if links and not all(link.exists() for link in links):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,315 @@
+"""Reads the header of GGUF files, as llama.cpp has them: metadata, and where each tensor lies.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. Files are not trusted: every
+count, length and offset is checked against the file before it is used, and arrays are decoded when they are asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER = 2**28
+"""Bytes of metadata and tensor entries; a tokenizer with 150,000 tokens takes 8 MB."""
+MAX_NAME = 2**16
+"""Bytes of a key, and of a tensor's name."""
+MAX_ENTRIES = 2**16
+"""Values of the metadata, and tensors."""
+MAX_DIMENSIONS = 4
+STRING, ARRAY = 8, 9
+SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""``struct``'s letter of each type of value."""
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""The end of the name of a file in parts."""
+PROJECTOR = "mmproj"
+"""How files with a model's vision encoder begin, which are no model."""
+
+
+class TensorType(NamedTuple):
+    """How a tensor's numbers are stored."""
+
+    name: str
+    block: int
+    """Numbers in a block, which do not cross rows."""
+    size: int
+    """Bytes of a block."""
+
+
+TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    20: TensorType("IQ4_NL", 32, 18),
+    23: TensorType("IQ4_XS", 256, 136),
+    30: TensorType("BF16", 1, 2),
+    39: TensorType("MXFP4", 32, 17),
+}
+"""Types that are read, by their number in the file."""
+OTHER_TYPES = {
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
+    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
+}
+"""Names of others, for the error."""
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    """As in PyTorch, the outputs of a matrix first."""
+    offset: int
+    """From the file's begin."""
+    size: int
+    """Bytes."""
+
+
+class _Array(NamedTuple):
+    """An array of the metadata that is not decoded yet."""
+
+    kind: int
+    length: int
+    offset: int
+
+
+class GGUFFile:
+    """A GGUF file, mapped.
+
+    Raises ``PenstockError``: ``invalid`` for a file that is damaged or cannot be read; ``unsupported`` for another
+    version or byte order, and for types of tensors that are not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        self.content = _map(path)
+        """The bytes of the file."""
+        self._at = 0
+        try:
+            self._read()
+        except (struct.error, OverflowError) as error:
+            self._damaged(f"its header is cut short: {error}")
+        except UnicodeDecodeError as error:
+            self._damaged(f"its header is not UTF-8: {error}")
+
+    def get(self, key: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
+        """A value of the metadata, or ``default`` where there is none.
+
+        Args:
+            kind: of the value: ``str``, ``bool``, ``int``, ``float`` (which takes whole numbers, too).
+
+        Raises ``PenstockError`` (``invalid``) for a value of another kind.
+        """
+        value = self._metadata.get(key)
+        if value is None:
+            return default
+        wanted = (int, float) if kind is float else kind
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+            raise invalid("model", f"{self.path}: {key} is not of the type that it should have")
+        return value
+
+    def require(self, key: str, kind: type[Any]) -> Any:
+        """As ``get``. Raises ``PenstockError`` (``invalid``) where the key is missing, too."""
+        if key not in self._metadata:
+            raise invalid("model", f"{self.path} lacks {key}")
+        return self.get(key, kind)
+
+    def is_array(self, key: str) -> bool:
+        return isinstance(self._metadata.get(key), _Array)
+
+    def strings(self, key: str) -> list[str]:
+        """An array of strings; empty where there is none. Raises ``PenstockError`` (``invalid``) for another value."""
+        array = self._array(key)
+        if array is None:
+            return []
+        if array.kind != STRING:
+            raise invalid("model", f"{self.path}: {key} is no array of strings")
+        result, at, content = [], array.offset, self.content
+        try:
+            for _ in range(array.length):
+                (length,) = _U64(content, at)
+                at += 8 + length
+                result.append(content[at - length : at].decode())
+        except UnicodeDecodeError:
+            self._damaged(f"{key} is not UTF-8")
+        return result
+
+    def numbers(self, key: str) -> list[Any]:
+        """An array of numbers; empty where there is none. Raises ``PenstockError`` (``invalid``) for another value."""
+        array = self._array(key)
+        if array is None:
+            return []
+        if array.kind == STRING:
+            raise invalid("model", f"{self.path}: {key} is no array of numbers")
+        return list(struct.unpack_from(f"<{array.length}{SCALARS[array.kind]}", self.content, array.offset))
+
+    def _array(self, key: str) -> _Array | None:
+        value = self._metadata.get(key)
+        if value is not None and not isinstance(value, _Array):
+            raise invalid("model", f"{self.path}: {key} is no array")
+        return value
+
+    # --- The header ---------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        if self.content[:4] != MAGIC:
+            self._damaged("it does not begin as GGUF files do")
+        self._at = 4
+        version = self._number("I")
+        if version & 0xFFFF == 0:
+            raise PenstockError(Code.UNSUPPORTED, f"{self.path} is big-endian: convert the model again here", "model")
+        if version not in VERSIONS:
+            words = f"{self.path} has version {version} of GGUF; {VERSIONS[0]} and {VERSIONS[1]} are read"
+            raise PenstockError(Code.UNSUPPORTED, words, "model")
+        num_tensors, num_values = self._number("Q"), self._number("Q")
+        if max(num_tensors, num_values) > MAX_ENTRIES:
+            self._damaged(f"its header has {num_values} values and {num_tensors} tensors")
+        for _ in range(num_values):
+            key = self._string()
+            if key in self._metadata:
+                self._damaged(f"it has {key!r} twice")
+            self._metadata[key] = self._value(self._number("I"))
+        entries = [self._tensor_entry() for _ in range(num_tensors)]
+        alignment = self.get("general.alignment", int, 32)
+        if alignment < 8 or alignment & (alignment - 1):
+            self._damaged(f"its alignment is {alignment}")
+        self._place(entries, start=-(-self._at // alignment) * alignment, alignment=alignment)
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string(MAX_HEADER)
+        if kind != ARRAY:
+            return self._number(self._letter(kind))
+        kind, count = self._number("I"), self._number("Q")
+        start = self._at
+        if kind != STRING:
+            self._skip(count * struct.calcsize(f"<{self._letter(kind)}"))
+            return _Array(kind, count, start)
+        if 8 * count > len(self.content) - start:
+            self._damaged(f"an array of its header has {count} strings")
+        content, at, end = self.content, start, min(len(self.content), MAX_HEADER)
+        for _ in range(count):
+            (length,) = _U64(content, at)
+            at += 8 + length
+            if at > end:
+                self._damaged("its header is cut short, or too large")
+        self._at = at
+        return _Array(kind, count, start)
+
+    def _tensor_entry(self) -> tuple[str, list[int], int, int]:
+        name, dimensions = self._string(), self._number("I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            self._damaged(f"tensor {name!r} has {dimensions} dimensions")
+        shape = [self._number("Q") for _ in range(dimensions)]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _place(self, entries: list[tuple[str, list[int], int, int]], start: int, alignment: int) -> None:
+        """Check where the tensors lie, and fill ``tensors``."""
+        for name, dimensions, number, offset in entries:
+            if (kind := TYPES.get(number)) is None:
+                known = ", ".join(sorted(type.name for type in TYPES.values()))
+                words = f"{self.path}: tensor {name!r} is of type {OTHER_TYPES.get(number, number)}; {known} are read"
+                raise PenstockError(Code.UNSUPPORTED, words, "model")
+            if name in self.tensors:
+                self._damaged(f"it has tensor {name!r} twice")
+            if not all(dimensions) or dimensions[0] % kind.block:
+                self._damaged(f"tensor {name!r} of {kind.name} has dimensions {dimensions}")
+            size = prod(dimensions) // kind.block * kind.size
+            if offset % alignment or start + offset + size > len(self.content):
+                self._damaged(f"tensor {name!r} does not lie within the file")
+            self.tensors[name] = GGUFTensor(name, kind, tuple(reversed(dimensions)), start + offset, size)
+        for first, second in pairwise(sorted(self.tensors.values(), key=lambda tensor: tensor.offset)):
+            if first.offset + first.size > second.offset:
+                self._damaged(f"tensors {first.name!r} and {second.name!r} overlap")
+
+    def _letter(self, kind: int) -> str:
+        if kind not in SCALARS:
+            self._damaged(f"its header has a value of type {kind}")
+        return SCALARS[kind]
+
+    def _number(self, letter: str) -> Any:
+        (value,) = struct.unpack_from(f"<{letter}", self.content, self._at)
+        self._skip(struct.calcsize(f"<{letter}"))
+        return value
+
+    def _string(self, limit: int = MAX_NAME) -> str:
+        length = self._number("Q")
+        if length > limit:
+            self._damaged(f"its header has a string of {length} bytes")
+        start = self._at
+        self._skip(length)
+        return self.content[start : self._at].decode()
+
+    def _skip(self, size: int) -> None:
+        self._at += size
+        if self._at > min(len(self.content), MAX_HEADER):
+            self._damaged("its header is cut short, or too large")
+
+    def _damaged(self, what: str) -> NoReturn:
+        raise invalid("model", f"{self.path} is damaged ({what}). Fetch it again.")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model, in order: the file itself, or all parts of ``NAME-00001-of-00003.gguf``, given any.
+
+    Raises ``PenstockError`` (``invalid``) where a part is missing.
+    """
+    if not (match := PART.search(path.name)):
+        return [path]
+    stem, count = path.name[: match.start()], int(match[2])
+    parts = [path.with_name(f"{stem}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise invalid("model", f"{path.parent} lacks {missing[0]}, a part of this model")
+    return parts
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """The files of the model in a folder, as ``parts_of``; nothing where it has none.
+
+    Raises ``PenstockError`` (``invalid``) where it has several models.
+    """
+    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith(PROJECTOR))
+    if files and len(parts_of(files[0])) != len(files):
+        raise invalid("model", f"{folder} holds several models: give one of {', '.join(file.name for file in files)}")
+    return files
+
+
+_U64 = struct.Struct("<Q").unpack_from
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not wait for its writer
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise invalid("model", f"{path} is no regular file")
+            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:  # ValueError for an empty file
+        raise invalid("model", f"{path} cannot be read: {error}") from error
