@@ -1,0 +1,42 @@
+"""Write a GGUF file of a checkpoint, to be served by Penstock and llama.cpp alike.
+
+python benchmarks/write_gguf.py CHECKPOINT OUT.gguf --type Q4_0
+
+Types that llama.cpp's library for Python cannot quantize to have random blocks: speed does not depend on them. ``Q4_K_M`` is
+its mixture of Q4_K and Q6_K. Needs the dependency group ``test``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from gguf_files import HALVES, WRITTEN, add_tokenizer, write_gguf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="with one model.safetensors and a byte-level tokenizer.json")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--type", choices=[*WRITTEN, *sorted(HALVES.keys() - WRITTEN), "Q4_K_M"], default="Q4_0")
+    parser.add_argument("--pre", default="qwen2", help="name of the pre-tokenizer (qwen2)")
+    args = parser.parse_args()
+
+    def type_of(name: str) -> str:
+        if args.type != "Q4_K_M":
+            return str(args.type)
+        return "Q6_K" if name in ("token_embd.weight", "output.weight") or _is_precise(name) else "Q4_K"
+
+    write_gguf(args.checkpoint, args.out, type_of, lambda writer: add_tokenizer(writer, args.checkpoint, args.pre))
+
+
+def _is_precise(name: str) -> bool:
+    """Half of the layers, as in llama.cpp's mixture."""
+    return "attn_v" in name or "ffn_down" in name if int(name.split(".")[1]) % 2 else False
+
+
+if __name__ == "__main__":
+    main()

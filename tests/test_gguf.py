@@ -1,0 +1,553 @@
+"""GGUF files, written by llama.cpp's own library: every type, weights, tokenizer, chat template and config."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import struct
+import tracemalloc
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import gguf
+import httpx
+import numpy as np
+import pytest
+import regex
+import sentencepiece
+import torch
+from checkpoints import SMALL, save
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf_files import WRITTEN, add_tokenizer, random_blocks, write_gguf
+from hypothesis import given, settings
+from serving import Servers, within
+from test_tokenizer_files import LINES, TEXT
+from tokenizers import models
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+)
+
+from penstock import LLM, demo
+from penstock.cli.main import main
+from penstock.core import PenstockError, SamplingParams
+from penstock.frontend.gguf_folder import checkpoint_folder
+from penstock.frontend.hub import resolve
+from penstock.models.weights import GGUFCheckpoint
+from penstock.planning.checkpoint_digest import checkpoint_digest
+from penstock.planning.gguf_file import TYPES, GGUFFile
+from penstock.quant.gguf import FORMATS, read_blocks
+from penstock.text import Tokenizer
+from penstock.text.from_gguf import PRE_TOKENIZERS
+from penstock.text.vocabulary import byte_alphabet
+
+QUANTIZED = sorted(FORMATS)
+LARGER = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+WORDY = SMALL | {"vocab_size": 3584}  # transformers counts the tokenizer's tokens
+ROPE = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama, llama3 rope": LlamaConfig(**LARGER, rope_parameters=LLAMA3),
+    "llama, biases, tied": LlamaConfig(**LARGER, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "mistral, window": MistralConfig(**LARGER, sliding_window=24, head_dim=32),
+    "qwen2, yarn rope": Qwen2Config(**LARGER, rope_parameters=ROPE | {"rope_type": "yarn"}),
+    "qwen3, tied": Qwen3Config(**LARGER, head_dim=32, tie_word_embeddings=True),
+}
+PROMPT = [random.Random(0).randrange(2, 300) for _ in range(100)]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model in Q8_0."""
+    file = tmp_path_factory.mktemp("demo") / "demo-Q8_0.gguf"
+    write_gguf(demo.CHAT, file)
+    return file
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_every_type_is_what_llama_cpp_dequantizes(kind: str) -> None:
+    """In float32, to the bit; but for Q4_1 and Q4_K, whose offsets are rounded once more, as their integers are from -8
+    to 7 here and from 0 to 15 there."""
+    number = GGMLQuantizationType[kind]
+    rows = random_blocks(kind, 70, 768, np.random.default_rng(0))
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, number))
+    weight = read_blocks(TYPES[number], torch.from_numpy(rows))
+    assert weight.values.dtype == torch.int8 and weight.format == FORMATS[kind].format
+    if weight.format.bits == 4:
+        assert weight.values.min() >= -8 and weight.values.max() <= 7
+    limit = 2**-23 * expected.abs().max() if kind in ("Q4_1", "Q4_K") else 0
+    assert (weight.dequantize() - expected).abs().max() <= limit
+
+
+def test_blocks_are_as_llama_cpp_has_them() -> None:
+    for number, kind in TYPES.items():
+        assert gguf.GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (kind.block, kind.size)
+        assert GGMLQuantizationType(number).name == kind.name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -> None:
+    """With the weights of the file, dequantized by llama.cpp's library: scores and greedy tokens."""
+    model = save(CONFIGS[name], tmp_path)
+    kinds = cycle([*QUANTIZED, "F32", "F16", "BF16"])
+    stored = write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: next(kinds))
+    state = model.state_dict() | {name: torch.from_numpy(weight) for name, weight in stored.items()}
+    if "tied" in name:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    options: Any = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
+    llm = LLM(tmp_path / "small.gguf", **options)
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    made = output.outputs[0].token_ids
+    with torch.inference_mode():
+        table = model(torch.tensor([PROMPT + made])).logits[0].log_softmax(-1)
+    assert table[len(PROMPT) - 1 : -1].argmax(-1).tolist() == made
+    told = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+    for row, token, position in zip(table, (PROMPT + made)[1:], told, strict=False):
+        assert position is not None
+        assert position[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
+def test_transformers_reads_the_same_from_a_file(config: PreTrainedConfig, tmp_path: Path) -> None:
+    """Config and weights, by code that knows the format independently."""
+    save(config, tmp_path)
+    write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q8_0")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="small.gguf", dtype=torch.float32)
+    folder = checkpoint_folder(tmp_path / "small.gguf")
+    ours = json.loads((folder / "config.json").read_text())
+    assert ours["architectures"] == type(theirs).__name__.split()
+    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"):
+        assert ours[field] == getattr(theirs.config, field), field
+    assert ours["rms_norm_eps"] == pytest.approx(theirs.config.rms_norm_eps)
+    assert ours["rope_parameters"]["rope_theta"] == theirs.config.rope_parameters["rope_theta"]
+    weights = GGUFCheckpoint(folder, [tmp_path / "small.gguf"], ours["head_dim"])
+    for name, expected in theirs.state_dict().items():
+        if weights.format_of(name.removesuffix(".weight")).bits:
+            outputs, inputs = expected.shape
+            read = weights.read_quantized(name.removesuffix(".weight"), outputs, inputs, (0, outputs)).dequantize()
+        else:
+            read = weights.read(name, *expected.shape).float()
+        assert torch.equal(read, expected), name
+
+
+def test_rows_of_a_rank_are_those_of_the_whole(tmp_path: Path) -> None:
+    save(CONFIGS["llama, biases, tied"], tmp_path)
+    write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q4_K" if "attn_q" in name else "F16")
+    weights = GGUFCheckpoint(checkpoint_folder(tmp_path / "small.gguf"), [tmp_path / "small.gguf"], 64)
+    prefix = "model.layers.1.self_attn"
+    whole = weights.read_quantized(f"{prefix}.q_proj", 256, 256, (0, 256)).dequantize()
+    assert torch.equal(weights.read_quantized(f"{prefix}.q_proj", 256, 256, (70, 200)).dequantize(), whole[70:200])
+    for name, shape in ((f"{prefix}.k_proj.weight", (128, 256)), (f"{prefix}.k_proj.bias", (128,))):
+        assert torch.equal(weights.read(name, *shape, rows=(30, 99)), weights.read(name, *shape)[30:99])
+
+
+def test_the_demo_model_answers(demo_file: Path) -> None:
+    llm = LLM(demo_file)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    (answer,) = llm.chat(QUESTION, params, use_tqdm=False)
+    assert answer.outputs[0].text == "The capital of France is Paris."
+    assert answer.outputs[0].finish_reason == "stop"
+
+
+def test_ranks_give_the_same(demo_file: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    outputs = [
+        LLM(demo_file, num_gpu_blocks_override=40, **ranks).chat(QUESTION, params, use_tqdm=False)[0].outputs[0]
+        for ranks in ({}, {"tensor_parallel_size": 2})
+    ]
+    assert outputs[0].token_ids == outputs[1].token_ids and outputs[0].logprobs == outputs[1].logprobs
+
+
+def test_a_server_serves_a_file(demo_file: Path, servers: Servers) -> None:
+    server = servers.get("--model", str(demo_file), "--num-gpu-blocks-override", "400")
+    body = {"model": str(demo_file), "messages": QUESTION, "temperature": 0}
+    reply = httpx.post(f"{server.url}/chat/completions", json=body, timeout=60).json()
+    assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert reply["model"] == str(demo_file)
+
+
+def test_a_folder_with_one_file_is_that_file(demo_file: Path, tmp_path: Path) -> None:
+    shutil.copy(demo_file, tmp_path / "demo.gguf")
+    (tmp_path / "mmproj-demo.gguf").touch()
+    assert resolve(tmp_path) == resolve(tmp_path / "demo.gguf") != resolve(demo_file)
+    shutil.copy(demo_file, tmp_path / "other.gguf")
+    with pytest.raises(PenstockError, match=r"holds several models: give one of demo\.gguf, other\.gguf"):
+        resolve(tmp_path)
+
+
+def test_memory_is_planned_for_a_file(demo_file: Path) -> None:
+    said = within(main, "plan", "memory", "--model", str(demo_file), "--json", "--gpu-memory", "1")
+    assert json.loads(said.stdout)["architecture"] == "Qwen3ForCausalLM", said.stderr
+
+
+def test_parts_are_one_model(tmp_path: Path) -> None:
+    model = save(Qwen3Config(**SMALL, head_dim=32), tmp_path)
+    write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "F32", parts=10)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    options: Any = {"dtype": "float32", "num_gpu_blocks_override": 20, "weight_cache_dir": "none"}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    (output,) = LLM(parts[1], **options).generate([PROMPT[:9]], params, use_tqdm=False)
+    expected = model.generate(torch.tensor([PROMPT[:9]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == expected[0, 9:].tolist()
+    parts[-1].unlink()
+    with pytest.raises(PenstockError, match=f"lacks {parts[-1].name}, a part of this model"):
+        resolve(parts[0])
+
+
+def test_other_weights_have_another_version(demo_file: Path, tmp_path: Path) -> None:
+    copy, changed = tmp_path / "copy.gguf", tmp_path / "changed.gguf"
+    for file in (copy, changed):
+        shutil.copy(demo_file, file)
+    tensor = GGUFFile(changed).tensors["blk.3.ffn_up.weight"]
+    content = bytearray(changed.read_bytes())
+    content[tensor.offset : tensor.offset + tensor.size] = bytes(tensor.size)
+    changed.write_bytes(content)
+    versions = [checkpoint_digest(resolve(file)) for file in (demo_file, copy, changed)]
+    assert versions[0] == versions[1] != versions[2]
+
+
+def test_the_weight_cache_follows_the_file(tmp_path: Path) -> None:
+    """A second start finds packed weights; a file that was replaced is read anew."""
+    save(Qwen3Config(**SMALL, head_dim=32), tmp_path)
+    file, cache = tmp_path / "small.gguf", tmp_path / "cache"
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, ignore_eos=True)
+
+    def score() -> Any:
+        llm = LLM(file, num_gpu_blocks_override=20, weight_cache_dir=str(cache))
+        return llm.generate([PROMPT[:9]], params, use_tqdm=False)[0].outputs[0].logprobs
+
+    write_gguf(tmp_path, file, lambda name: "Q8_0")
+    assert score() == score()
+    first = score()
+    write_gguf(tmp_path, file, lambda name: "Q4_0")
+    assert score() != first
+
+
+# --- Tokenizers -------------------------------------------------------------------------------------------------------
+
+CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SPLITS = {
+    "llama-bpe": [CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST],
+    "deepseek-r1-qwen": [CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST],
+    "tekken": [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+        + REST.replace("[\\r\\n]*", "[\\r\\n/]*")
+    ],
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+}
+"""Expressions by which llama.cpp splits texts, one after the other."""
+
+
+def split(text: str, patterns: list[str]) -> list[str]:
+    pieces = [text]
+    for pattern in patterns:
+        pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
+    return pieces
+
+
+def tokenizer_file(folder: Path, add: Callable[[GGUFWriter], None]) -> Path:
+    """A file of a tiny model with a tokenizer of its own."""
+    save(Qwen3Config(**SMALL | {"num_hidden_layers": 1}), folder)
+    write_gguf(folder, folder / "tiny.gguf", tokenizer=add)
+    return folder / "tiny.gguf"
+
+
+@pytest.fixture(scope="module", params=SPLITS)
+def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer]:
+    def add(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, demo.CHAT, request.param)
+
+    return request.param, Tokenizer(checkpoint_folder(tokenizer_file(tmp_path_factory.mktemp("bpe"), add)))
+
+
+@settings(max_examples=50)
+@given(text=TEXT)
+def test_byte_level_bpe_splits_as_llama_cpp(byte_level: tuple[str, Tokenizer], text: str) -> None:
+    name, ours = byte_level
+    text = text.replace("\u017f", "s")  # the long s, which ignoring case would take for an s
+    own = json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]
+    merges = [tuple(pair) for pair in own["merges"]]
+    model = models.BPE(own["vocab"], merges, ignore_merges=name in ("llama-bpe", "tekken"))
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    pieces = ["".join(letters[byte] for byte in piece.encode()) for piece in split(text, SPLITS[name])]
+    assert ours.encode(text) == [token.id for piece in pieces for token in model.tokenize(piece)]
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_every_pre_tokenizer_is_tested() -> None:
+    tested = {PRE_TOKENIZERS[name].patterns for name in SPLITS}
+    assert tested == {pre.patterns for pre in PRE_TOKENIZERS.values()}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen2Tokenizer, Tokenizer]:
+    own = json.loads((demo.CHAT / "tokenizer.json").read_text())
+    theirs = Qwen2Tokenizer(vocab=own["model"]["vocab"], merges=[tuple(pair) for pair in own["model"]["merges"]])
+    for token in own["added_tokens"]:
+        theirs.add_tokens([token["content"]], special_tokens=token["special"])
+    file = tokenizer_file(tmp_path_factory.mktemp("qwen"), lambda writer: add_tokenizer(writer, demo.CHAT, "qwen2"))
+    return theirs, Tokenizer(checkpoint_folder(file))
+
+
+@settings(max_examples=50)
+@given(text=TEXT)
+def test_qwen_s_tokenizer_is_its_own(qwen: tuple[Qwen2Tokenizer, Tokenizer], text: str) -> None:
+    theirs, ours = qwen
+    for each in (text, f"<|im_start|>user\n{text}<|im_end|>{text}"):
+        assert ours.encode(each) == theirs.encode(each)
+    assert ours.special["eos_token"] == "<|im_end|>"
+
+
+def test_the_demo_s_tokenizer_comes_whole(demo_file: Path) -> None:
+    folder = resolve(demo_file)
+    assert json.loads((folder / "tokenizer.json").read_text()) == json.loads((demo.CHAT / "tokenizer.json").read_text())
+    assert (folder / "chat_template.jinja").read_text() == (demo.CHAT / "chat_template.jinja").read_text()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [3577, 3575]
+
+
+@pytest.fixture(scope="module", params=[True, False])
+def pieces(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
+    """A SentencePiece model with and without a space before the text."""
+    folder = tmp_path_factory.mktemp("pieces")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 20),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=300,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=request.param,
+        user_defined_symbols=["<|user|>"],
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return theirs, Tokenizer(
+        checkpoint_folder(tokenizer_file(folder, lambda writer: add_pieces(writer, theirs, request.param)))
+    )
+
+
+def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor, prefixed: bool) -> None:
+    def kind(token_id: int) -> gguf.TokenType:
+        if theirs.is_unknown(token_id):
+            return gguf.TokenType.UNKNOWN
+        if theirs.is_control(token_id):
+            return gguf.TokenType.CONTROL
+        if theirs.is_byte(token_id):
+            return gguf.TokenType.BYTE
+        return gguf.TokenType.USER_DEFINED if token_id == theirs.piece_to_id("<|user|>") else gguf.TokenType.NORMAL
+
+    ids = range(theirs.vocab_size())
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([theirs.id_to_piece(token_id) for token_id in ids])
+    writer.add_token_scores([theirs.get_score(token_id) for token_id in ids])
+    writer.add_token_types([kind(token_id) for token_id in ids])
+    writer.add_bos_token_id(theirs.bos_id())
+    writer.add_eos_token_id(theirs.eos_id())
+    writer.add_add_space_prefix(prefixed)
+
+
+@settings(max_examples=50)
+@given(text=TEXT)
+def test_sentencepiece_is_as_its_library_has_it(
+    pieces: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
+) -> None:
+    theirs, ours = pieces
+    text = text.replace("\u2581", "_")
+    if re.search("</?s>|<unk>", text):
+        return
+    assert ours.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
+    assert ours.decode(ours.encode(text)).removeprefix(" ") == theirs.decode(theirs.encode(text)).removeprefix(" ")
+
+
+def test_tokenizers_that_are_not_known_are_named(tmp_path: Path) -> None:
+    def other(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, demo.CHAT, "somebody-s-own")
+
+    with pytest.raises(PenstockError, match=r"has the pre-tokenizer 'somebody-s-own'; known are llama-bpe, "):
+        resolve(tokenizer_file(tmp_path, other))
+
+
+# --- Broken files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(LlamaConfig(**SMALL | {"num_hidden_layers": 1}, rope_parameters=LLAMA3), folder)
+    kinds = cycle(WRITTEN)
+    write_gguf(folder, folder / "tiny.gguf", lambda name: "Q8_0" if "ffn_down" in name else next(kinds))
+    return (folder / "tiny.gguf").read_bytes()
+
+
+def u32(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+def u64(value: int) -> bytes:
+    return struct.pack("<Q", value)
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        assert old in content
+        return content.replace(old, new, 1)
+
+    return change
+
+
+def key(name: str) -> bytes:
+    return u64(len(name)) + name.encode()
+
+
+def entry(name: str, *rest: int) -> bytes:
+    """The begin of a tensor's entry: its dimensions."""
+    return key(name) + u32(len(rest)) + b"".join(map(u64, rest))
+
+
+BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "nothing": (lambda content: b"", "cannot be read"),
+    "something else": (lambda content: b"PK" + content[2:], "does not begin as GGUF files do"),
+    "its begin": (lambda content: content[:5000], "cut short"),
+    "without its end": (lambda content: content[:-100], "does not lie within the file"),
+    "version 1": (replaced(b"GGUF\3", b"GGUF\1"), "has version 1 of GGUF; 2 and 3 are read"),
+    "big-endian": (replaced(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "is big-endian"),
+    "many tensors": (lambda content: content[:8] + u64(2**63) + content[16:], "9223372036854775808 tensors"),
+    "many values": (lambda content: content[:16] + u64(2**63) + content[24:], "9223372036854775808 values"),
+    "a long key": (lambda content: content[:24] + u64(2**62) + content[32:], "a string of 4611686018427387904 bytes"),
+    "a key twice": (replaced(b"llama.block_count", b"llama.head_count_"), "lacks llama.block_count"),
+    "many tokens": (
+        lambda content: re.sub(
+            rb"(tokenizer.ggml.tokens.{8}).{8}", lambda m: m[1] + u64(2**60), content, flags=re.DOTALL
+        ),
+        "an array of its header has 1152921504606846976 strings",
+    ),
+    "a value of no type": (
+        replaced(key("llama.block_count") + u32(4), key("llama.block_count") + u32(99)),
+        "a value of type 99",
+    ),
+    "a word for a number": (
+        lambda content: content.replace(
+            key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(8) + u64(4) + b"four"
+        ),
+        "llama.block_count is not of the type",
+    ),
+    "a thousand layers": (
+        replaced(key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(4) + u32(1000)),
+        "has 1000 layers and",
+    ),
+    "no context": (
+        replaced(key("llama.context_length") + u32(4) + u32(256), key("llama.context_length") + u32(4) + u32(0)),
+        "llama.context_length is 0",
+    ),
+    "another architecture": (
+        replaced(u64(5) + b"llama", u64(5) + b"mamba"),
+        "of architecture 'mamba'; llama, qwen2, qwen3",
+    ),
+    "huge dimensions": (
+        replaced(entry("blk.0.attn_q.weight", 64, 64), entry("blk.0.attn_q.weight", 2**62, 2**62)),
+        "'blk.0.attn_q.weight'",
+    ),
+    "no dimension": (
+        replaced(entry("blk.0.attn_q.weight", 64, 64), entry("blk.0.attn_q.weight", 64, 0)),
+        "has dimensions [64, 0]",
+    ),
+    "a row of half a block": (
+        replaced(entry("blk.0.ffn_down.weight", 96, 64), entry("blk.0.ffn_down.weight", 48, 128)),
+        "has dimensions [48, 128]",
+    ),
+    "another shape": (
+        replaced(entry("blk.0.ffn_down.weight", 96, 64), entry("blk.0.ffn_down.weight", 192, 32)),
+        "has shape (32, 192), config.json wants (64, 96)",
+    ),
+    "a type that is not read": (
+        replaced(entry("output_norm.weight", 64) + u32(0), entry("output_norm.weight", 64) + u32(16)),
+        "tensor 'output_norm.weight' is of type IQ2_XXS; BF16, F16, F32,",
+    ),
+    "a tensor twice": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "'blk.0.attn_k.weight' twice"),
+    "another tensor": (replaced(b"rope_freqs.weight", b"rope_other.weight"), "has tensor rope_other.weight, which models"),
+    "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
+    "a factor that is no number": (
+        replaced(struct.pack("<2f", 4, 4), struct.pack("<2f", 4, math.nan)),
+        "rope_freqs.weight has values that are not above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_one_sentence(name: str, tiny: bytes, tmp_path: Path) -> None:
+    change, words = BROKEN[name]
+    (tmp_path / "broken.gguf").write_bytes(change(tiny))
+    with pytest.raises(PenstockError) as refused:
+        LLM(tmp_path / "broken.gguf", num_gpu_blocks_override=20, weight_cache_dir="none")
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_tensors_that_overlap_are_refused(tiny: bytes, tmp_path: Path) -> None:
+    (tmp_path / "good.gguf").write_bytes(tiny)
+    file = GGUFFile(tmp_path / "good.gguf")
+    second = sorted(tensor.offset for tensor in file.tensors.values())[1]
+    start = min(tensor.offset for tensor in file.tensors.values())
+    at = tiny.rindex(u64(second - start), 0, start)
+    (tmp_path / "broken.gguf").write_bytes(tiny[:at] + u64(0) + tiny[at + 8 :])
+    with pytest.raises(PenstockError, match="overlap"):
+        resolve(tmp_path / "broken.gguf")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_damage_is_told_or_harmless(seed: int, tiny: bytes, tmp_path: Path) -> None:
+    """Bytes of the header that are changed, left out or put in, and files cut short: no other error, and no memory."""
+    rng, content = random.Random(seed), bytearray(tiny)
+    header = tiny.index(b"output_norm.weight") + 200
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(min(header, len(content)))
+        match rng.randrange(5):
+            case 0:
+                content[at] = rng.randrange(256)
+            case 1:
+                content[at : at + 8] = u64(rng.choice([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.randrange(2**40)]))
+            case 2:
+                del content[at : at + rng.randint(1, 40)]
+            case 3:
+                content[at:at] = rng.randbytes(rng.randint(1, 40))
+            case 4:
+                del content[rng.randrange(1, len(content)) :]
+    file = tmp_path / "damaged.gguf"
+    file.write_bytes(content)
+    tracemalloc.start()
+    try:
+        folder = checkpoint_folder(file)
+        config = json.loads((folder / "config.json").read_text())
+        weights = GGUFCheckpoint(folder, [file], config["head_dim"])
+        weights.read("model.norm.weight", config["hidden_size"])
+    except PenstockError as error:
+        assert "\n" not in str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 64 * 2**20
