@@ -2,8 +2,8 @@
 
 python benchmarks/write_gguf.py CHECKPOINT OUT.gguf --type Q4_0
 
-Types that llama.cpp's library for Python cannot quantize to have random blocks: speed does not depend on them. ``Q4_K_M`` is
-its mixture of Q4_K and Q6_K. Needs the dependency group ``test``.
+Types that llama.cpp's library for Python cannot quantize to have random blocks: speed does not depend on them.
+``Q4_K_M`` is llama.cpp's mixture of Q4_K and Q6_K. Needs the dependency group ``test``.
 """
 
 from __future__ import annotations

@@ -73,10 +73,9 @@ def test_a_wrong_option_is_one_sentence(arguments: list[str], words: str) -> Non
 
 
 KINDS = {
-    "model.gguf": "is a GGUF file, which llama.cpp reads: give the folder of a Hugging Face checkpoint",
+    "model.gguf": "cannot be read",
     "alone/model.safetensors": "is weights without their config.json: give the folder",
-    "notes.txt": "is a file; give the folder of a Hugging Face checkpoint, or its name on the hub",
-    "quantized/model-Q4_K_M.gguf/": "holds model-Q4_K_M.gguf, a GGUF file",
+    "notes.txt": "is a file; give the folder of a Hugging Face checkpoint, a GGUF file, or a name on the hub",
     "lora/adapter_config.json/": "holds adapter_config.json, a LoRA adapter: give the model that it is for",
     "meta/params.json/": "weights as their makers have them",
     "exported/model.onnx/": "a model that was exported to ONNX",
@@ -105,7 +104,7 @@ def test_what_is_no_checkpoint_says_what_it_is(name: str, tmp_path: Path) -> Non
 def test_serve_says_it_too(tmp_path: Path) -> None:
     """And who may ask, where that is anybody."""
     said = penstock("serve", "--compat", "fastdeploy", "--log-file", str(tmp_path / "log"), "--model", "model.gguf")
-    assert said.returncode == 2 and "GGUF file, which llama.cpp reads" in said.stderr
+    assert said.returncode == 2 and "there is no model.gguf: give the folder" in said.stderr
     assert (
         "anyone who can reach 0.0.0.0 of this machine can send requests: set --api-key, or --host 127.0.0.1"
         in said.stderr

@@ -489,7 +489,10 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "tensor 'output_norm.weight' is of type IQ2_XXS; BF16, F16, F32,",
     ),
     "a tensor twice": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "'blk.0.attn_k.weight' twice"),
-    "another tensor": (replaced(b"rope_freqs.weight", b"rope_other.weight"), "has tensor rope_other.weight, which models"),
+    "another tensor": (
+        replaced(b"rope_freqs.weight", b"rope_other.weight"),
+        "has tensor rope_other.weight, which models",
+    ),
     "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
     "a factor that is no number": (
         replaced(struct.pack("<2f", 4, 4), struct.pack("<2f", 4, math.nan)),

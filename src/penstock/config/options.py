@@ -96,7 +96,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Options of an engine: the model, its device, precision and KV cache."""
 
     model: Annotated[
-        str, option("Folder of a Hugging Face checkpoint, or its name on the hub; nothing for the built-in model.")
+        str,
+        option(
+            "Folder of a Hugging Face checkpoint, a GGUF file, or a name on the hub; nothing for the built-in model."
+        ),
     ] = ""
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], option("Format of the weights; dummy is random weights.")

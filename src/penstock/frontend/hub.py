@@ -27,7 +27,7 @@ IGNORE_PATTERNS = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
 """Excluded: the same weights for other programs. ``1_Pooling`` (sentence-transformers) is kept."""
 PADDLE_GRAPH = "model.pdiparams"
 """Weights of a static graph that Paddle has exported."""
-ADVICE = "give the folder of a Hugging Face checkpoint, its name on the hub (org/name), or a GGUF file"
+ADVICE = "give the folder of a Hugging Face checkpoint, a GGUF file, or a name on the hub (org/name)"
 NO_CHECKPOINTS = {
     "adapter_config.json": "a LoRA adapter: give the model that it is for, and this with --lora-modules NAME=FOLDER",
     "params.json": f"weights as their makers have them (params.json): {ADVICE}, where they are converted",

@@ -33,15 +33,24 @@ class QuantizedWeight:
         rows = min(self.format.rows_per_scale or outputs, outputs)
         columns = min(self.format.group_size or inputs, inputs)
 
+        weight = self.values.float()
+        if rows == 1 and inputs % columns == 0:
+            groups = weight.view(outputs, -1, columns)  # which are several times as fast without copies
+            groups *= self.scales.unsqueeze(-1)
+            if self.offsets is not None:
+                groups += self.offsets.unsqueeze(-1)
+            return self._in_order(weight)
+
         def spread(groups: Tensor) -> Tensor:
             return groups.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
 
-        weight = self.values.float() * spread(self.scales)
+        weight *= spread(self.scales)
         if self.offsets is not None:
             weight += spread(self.offsets)
-        if self.order is None:
-            return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+        return self._in_order(weight)
+
+    def _in_order(self, weight: Tensor) -> Tensor:
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def to(self, device: torch.device, activation_bits: int) -> QuantizedWeight:
         """The same weights on a device, to multiply by such activations."""
