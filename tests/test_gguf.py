@@ -179,9 +179,18 @@ def test_a_server_serves_a_file(demo_file: Path, servers: Servers) -> None:
     assert reply["model"] == str(demo_file)
 
 
+def test_a_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
+    write_gguf(demo.DRAFT, tmp_path / "draft.gguf", lambda name: "F16")
+    params = SamplingParams(temperature=0, max_tokens=40)
+    llm = LLM(demo_file, speculative_config={"model": str(tmp_path / "draft.gguf"), "adaptive": False})
+    assert llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0].text == "The capital of France is Paris."
+    assert llm.engine.speculation and llm.engine.speculation.stats.accepted_tokens
+
+
 def test_a_folder_with_one_file_is_that_file(demo_file: Path, tmp_path: Path) -> None:
     shutil.copy(demo_file, tmp_path / "demo.gguf")
     (tmp_path / "mmproj-demo.gguf").touch()
+    (tmp_path / "config.json").touch()  # as some of the hub's repositories have, but no tokenizer
     assert resolve(tmp_path) == resolve(tmp_path / "demo.gguf") != resolve(demo_file)
     shutil.copy(demo_file, tmp_path / "other.gguf")
     with pytest.raises(PenstockError, match=r"holds several models: give one of demo\.gguf, other\.gguf"):
@@ -488,10 +497,18 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         replaced(entry("output_norm.weight", 64) + u32(0), entry("output_norm.weight", 64) + u32(16)),
         "tensor 'output_norm.weight' is of type IQ2_XXS; BF16, F16, F32,",
     ),
+    "a number of another model": (
+        replaced(key("llama.feed_forward_length"), key("llama.attn_logit_softcapping")),
+        "has a number attn_logit_softcapping, which models",
+    ),
+    "an adapter": (
+        replaced(key("llama.block_count") + u32(4) + u32(1), key("general.type") + u32(8) + key("adapter")),
+        "is of type 'adapter', and no model",
+    ),
     "a tensor twice": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "'blk.0.attn_k.weight' twice"),
     "another tensor": (
         replaced(b"rope_freqs.weight", b"rope_other.weight"),
-        "has tensor rope_other.weight, which models",
+        "has tensor 'rope_other.weight', which models",
     ),
     "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
     "a factor that is no number": (

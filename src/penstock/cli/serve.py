@@ -168,7 +168,7 @@ def download_model(configuration: Configuration) -> Configuration:
 
     Raises ``PenstockError`` where it cannot be downloaded.
     """
-    from penstock.frontend.hub import ALLOW_PATTERNS, resolve
+    from penstock.frontend.hub import ALLOW_PATTERNS, resolve, resolve_draft
 
     source = configuration.model
     files = [each for each in ALLOW_PATTERNS if configuration.engine.role != "router" or each != "*.safetensors"]
@@ -180,5 +180,6 @@ def download_model(configuration: Configuration) -> Configuration:
         progress=sys.stderr.isatty(),
         files=files,
     )
-    engine = msgspec.structs.replace(configuration.engine, model=str(folder))
+    draft = resolve_draft(configuration.engine.speculative_config)
+    engine = msgspec.structs.replace(configuration.engine, model=str(folder), speculative_config=draft)
     return msgspec.structs.replace(configuration, engine=engine)

@@ -21,7 +21,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The drafter: n-grams of the text, a smaller model, or the model's own MTP layers. Empty is ``draft_model``, or
     ``ngram`` without one."""
     model: str = ""
-    """Folder of the draft model; empty for the built-in model's."""
+    """Folder or GGUF file of the draft model; empty for the built-in model's."""
     num_speculative_tokens: Number = 4
     """Maximum length of a draft."""
     prompt_lookup_max: Number = 4

@@ -40,7 +40,14 @@ def gguf_in(path: Path) -> Path | None:
     """
     if path.is_file():
         return path if path.suffix == ".gguf" else None
-    return None if (path / CONFIG).exists() else next(iter(parts_in(path)), None)
+    return None if _is_checkpoint(path) else next(iter(parts_in(path)), None)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has more than a GGUF file needs: weights of another kind, or a config and a tokenizer."""
+    if any(folder.glob("*.safetensors")):
+        return True
+    return (folder / CONFIG).exists() and any((folder / f"tokenizer.{end}").exists() for end in ("json", "model"))
 
 
 def checkpoint_folder(path: Path) -> Path:

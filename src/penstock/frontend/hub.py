@@ -12,9 +12,11 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from tqdm import tqdm
 
 from penstock import demo
+from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import Code, PenstockError, invalid
 
 from .gguf_folder import checkpoint_folder, gguf_in
@@ -81,6 +83,18 @@ def resolve(
     if token and not (token.isascii() and token.isprintable()):
         raise invalid("hf_token", "is not a token: copy it again, without line breaks")
     return _fetch(model, revision, token or None, cache_dir, progress, files)
+
+
+def resolve_draft(speculative_config: str) -> str:
+    """The option with the folder of its draft model, where that is a GGUF file.
+
+    Raises ``PenstockError`` as ``resolve`` does.
+    """
+    config = SpeculativeConfig.read(speculative_config)
+    if config is None or not config.model.endswith(".gguf"):
+        return speculative_config
+    folder = resolve(config.model)
+    return msgspec.json.encode(msgspec.structs.replace(config, model=str(folder))).decode()
 
 
 def check_checkpoint(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Struct, ValidationError, convert
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.config.profiles import flag, load, translate
@@ -17,7 +17,7 @@ from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
 
-from .hub import resolve
+from .hub import resolve, resolve_draft
 
 T = TypeVar("T", bound=Struct)
 
@@ -46,7 +46,8 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
         token=model_options.hf_token or None,
         cache_dir=model_options.download_dir or None,
     )
-    return model_options, _struct(result | {"model": str(folder)}, EngineOptions)
+    engine = _struct(result | {"model": str(folder)}, EngineOptions)
+    return model_options, replace(engine, speculative_config=resolve_draft(engine.speculative_config))
 
 
 def _struct(given: Mapping[str, Any], schema: type[T]) -> T:

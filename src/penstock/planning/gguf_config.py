@@ -24,6 +24,11 @@ QKV_BIAS = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of floating-point numbers, as ``config.json`` names them."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
+OTHER_MODELS = (
+    *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping"),
+    *("embedding_scale", "final_logit_softcapping", "logit_scale", "residual_scale"),
+)
+"""Numbers by which other models compute something else."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ def config_of(files: list[GGUFFile]) -> dict[str, Any]:
     where the metadata or tensors are broken.
     """
     first = files[0]
+    if (kind := first.get("general.type", str, "model")) != "model":
+        raise _unsupported(first, f"is of type {kind!r}, and no model")
     architecture = first.require("general.architecture", str)
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -137,7 +144,7 @@ class _Reader:
             raise invalid("model", f"{self._file.path} has no tensor {min(missing)}")
         allowed = {"output.weight"} | ({FREQUENCY_FACTORS} if self._prefix == "llama" else set())
         if unknown := names - wanted - allowed:
-            raise self._unsupported(f"tensor {min(unknown)}")
+            raise self._unsupported(f"tensor {min(unknown)!r}")
         return flags
 
     def _check_variant(self, head_dim: int) -> None:
@@ -145,6 +152,11 @@ class _Reader:
             raise self._unsupported("experts")
         if head_dim < 2 or head_dim % 2:
             raise self._unsupported(f"heads of size {head_dim}")
+        if not self._file.get(self._key("attention.causal"), bool, True):
+            raise self._unsupported("attention in both directions")
+        for key in OTHER_MODELS:
+            if self._file.get(self._key(key), float, 0.0):
+                raise self._unsupported(f"a number {key}")
         if self._size("attention.value_length", head_dim) != head_dim:
             raise self._unsupported("values of another length than keys")
         if self._size("rope.dimension_count", head_dim) != head_dim:

@@ -17,7 +17,7 @@ from penstock.config.options import Configuration, EngineOptions
 from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
-from penstock.frontend.hub import resolve
+from penstock.frontend.hub import resolve, resolve_draft
 from penstock.frontend.input_processor import InputProcessor
 from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.metrics import Metrics
@@ -100,7 +100,9 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
         model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
     )
     input_processor = InputProcessor(folder, source, configuration.engine.max_output_len)
-    process = EngineProcesses(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
+    draft = resolve_draft(configuration.engine.speculative_config)
+    engine = msgspec.structs.replace(configuration.engine, model=str(folder), speculative_config=draft)
+    process = EngineProcesses(engine, configuration.log)
     await process.start()
     gateway = Gateway(process.addresses, input_processor, configuration.engine.data_parallel_request_cost)
     watch = asyncio.create_task(process.watch())
