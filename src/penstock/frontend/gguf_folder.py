@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.planning.checkpoint_digest import weight_files
 from penstock.planning.config_json import CONFIG
 from penstock.planning.gguf_config import config_of
 from penstock.planning.gguf_file import GGUFFile, parts_in, parts_of
@@ -45,7 +46,7 @@ def gguf_in(path: Path) -> Path | None:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a folder has more than a GGUF file needs: weights of another kind, or a config and a tokenizer."""
-    if any(folder.glob("*.safetensors")):
+    if weight_files(folder):
         return True
     return (folder / CONFIG).exists() and any((folder / f"tokenizer.{end}").exists() for end in ("json", "model"))
 

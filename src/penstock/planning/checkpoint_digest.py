@@ -32,7 +32,7 @@ def checkpoint_digest(folder: Path) -> str:
     missed. One sample takes a page of each 16 MiB, so that this takes milliseconds.
     """
     digest = hashlib.sha256()
-    files = sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
+    files = weight_files(folder)
     for path in [folder / "config.json", folder / INDEX, folder / PYTORCH_INDEX, *files]:
         if not path.is_file():
             continue
@@ -50,11 +50,16 @@ def checkpoint_digest(folder: Path) -> str:
             for place in _sample_offsets(_spans(header)):
                 file.seek(min(8 + length + place, size))
                 digest.update(file.read(SAMPLE_BYTES))
-    for path in sorted(folder.glob("*.gguf")):
+    for path in [] if files else sorted(folder.glob("*.gguf")):
         digest.update(f"{path.name} ".encode())
         for sample in _gguf_samples(path):
             digest.update(sample)
     return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files of ``PATTERNS``; where there are none, weights may be in GGUF files."""
+    return sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
 
 
 def _checksums(path: Path) -> bytes:

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import checkpoint_digest
+from penstock.planning.checkpoint_digest import checkpoint_digest, weight_files
 from penstock.planning.gguf_config import tensors_of
 from penstock.planning.gguf_file import GGUFFile, GGUFTensor, parts_in
 from penstock.quant.gguf import FORMATS, read_blocks
@@ -51,7 +51,7 @@ def find_gguf(folder: Path) -> list[Path]:
 
     Raises ``PenstockError`` (``invalid``) for a folder with several models.
     """
-    return [] if any(folder.glob("*.safetensors")) else parts_in(folder)
+    return [] if weight_files(folder) else parts_in(folder)
 
 
 class GGUFCheckpoint:
