@@ -63,7 +63,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2, yarn rope": Qwen2Config(**LARGER, rope_parameters=ROPE | {"rope_type": "yarn"}),
     "qwen3, tied": Qwen3Config(**LARGER, head_dim=32, tie_word_embeddings=True),
 }
-PROMPT = [random.Random(0).randrange(2, 300) for _ in range(100)]
+PROMPT = random.Random(0).choices(range(2, 300), k=100)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -98,7 +98,8 @@ def test_blocks_are_as_llama_cpp_has_them() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -> None:
-    """With the weights of the file, dequantized by llama.cpp's library: scores and greedy tokens."""
+    """With the weights that the library of llama.cpp makes of it: scores and greedy tokens in float32; in bfloat16,
+    where the kernels multiply with integers, an error like the library's."""
     model = save(CONFIGS[name], tmp_path)
     kinds = cycle([*QUANTIZED, "F32", "F16", "BF16"])
     stored = write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: next(kinds))
@@ -106,18 +107,27 @@ def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -
     if "tied" in name:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state)
-    options: Any = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
-    llm = LLM(tmp_path / "small.gguf", **options)
+    options: Any = {"block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
-    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
-    made = output.outputs[0].token_ids
+    exact, rough = (
+        LLM(tmp_path / "small.gguf", dtype=dtype, **options).generate([PROMPT], params, use_tqdm=False)[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    made = exact.outputs[0].token_ids
     with torch.inference_mode():
         table = model(torch.tensor([PROMPT + made])).logits[0].log_softmax(-1)
     assert table[len(PROMPT) - 1 : -1].argmax(-1).tolist() == made
-    told = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+    told = [*(exact.prompt_logprobs or [])[1:], *(exact.outputs[0].logprobs or [])]
     for row, token, position in zip(table, (PROMPT + made)[1:], told, strict=False):
         assert position is not None
         assert position[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+    with torch.inference_mode():
+        theirs = model.bfloat16()(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1)
+    errors = torch.zeros(2)
+    for row, their, token, position in zip(table, theirs, PROMPT[1:], (rough.prompt_logprobs or [])[1:], strict=False):
+        assert position is not None
+        errors += torch.stack((position[token].logprob - row[token], their[token] - row[token])).abs()
+    assert errors[0] <= 1.2 * errors[1]
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
@@ -293,7 +303,7 @@ def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @given(text=TEXT)
 def test_byte_level_bpe_splits_as_llama_cpp(byte_level: tuple[str, Tokenizer], text: str) -> None:
     name, ours = byte_level
-    text = text.replace("\u017f", "s")  # the long s, which ignoring case would take for an s
+    text = text.replace("\u017f", "s").replace("<", "(")  # ignoring case makes an s of the long s; no special tokens
     own = json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]
     merges = [tuple(pair) for pair in own["merges"]]
     model = models.BPE(own["vocab"], merges, ignore_merges=name in ("llama-bpe", "tekken"))
@@ -390,7 +400,7 @@ def test_sentencepiece_is_as_its_library_has_it(
     if re.search("</?s>|<unk>", text):
         return
     assert ours.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
-    assert ours.decode(ours.encode(text)).removeprefix(" ") == theirs.decode(theirs.encode(text)).removeprefix(" ")
+    assert ours.decode(ours.encode(text)).lstrip(" ") == theirs.decode(theirs.encode(text)).lstrip(" ")
 
 
 def test_tokenizers_that_are_not_known_are_named(tmp_path: Path) -> None:
