@@ -18,6 +18,8 @@ import torch
 from checkpoints import SMALL, save
 from executors import engine_options
 from safetensors.torch import load_file, save_file
+from test_lora import adapter
+from test_speculation import with_head
 from transformers import Qwen3Config
 
 from penstock import LLM, PenstockError, SamplingParams
@@ -166,6 +168,69 @@ def test_running_requests(old: Path, new: Path, running: Running) -> None:
             given = then[str(number)]
             assert given == before[: len(given)]
             assert tokens[str(number)] == given + generated(new, PROMPTS[number] + given, 24 - len(given))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "ngram"])
+def test_with_drafts_adapters_beams_and_several_sequences(method: str, tmp_path: Path) -> None:
+    """In the middle of all of them weights change: each ends, and those after it have the bits of a fresh engine."""
+    before = with_head(tmp_path / "before", knowing=True)
+    after = perturbed(before, tmp_path / "after")
+    lora = adapter(before, tmp_path / "lora")
+    speculative = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    options = {
+        **OPTIONS,
+        "enable_lora": True,
+        "enable_prefix_caching": True,
+        "speculative_config": json.dumps(speculative | ({"model": str(before)} if method == "draft_model" else {})),
+    }
+    sampled = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=20, ignore_eos=True)
+    beams = SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=12, ignore_eos=True)
+    asked = {"plain": GREEDY, "sampled": sampled, "beams": beams, "adapter": sampled}
+
+    def ask(run: Run, prefix: str) -> None:
+        for number, (name, sampling) in enumerate(asked.items()):
+            used = "lora" if name == "adapter" else ""
+            one = EngineRequest(request_id=prefix + name, prompt=PROMPTS[number % 3], sampling=sampling, adapter=used)
+            run.engine.add(one)
+
+    def load(engine: Engine) -> Run:
+        engine.adapters.wait(engine.adapters.load("lora", str(lora)))
+        return Run(engine)
+
+    with closing(Engine(engine_options(model=str(after), **options))) as engine:
+        run = load(engine)
+        ask(run, "new ")
+        expected = run.finish()
+    with closing(Engine(engine_options(model=str(before), **options))) as engine:
+        run = load(engine)
+        ask(run, "old ")
+        while len(run.tokens.get("old sampled", [])) < 6:
+            run.step()
+        run.until(engine.weights.load(str(after)))
+        run.until(engine.weights.commit("recompute"))
+        run.finish()
+        assert {name for name, delta in run.ended.items() if not delta.failure} == {f"old {name}" for name in asked}
+        ask(run, "new ")
+        assert {name: tokens for name, tokens in run.finish().items() if name in expected} == expected
+        assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
+
+
+def test_a_client_that_does_not_read_holds_no_change_up(old: Path, new: Path) -> None:
+    with closing(Engine(engine_options(model=str(old), **OPTIONS))) as engine:
+        run = Run(engine)
+        run.until(engine.weights.load(str(new)))
+        engine.add(request(0, PROMPTS[0]))
+        while len(run.tokens.get("0", [])) < 5:
+            run.step()
+        engine.scheduler.pause("0", True)
+        engine.add(request(1, PROMPTS[1]))
+        run.until(engine.weights.commit("finish"))
+        given = list(run.tokens["0"])
+        assert len(given) < 24
+        engine.scheduler.pause("0", False)
+        run.finish()
+    assert run.tokens["0"] == given + generated(new, PROMPTS[0] + given, 24 - len(given))
+    assert run.tokens["1"] == generated(new, PROMPTS[1], 24)
 
 
 BREAKS: dict[str, Any] = {

@@ -326,6 +326,8 @@ class Engine:
                 deltas += self.sleeper.poll(len(self._in_flight))
                 if version := self.weights.poll(len(self._in_flight)):
                     self._on_weights_changed(version)
+                if self.kv_connector:
+                    self.kv_connector.set_suspended(self.sleeper.is_sleeping)
             if self.adapters.has_pending:
                 self.adapters.process_pending()
             submitted = False

@@ -107,8 +107,7 @@ class SleepManager:
             return _failed(PenstockError(Code.UNAVAILABLE, "weights are being loaded; put it to sleep afterwards"))
 
         def then() -> None:
-            self._scheduler.recompute_all()
-            self._scheduler.device_pool.clear_cache()
+            self._scheduler.forget_kv()
             dropped = self._call(FreeMemory(level))
             self.asleep |= {KV_CACHE, WEIGHTS} if dropped else {KV_CACHE}
             logger.info("asleep, without %s", " and ".join(sorted(self.asleep)))

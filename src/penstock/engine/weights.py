@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 Running = Literal["finish", "recompute"]
 """What becomes of running sequences: they finish on the old weights, while new ones wait; or they are preempted, and
-computed again with the new weights, which go on after the tokens that were generated."""
+computed again with the new weights, which go on after the tokens that were generated. Sequences whose clients do not
+read are never waited for."""
 BUSY = "other weights are being loaded; wait until they are in use"
 
 
@@ -129,12 +130,12 @@ class WeightsManager:
             loaded.set_result(reading.result())
 
     def _is_free(self) -> bool:
-        """Whether no sequence has been computed with the weights in use; sequences are preempted where they are to be
-        recomputed."""
-        if self._running == "recompute" or self._scheduler.is_held:
-            self._scheduler.recompute_all()
-            return True
-        return not self._scheduler.has_started_sequences
+        """Whether no sequence has KV of the weights in use; sequences are preempted where they are to be recomputed."""
+        waits = self._running == "finish" and not self._scheduler.is_held
+        if waits and self._scheduler.has_started_sequences:
+            return False
+        self._scheduler.recompute_all()
+        return True
 
     def _swap(self, swapped: Future[str]) -> str | None:
         """Swap the weights; returns the version of the new ones, None where it fails."""

@@ -34,8 +34,8 @@ class ImportedPrefix(NamedTuple):
     blocks: list[int]
     num_cached: int
     """Number of these tokens that were in this engine's prefix cache or in the other's."""
-    weights: str = ""
-    """Version of the weights that they were computed with."""
+    generation: int = 0
+    """``KVCacheManager.generation`` when they were imported."""
 
 
 class BlockDemand(NamedTuple):
@@ -75,6 +75,8 @@ class KVCacheManager:
         self._host_pool = host_pool
         self._weights = weights
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
+        self.generation = 0
+        """Number of times that the contents of blocks were forgotten."""
         self._reserved = 0
         self._imported: dict[Sequence, ImportedPrefix] = {}
         """Prefixes of waiting sequences, the oldest first."""
@@ -100,8 +102,13 @@ class KVCacheManager:
         return full + sampling.num_sequences * own + copies
 
     def set_weights(self, version: str) -> None:
-        """Use another version of the weights for hashes, and empty the prefix cache."""
+        """Use another version of the weights for hashes, and forget what blocks contain."""
         self._weights = version
+        self.forget_contents()
+
+    def forget_contents(self) -> None:
+        """Forget what blocks contain: empty the prefix cache, and let prefixes that were imported before be computed."""
+        self.generation += 1
         self._device_pool.clear_cache()
 
     # --- A sequence starts or grows -----------------------------------------------------------------------------------
@@ -261,12 +268,11 @@ class KVCacheManager:
         """Add blocks of ``begin_import``, which have been written, to the prefix cache."""
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
-        return ImportedPrefix(num_tokens, blocks, num_cached, self._weights)
+        return ImportedPrefix(num_tokens, blocks, num_cached, self.generation)
 
     def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
-        """Let a waiting sequence start with an imported prefix; one of weights that are not in use any more is
-        released."""
-        if prefix.weights != self._weights:
+        """Let a waiting sequence start with an imported prefix, which is released where its contents are forgotten."""
+        if prefix.generation != self.generation:
             self.release_import(prefix)
             return
         self._imported[sequence] = prefix

@@ -82,6 +82,7 @@ class KVConnector:
     ) -> None:
         self.buffer = buffer
         """The transfer buffer."""
+        self._weights_version = info.weights_version
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Descriptor that is readable when ``poll`` has something to do."""
         self._activity: Future[None] = Future()
@@ -137,8 +138,15 @@ class KVConnector:
 
     def set_weights(self, version: str) -> None:
         """This engine's weights have changed: transfers under way end, and no KV of other weights is taken."""
+        self._weights_version = version
         self.endpoint.set_weights(version)
         self.imports.set_weights(version)
+
+    def set_suspended(self, suspended: bool) -> None:
+        """Begin no transfers while the engine sleeps, as there is no KV cache; those under way end."""
+        if suspended and not self.imports.suspended:
+            self.set_weights(self._weights_version)
+        self.imports.suspended = self.exports.suspended = suspended
 
     @property
     def activity(self) -> Future[None]:

@@ -101,7 +101,9 @@ class KVExports:
         self._adapter_version = adapter_version
         self._num_layers = num_layers
         self.stopping = False
-        """Whether new transfers are refused."""
+        """Whether new transfers are refused, as the engine stops."""
+        self.suspended = False
+        """Whether they are refused, as there is no KV cache."""
         self._exports: dict[str, _Export] = {}
         """By request id."""
         self._calls: deque[tuple[Future[Any], bytes, list[Exported]]] = deque()
@@ -131,6 +133,8 @@ class KVExports:
         try:
             if self.stopping:
                 raise PenstockError(Code.UNAVAILABLE, "the prefill instance is stopping")
+            if self.suspended:
+                raise PenstockError(Code.UNAVAILABLE, "the prefill instance sleeps")
             if event.adapter and self._adapter_version(event.adapter) != event.adapter_version:
                 words = f"adapter {event.adapter!r} has other contents here than on the decode instance"
                 raise PenstockError(Code.UNAVAILABLE, words)

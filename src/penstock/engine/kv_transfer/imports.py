@@ -73,7 +73,7 @@ class _Import:
         self.end: Completed | Failure | None = None
         """How that transfer has ended; None while it goes on. A request that was cancelled has a failure."""
         self.outdated = False
-        """Whether the weights have changed since it began."""
+        """Whether the KV cache was emptied since it began."""
         self.num_importing = 0
         """Pieces that the workers are importing."""
         self.started = time.monotonic()
@@ -117,6 +117,8 @@ class KVImports:
         """Transfer → import."""
         self._arrivals: deque[tuple[_Import, Arrived]] = deque()
         self._calls: list[tuple[Future[Any], list[tuple[_Import, Arrived]]]] = []
+        self.suspended = False
+        """Whether no import begins, as there is no KV cache."""
         self.num_recomputed = 0
         """Requests whose prompts were computed here since their transfers failed."""
         self.seconds = 0.0
@@ -148,7 +150,7 @@ class KVImports:
         return Prerequisite(future, apply)
 
     def set_weights(self, version: str) -> None:
-        """Import KV of this version of the weights from now on.
+        """Import KV of this version of the weights from now on, into a KV cache that is empty.
 
         Prompts whose imports are under way are computed here, as some of their blocks may be those of cached prefixes.
         """
@@ -157,7 +159,7 @@ class KVImports:
             one.block_hashes = self._kv.prompt_hashes(one.request, one.num_tokens)
         for one in self._active.values():
             self._endpoint.stop(one.transfer)
-            one.end, one.outdated = Failure(Code.UNAVAILABLE, "the weights have changed meanwhile"), True
+            one.end, one.outdated = Failure(Code.UNAVAILABLE, "the KV cache was emptied meanwhile"), True
             one.addresses.clear()
 
     @property
@@ -198,7 +200,10 @@ class KVImports:
             self._first_since = time.monotonic()
 
     def _begin(self, one: _Import) -> bool:
-        """Begin an import. Returns False where too few blocks are free."""
+        """Begin an import. Returns False where too few blocks are free, or there is no KV cache."""
+        if self.suspended:
+            self._first_since = time.monotonic()
+            return False
         begun = self._kv.begin_import(one.block_hashes, one.num_tokens, self._min_tokens)
         if begun is None:
             if time.monotonic() - self._first_since < self._timeout:

@@ -208,14 +208,19 @@ class Scheduler:
 
     @property
     def has_started_sequences(self) -> bool:
-        """Whether any sequence that has not ended has had a step."""
-        return any(one.has_started for group in self._groups.values() for one in group.unfinished)
+        """Whether any sequence that has not ended has had a step; those are left out whose clients do not read."""
+        return any(one.has_started and not one.paused for group in self._groups.values() for one in group.unfinished)
 
     def recompute_all(self) -> None:
         """Preempt all sequences, which are computed again from their first tokens. To be called while no step is in
         flight."""
         self._preemption.recompute_all()
         self.admission.invalidate_free_capacity()
+
+    def forget_kv(self) -> None:
+        """As ``recompute_all``, and forget what KV blocks contain, as the cache is about to be freed."""
+        self.recompute_all()
+        self.kv.forget_contents()
 
     def set_weights(self, version: str) -> None:
         """Empty the prefix cache, whose blocks were computed with other weights, and compute hashes with this version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import ctypes
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +96,7 @@ class ModelSwap:
     def commit(self) -> None:
         """Drop the model that ran before the swap."""
         self._before, self._swapped = None, False
-        collect_garbage()
+        return_memory()
 
     def revert(self) -> None:
         """Go back to what ran before the swap, if there was one, and drop the model that was loaded."""
@@ -106,19 +106,15 @@ class ModelSwap:
             self._runner.drop_model()
         self._loaded = self._before = None
         self._swapped = False
-        collect_garbage()
+        return_memory()
 
     def drop(self) -> None:
         """Drop the model that runs."""
         self._runner.drop_model()
 
 
-def collect_garbage() -> None:
-    """Free what was dropped, and with it objects that ``gc.freeze`` has exempted from collections."""
-    frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if frozen:
-        gc.freeze()
+def return_memory() -> None:
+    """Give memory of tensors that were dropped back to the machine, or to others on the GPU."""
+    ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -54,7 +54,7 @@ from .host_copy import to_device
 from .input_batch import InputBatch
 from .loading import load_models
 from .model_runner import ModelRunner
-from .model_swap import ModelSwap, collect_garbage
+from .model_swap import ModelSwap, return_memory
 from .mtp import MTPDrafter
 from .pending_step import PendingStep
 from .row import Position, Row
@@ -537,7 +537,7 @@ class Worker:
             self._drafter.reset()
         if drops:
             self._swap.drop()
-        collect_garbage()
+        return_memory()
         return drops
 
     def _complete_steps(self) -> None:
