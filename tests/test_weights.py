@@ -25,7 +25,7 @@ from transformers import Qwen3Config
 from penstock import LLM, PenstockError, SamplingParams
 from penstock.core import Code, EngineRequest, TokenDelta
 from penstock.engine.engine import Engine
-from penstock.engine.weights import Running
+from penstock.engine.modes import Running
 from penstock.models.decoder import Decoder
 
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60, "weight_cache_dir": "none"}

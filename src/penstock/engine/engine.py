@@ -67,11 +67,12 @@ class Engine:
 
     Args:
         logs: log settings of worker processes; None leaves their logging as it is, as a library has to.
+        weights: folder of the weights to start with; empty for the model's.
 
     Raises ``PenstockError`` with one sentence where the options or the checkpoint do not allow a start.
     """
 
-    def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
+    def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
         folder = Path(options.model) if options.model else demo.CHAT
         config = read_config(folder)
         self.max_model_len = options.max_model_len or config.max_model_len
@@ -87,7 +88,7 @@ class Engine:
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
         try:
-            self.info = self._executor.load()
+            self.info = self._executor.load(weights)
             if self.info.asynchronous and not options.max_concurrent_batches:
                 self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
             profile = self._executor.profile()
@@ -145,7 +146,7 @@ class Engine:
         """Plan and time of submission of each step in flight, the oldest first."""
         self._collected = 0.0
         """Time of the last ``collect``."""
-        self.weights = WeightsManager(self._executor, self.scheduler)
+        self.weights = WeightsManager(self._executor, self.scheduler, weights)
         self.sleeper = SleepManager(self._executor, self.scheduler, self.weights)
         self._gpu_memory = 0
         self._failed_steps = 0

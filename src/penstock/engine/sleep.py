@@ -5,24 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Literal
 
 from penstock.core import Code, Failure, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 
 from .executor.base import Executor, WorkerLostError
+from .modes import KV_CACHE, TAGS, WEIGHTS, PauseMode
 from .scheduling.scheduler import Scheduler
 from .step import AllocateCache, FreeMemory, Op
 from .weights import WeightsManager
 
 logger = logging.getLogger(__name__)
 
-PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests when the engine is paused: they fail; those that have begun finish; or they stay where they
-are. In the last two cases the others wait in the queue, as do those that come later."""
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-TAGS = (WEIGHTS, KV_CACHE)
-"""Parts that ``wake_up`` may name."""
 LEVELS = (0, 1, 2)
 PAUSED = Failure(Code.UNAVAILABLE, "the engine was paused, and open requests were aborted; send it again later")
 
@@ -107,6 +101,8 @@ class SleepManager:
             return _failed(PenstockError(Code.UNAVAILABLE, "weights are being loaded; put it to sleep afterwards"))
 
         def then() -> None:
+            if mode == "abort":  # what has come while the last step was computed
+                self._abort_all()
             self._scheduler.forget_kv()
             dropped = self._call(FreeMemory(level))
             self.asleep |= {KV_CACHE, WEIGHTS} if dropped else {KV_CACHE}
@@ -166,12 +162,15 @@ class SleepManager:
         if self._done:
             return _failed(PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon"))
         if mode == "abort":
-            for request_id in self._scheduler.request_ids():
-                self._deltas += self._scheduler.abort(request_id, PAUSED)
+            self._abort_all()
         self.is_paused, self._waits = True, mode == "wait"
         self._scheduler.hold("pause", "new" if self._waits else "all")
         self._then, self._done = then, Future()
         return self._done
+
+    def _abort_all(self) -> None:
+        for request_id in self._scheduler.request_ids():
+            self._deltas += self._scheduler.abort(request_id, PAUSED)
 
     def _wake(self) -> None:
         if self._reloading:

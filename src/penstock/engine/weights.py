@@ -10,31 +10,32 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from penstock.core import Code, PenstockError
 
 from .executor.base import Executor, WorkerLostError
+from .modes import Running
 from .scheduling.scheduler import Scheduler
 from .step import ChangeWeights, LoadWeights, Op
 
 logger = logging.getLogger(__name__)
 
-Running = Literal["finish", "recompute"]
-"""What becomes of running sequences: they finish on the old weights, while new ones wait; or they are preempted, and
-computed again with the new weights, which go on after the tokens that were generated. Sequences whose clients do not
-read are never waited for."""
 BUSY = "other weights are being loaded; wait until they are in use"
 
 
 class WeightsManager:
-    """Changes the weights of an engine. Use it in the thread that runs the steps."""
+    """Changes the weights of an engine. Use it in the thread that runs the steps.
 
-    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+    Args:
+        path: folder of the weights in use; empty for the model's.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, path: str = "") -> None:
         self._executor = executor
         self._scheduler = scheduler
-        self.path = ""
-        """Folder of the weights in use; empty for that of the start."""
+        self.path = path
+        """Folder of the weights in use; empty for the model's."""
         self.num_updates = 0
         """Number of times that the weights were changed since the start."""
         self._path = ""
@@ -156,7 +157,7 @@ class WeightsManager:
         self.num_updates += 1
         self._scheduler.set_weights(version)
         self._scheduler.hold("weights", None)
-        logger.info("the weights of %s are in use, version %s", self._path or "the start", version[:16])
+        logger.info("the weights of %s are in use, version %s", self._path or "the model's folder", version[:16])
         swapped.set_result(version)
         return version
 

@@ -12,8 +12,11 @@ from typing import Any, Self
 from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
+from penstock.engine.modes import PauseMode, Running
+from penstock.engine.service.control import ModelControl, ModelOperation, UpdateWeights
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
+from penstock.engine.service.operations import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from .gateway import Gateway
 from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
@@ -49,6 +52,7 @@ class AsyncLLM:
         self.ready: Ready = await self._process.start()
         self._watch = asyncio.create_task(self._process.watch())
         self._gateway = Gateway(self._process.addresses, self._input_processor, self.options.data_parallel_request_cost)
+        self._control = ModelControl(self._process)
         self._watch.add_done_callback(self._on_watch_end)
         try:
             await self._gateway.engine_pool.ready()
@@ -67,6 +71,7 @@ class AsyncLLM:
         assert self._process is not None
         status = await self._process.close()
         await self._watch
+        await self._control.close()
         await self.gateway.close()
         return status
 
@@ -87,6 +92,61 @@ class AsyncLLM:
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """As ``LLM.unload_lora_adapter``; requests that have begun with it go on."""
         await self.gateway.engine_pool.unload_adapter(lora_name)
+
+    async def update_weights(self, path: str | Path = "", running: Running = "finish") -> str:
+        """Change the model's weights while requests are served. Where this fails, nothing has changed.
+
+        Args:
+            path: folder of a checkpoint of the same model; empty reads the one in use again.
+            running: whether running requests finish on the old weights, while new ones wait, or are computed again with
+                the new ones, which go on after what was generated.
+
+        Returns:
+            The version of the weights, which ``RequestOutput.weights_version`` repeats.
+
+        Raises ``PenstockError`` as ``LLM.update_weights``.
+        """
+        folder = str(Path(path).absolute()) if path else ""
+        state = await self._execute(UpdateWeights(folder, running))
+        return state.weights_version
+
+    async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Compute nothing until ``resume_generation``; requests that come wait.
+
+        Args:
+            mode: whether open requests fail (``abort``), finish if they have begun (``wait``), or stay where they are.
+            clear_cache: empty the prefix cache, unless requests are kept.
+        """
+        await self._execute(PauseGeneration(mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        """Compute again after ``pause_generation``."""
+        await self._execute(ResumeGeneration())
+
+    async def is_paused(self) -> bool:
+        """Whether nothing is computed, after ``pause_generation`` or ``sleep``."""
+        return any(state.is_paused for state in self.gateway.engine_pool.states)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As ``LLM.sleep``; requests that come are refused until ``wake_up``.
+
+        Args:
+            mode: of open requests, as for ``pause_generation``.
+        """
+        await self._execute(Sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As ``LLM.wake_up``."""
+        await self._execute(WakeUp(None if tags is None else tuple(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """As ``LLM.is_sleeping``."""
+        return any(state.asleep for state in self.gateway.engine_pool.states)
+
+    async def _execute(self, operation: ModelOperation) -> EngineState:
+        state = await self._control.execute(operation)
+        await self.gateway.engine_pool.synchronize()
+        return state
 
     async def generate(
         self,

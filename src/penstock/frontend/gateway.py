@@ -232,9 +232,11 @@ class Gateway:
         """Bytes of the longest token."""
         return max(map(len, self.input_processor.tokenizer.vocabulary))
 
-    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+    def _on_deltas(self, deltas: list[TokenDelta], weights_version: str) -> None:
         for delta in deltas:
             if (inbox := self._open.get(delta.request_id)) is not None:
+                if weights_version:
+                    self._outputs[delta.request_id].add_weights(weights_version)
                 inbox.put(delta)
 
     def _on_deadline(self, name: str) -> None:

@@ -26,8 +26,11 @@ class Executor(Protocol):
     does.
     """
 
-    def load(self) -> ModelInfo:
+    def load(self, weights: str = "") -> ModelInfo:
         """Load the model.
+
+        Args:
+            weights: folder of its weights; empty for the model's own.
 
         Raises ``PenstockError`` where an option or the checkpoint does not allow it.
         """

@@ -46,6 +46,8 @@ class Start(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, tag=True):
     """``Executor.load``, answered with ``InitReply``."""
 
+    weights: str = ""
+
 
 class Profile(msgspec.Struct, tag=True):
     """``Executor.profile``, answered with ``InitReply``."""

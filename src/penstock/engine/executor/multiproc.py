@@ -132,8 +132,8 @@ class MultiprocExecutor:
         """Process ids of the workers, by rank."""
         return [rank.pid for rank in self._ranks]
 
-    def load(self) -> ModelInfo:
-        infos = [reply.info for reply in self._init_request(Load())]
+    def load(self, weights: str = "") -> ModelInfo:
+        infos = [reply.info for reply in self._init_request(Load(weights))]
         info = infos[0]
         assert info is not None
         for rank, other in zip(self._ranks, infos, strict=True):

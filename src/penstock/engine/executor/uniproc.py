@@ -30,8 +30,8 @@ class UniProcExecutor:
         self._thread: ThreadPoolExecutor | None = None
         self._steps: deque[Future[StepOutput] | Callable[[], StepOutput] | Exception] = deque()
 
-    def load(self) -> ModelInfo:
-        info = self._worker.load()
+    def load(self, weights: str = "") -> ModelInfo:
+        info = self._worker.load(weights)
         if self._max_in_flight > 1 and not info.asynchronous:
             self._thread = ThreadPoolExecutor(1, "worker", initializer=self._worker.use_device)
         return info

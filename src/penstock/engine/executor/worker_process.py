@@ -106,8 +106,8 @@ class WorkerProcess:
     def _answer(self, message: ToWorker) -> None:
         worker = self._worker
         match message:
-            case Load():
-                self._reply(lambda: InitReply(info=worker.load()), InitReply())
+            case Load(weights):
+                self._reply(lambda: InitReply(info=worker.load(weights)), InitReply())
                 gc.collect()
                 gc.freeze()  # objects that exist now stay, so that later collections need not visit them
             case Profile():

@@ -107,7 +107,7 @@ class KVCacheManager:
         self.forget_contents()
 
     def forget_contents(self) -> None:
-        """Forget what blocks contain: empty the prefix cache, and let prefixes that were imported before be computed."""
+        """Forget what blocks contain: empty the prefix cache, and have prefixes that were imported before computed."""
         self.generation += 1
         self._device_pool.clear_cache()
 

@@ -18,6 +18,7 @@ from penstock.version import __version__
 
 from . import messages
 from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
+from .operations import EngineState, Operation
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class EngineClient:
         on_cancel: called with external ids of requests to abort, of which some may be this client's.
         on_stats: called with the engine's statistics, every ``KEEP_ALIVE_INTERVAL``.
         on_adapters: called with the engine's adapters when it connects, and when they change.
-        on_ready: called with the engine's report when it has connected.
+        on_ready: called with the engine's report when it has connected, and when its state has changed.
         secret: the cluster secret, for an address of TCP.
     """
 
@@ -134,7 +135,8 @@ class EngineClient:
     def stats(self) -> messages.Stats:
         """The engine's last statistics, which it sends every ``KEEP_ALIVE_INTERVAL``, with the heartbeat's age now."""
         age = self._connection.age if self.engine else 0.0
-        return msgspec.structs.replace(self._stats, heartbeat_age=age)
+        state = self.engine.state if self.engine else EngineState()
+        return msgspec.structs.replace(self._stats, heartbeat_age=age, state=state)
 
     def is_loading(self, adapter: str) -> bool:
         """Whether the connected engine has not loaded this adapter yet, as it came without it or hung."""
@@ -196,6 +198,11 @@ class EngineClient:
             call_id = next(self._call_ids)
             self._reloads[call_id] = name
             self._send(messages.LoadAdapter(call_id, name, adapters[name]))
+
+    async def operate(self, operation: Operation) -> None:
+        """Have the engine carry out an operation; returns once it has. Raises ``PenstockError`` where it cannot."""
+        call_id = next(self._call_ids)
+        await self._call(call_id, messages.Operate(call_id, operation))
 
     async def _call(self, call_id: int, message: messages.ToEngine) -> None:
         """Send a message and wait for its ``CallResult``."""
@@ -286,6 +293,9 @@ class EngineClient:
                     self._clock_offset = offset if self._clock_offset is None else min(offset, self._clock_offset)
                     self._stats = message
                     self._on_stats(message)
+                case EngineState() if self.engine:
+                    self.engine = msgspec.structs.replace(self.engine, state=message)
+                    self._on_ready(self.engine)
                 case messages.Stopping():
                     self._stopping = True
                 case messages.Stopped():

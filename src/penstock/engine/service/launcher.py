@@ -62,6 +62,8 @@ class EngineProcess:
         self._logs = logs or LogOptions()
         self._replica = replica
         self._name = f"engine {replica}" if options.data_parallel_size > 1 else "the engine"
+        self.weights = ""
+        """Folder of the weights with which the next process starts; empty for the model's."""
         self._drain_timeout = options.drain_timeout
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self.address = f"ipc://{self._folder}/engine"
@@ -99,7 +101,7 @@ class EngineProcess:
                 )
                 return
             try:
-                await self._launch()
+                await self._relaunch()
             except PenstockError as error:
                 logger.error("%s could not be started again: %s", self._name, error)
 
@@ -143,13 +145,26 @@ class EngineProcess:
                 process.kill()
                 return
 
+    async def _relaunch(self) -> None:
+        """Start the process again, with the weights that were in use. Where these cannot be read any more, it starts
+        with the model's, unless there are replicas, which have to be equal. Raises ``PenstockError``."""
+        try:
+            await self._launch()
+        except PenstockError as error:
+            if not self.weights or self.options.data_parallel_size > 1 or error.failure.code is Code.UNAVAILABLE:
+                raise
+            words = "%s cannot start with the weights of %s, which were in use, and starts with the model's: %s"
+            logger.error(words, self._name, self.weights, error)
+            self.weights = ""
+            await self._launch()
+
     async def _launch(self) -> messages.Ready:
         command = [sys.executable, "-m", "penstock.engine.service.server", self.address]
         self._heartbeat.reset()
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
-        start = messages.Start(self.options, self._logs, os.getpid(), self._replica)
+        start = messages.Start(self.options, self._logs, os.getpid(), self._replica, self.weights)
         process.stdin.write(msgspec.json.encode(start))
         process.stdin.close()
         line = await process.stdout.readline()
@@ -180,6 +195,16 @@ class EngineProcesses:
     def addresses(self) -> tuple[str, ...]:
         """ZeroMQ address of each engine."""
         return tuple(engine.address for engine in self._engines)
+
+    @property
+    def weights(self) -> str:
+        """Folder of the weights with which engines start; empty for the model's."""
+        return self._engines[0].weights
+
+    @weights.setter
+    def weights(self, folder: str) -> None:
+        for engine in self._engines:
+            engine.weights = folder
 
     @property
     def reports(self) -> list[messages.Ready]:
@@ -219,6 +244,10 @@ class EngineProcesses:
         """Kill the processes."""
         for engine in self._engines:
             engine.kill()
+
+    def restart(self, replica: int) -> None:
+        """Kill a process, which is started again."""
+        self._engines[replica].kill()
 
 
 def _with_port_of_its_own(options: EngineOptions, replica: int) -> EngineOptions:

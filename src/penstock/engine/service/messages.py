@@ -11,7 +11,9 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, EngineRequest, Failure, TokenDelta, Vocabulary
 from penstock.core.sampling import MAX_SEQUENCES
 
-PROTOCOL = 1
+from .operations import EngineState, Operation
+
+PROTOCOL = 2
 """Number of this protocol; engines and clients on several hosts must have the same."""
 KEEP_ALIVE_INTERVAL = 1.0
 """Seconds between two ``KeepAlive`` messages of a client."""
@@ -19,6 +21,8 @@ CLIENT_TIMEOUT = 5.0
 """Seconds without a message after which the engine cancels a client's requests."""
 LOOP_TIMEOUT = 30.0
 """Seconds that a client's event loop may be blocked before its ``ProcessAlive`` messages stop."""
+ENGINE_ASLEEP = Failure(Code.UNAVAILABLE, "the engine sleeps; wake it up, then try again")
+"""The error of requests while the engine sleeps."""
 ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping")
 """The error of requests after ``Stopping``."""
 
@@ -108,6 +112,13 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
     name: str
 
 
+class Operate(msgspec.Struct, tag=True, frozen=True):
+    """An operation on the engine as a whole. Answered with ``CallResult`` once it has ended."""
+
+    call_id: int
+    operation: Operation
+
+
 # --- From the engine to its clients ----------------------------------------------------------------------------------
 
 
@@ -132,8 +143,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The option ``enable_prefix_caching``."""
     role: str = "mixed"
     """The option ``role``."""
-    weights_version: str = ""
-    """``Engine.info.weights_version``: equal for engines with the same weights."""
+    state: EngineState = EngineState()
+    """Its weights, and whether it sleeps."""
     tokenizer_version: str = ""
     """``tokenizer_version`` of the model's folder."""
     kv_address: str = ""
@@ -145,8 +156,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     version: str = ""
     """Penstock's version."""
 
+    @property
+    def weights_version(self) -> str:
+        """``Engine.info.weights_version``: equal for engines with the same weights."""
+        return self.state.weights_version
 
-NOT_SUMMED = ("accepted_at", "replicas", "address", "role")
+
+NOT_SUMMED = ("accepted_at", "replicas", "address", "role", "state")
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -224,6 +240,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Where the engine is reached, of one of several over TCP; filled in by the client."""
     role: str = ""
     """Its option ``role``; likewise."""
+    state: EngineState = EngineState()
+    """Filled in by the client; of several engines, the first one's."""
 
     @classmethod
     def total(cls, replicas: list[Stats]) -> Stats:
@@ -237,7 +255,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
             name: max(getattr(one, name) for one in replicas) for name in ("longest_step", "heartbeat_age", "clock")
         }
         accepted_at = [sum(counts) for counts in zip_longest(*(one.accepted_at for one in replicas), fillvalue=0)]
-        return cls(**sums, accepted_at=accepted_at, replicas=replicas)
+        return cls(**sums, accepted_at=accepted_at, replicas=replicas, state=replicas[0].state)
 
 
 class Deltas(msgspec.Struct, tag=True, frozen=True):
@@ -312,6 +330,8 @@ class Start(msgspec.Struct, frozen=True):
     """Process id of the parent; the engine is killed when it dies."""
     replica: int = 0
     """Index of the data-parallel replica."""
+    weights: str = ""
+    """Folder of the weights to start with; empty for the model's."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -334,8 +354,9 @@ ToEngine = (
     | ResetPrefixCache
     | LoadAdapter
     | UnloadAdapter
+    | Operate
 )
-FromEngine = Ready | Stats | Deltas | Adapters | Cancel | StepStarted | Stopping | Stopped | CallResult
+FromEngine = Ready | EngineState | Stats | Deltas | Adapters | Cancel | StepStarted | Stopping | Stopped | CallResult
 StartReport = Ready | StartFailed
 """What an engine process writes on its standard output: one line of JSON."""
 

@@ -16,6 +16,7 @@ from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelt
 from . import messages
 from .client import STOPPING, EngineClient
 from .instance import Instance
+from .operations import EngineState, Synchronize
 from .prefix_index import PrefixIndex
 from .replica import OpenRequest, Replica
 
@@ -40,7 +41,7 @@ class EnginePool:
 
     Args:
         addresses: ZeroMQ addresses of the engines that this server has started.
-        on_deltas: called with deltas of this pool's requests.
+        on_deltas: called with deltas of this pool's requests, and the version of the weights of their engine.
         on_lost: called with the reason and the requests that are lost when an engine is gone. Those of which no token
             had come run again on another replica, if there is one.
         get_vocabulary, on_cancel, secret: as in ``EngineClient``.
@@ -51,7 +52,7 @@ class EnginePool:
     def __init__(
         self,
         addresses: Sequence[str],
-        on_deltas: Callable[[list[TokenDelta]], None],
+        on_deltas: Callable[[list[TokenDelta], str], None],
         on_lost: Callable[[Failure, Collection[str]], None],
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
@@ -101,7 +102,7 @@ class EnginePool:
             self._on_cancel,
             lambda stats: self._on_replica_stats(replica, stats),
             self._on_replica_adapters,
-            lambda engine: self._changed.set(),
+            lambda engine: self._on_replica_ready(replica, engine),
             self._secret,
         )
         replica = Replica(number, client, instance)
@@ -144,6 +145,11 @@ class EnginePool:
         connected = connected or [one.client for one in self._replicas[:1]]
         return {name: path for client in connected for name, path in client.adapters.items()}
 
+    @property
+    def states(self) -> list[EngineState]:
+        """Of the connected engines that compute answers: their weights, and whether they sleep."""
+        return [engine.state for one in self._replicas if one.answers and (engine := one.client.engine)]
+
     async def ready(self) -> messages.Ready:
         """Wait until an engine serves, and return its report. Raises as ``EngineClient.ready``."""
         while (engine := self.engine) is None:
@@ -153,8 +159,19 @@ class EnginePool:
             await self._changed.wait()
         return engine
 
+    async def synchronize(self) -> None:
+        """Return once all that connected engines have told is known here."""
+        clients = [one.client for one in self._replicas if one.client.engine]
+        await asyncio.gather(*(client.operate(Synchronize()) for client in clients), return_exceptions=True)
+
+    def check_alive(self) -> None:
+        """Raise ``PenstockError`` (``unavailable``) where no engine lives that computes answers, be it asleep."""
+        if not any(state.asleep for state in self.states):
+            self.require_engine()
+
     def require_engine(self) -> messages.Ready:
-        """The report of the engines that work. Raises ``PenstockError`` (``unavailable``) where none does."""
+        """The report of the engines that work. Raises ``PenstockError`` (``unavailable``) where none does, or they
+        sleep."""
         engine = _common([replica.require_engine() for replica in self._working()])
         assert engine
         return engine
@@ -182,7 +199,7 @@ class EnginePool:
                 state = "ready"
             except PenstockError as error:
                 state = "leaving" if one.leaving else error.failure.message
-            stats = msgspec.structs.asdict(self._stats_of(one))
+            stats = msgspec.to_builtins(self._stats_of(one))
             own = sum(one in (entry.replica, entry.prefill) for entry in self._open.values())
             result.append(
                 {**stats, "address": one.instance.address, "role": one.instance.role, "state": state, "open": own}
@@ -403,7 +420,14 @@ class EnginePool:
                 if self._routes and delta.sequence == 0:
                     entry.output += delta.token_ids
             passed_on.append(delta)
-        self._on_deltas(passed_on)
+        self._on_deltas(passed_on, engine.weights_version if (engine := replica.client.engine) else "")
+
+    def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
+        """It has connected, or changed its state."""
+        if replica.weights_version != engine.weights_version:
+            replica.weights_version = engine.weights_version
+            self._prefixes.forget(replica.number)
+        self._changed.set()
 
     def _on_replica_stats(self, replica: Replica, stats: messages.Stats) -> None:
         replica.num_other_requests = stats.requests_of_others

@@ -24,6 +24,8 @@ class Replica:
         self.instance = instance
         self.num_other_requests = 0
         """Requests that it had of other processes when it last told its statistics."""
+        self.weights_version = ""
+        """Of the weights whose cached prefixes are counted."""
         self.leaving = False
         """Whether it gets no more requests, and is removed once it has none."""
 
@@ -53,6 +55,8 @@ class Replica:
         ready = self.client.require_engine()
         if self.leaving or self.engine is None:
             raise PenstockError(Code.UNAVAILABLE, f"the instance at {self.client.name} is leaving or has changed")
+        if ready.state.asleep:
+            raise PenstockError.of(messages.ENGINE_ASLEEP)
         return ready
 
     def has_adapter(self, name: str) -> bool:

@@ -43,6 +43,7 @@ from .connection import set_heartbeats
 from .curve import secure_server
 from .heartbeat import Heartbeat
 from .instance import tokenizer_version
+from .operations import OperationQueue
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ GUIDED_PRELOAD_DELAY = 0.5
 """Seconds without requests after which the engine loads the vocabulary for guided decoding."""
 MAX_MESSAGES_PER_STEP = 256
 """Messages handled between two steps, so that a flood of requests does not delay running ones."""
+CHANGE_TIMEOUT = 600.0
+"""Seconds that a change between two steps may take: other weights are used, the KV cache is allocated again."""
 LONG_STEP = 0.5
 """Seconds of a step of which clients over TCP are told."""
 DISCONNECT_TIMEOUT = 2.0
@@ -70,10 +73,17 @@ class EngineServer:
     Args:
         address: ZeroMQ address to bind, ``ipc://…``.
         report: where ``messages.StartReport`` is written.
+        weights: folder of the weights to start with; empty for the model's.
     """
 
     def __init__(
-        self, address: str, options: EngineOptions, logs: LogOptions, report: BinaryIO, replica: int = 0
+        self,
+        address: str,
+        options: EngineOptions,
+        logs: LogOptions,
+        report: BinaryIO,
+        replica: int = 0,
+        weights: str = "",
     ) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -94,6 +104,7 @@ class EngineServer:
         self._poller.register(self._signals, zmq.POLLIN)  # so that SIGTERM ends a wait for messages
         self._options = options
         self._replica = replica
+        self._weights = weights
         self._logs = logs
         self._report = report
         self._heartbeat = Heartbeat(address)
@@ -132,8 +143,10 @@ class EngineServer:
                 self._options = _share_cores(self._options, self._replica)
             if self._options.data_parallel_size > 1:
                 self._options = _choose_gpus(self._options, self._replica)
-            self._engine = Engine(self._options, self._logs)
+            self._engine = Engine(self._options, self._logs, self._weights)
             self._engine.before_step = self._before_step
+            self._operations = OperationQueue(self._engine, self._send_result)
+            self._told = self._operations.state
             if connector := self._engine.kv_connector:
                 self._poller.register(connector.wakeup, zmq.POLLIN)  # a transfer ends a wait for messages, too
             gc.collect()
@@ -154,7 +167,7 @@ class EngineServer:
             iteration_timeout=self._options.engine_iteration_timeout,
             prefix_caching=self._options.enable_prefix_caching,
             role=self._options.role,
-            weights_version=self._engine.info.weights_version,
+            state=self._told,
             kv_address=connector.address if connector else "",
             tokenizer_version=tokenizer_version(self._options.model),
             engine_address=self._engine_address,
@@ -173,9 +186,12 @@ class EngineServer:
                 self._stopping_told = True
             if self._receive(self._poll_ms()):
                 self._expire_clients()
-            if self._engine.busy:
+            if self._engine.busy or self._engine.has_pending:
+                if self._engine.has_pending:
+                    self._heartbeat.beat(CHANGE_TIMEOUT)
                 deltas = self._engine.step()
                 self._after_step()
+                self._tell_state()  # before what was computed with new weights
                 self._send(deltas)
                 if self._engine.failure:
                     self._shut_down()
@@ -190,11 +206,13 @@ class EngineServer:
                 self._engine.prepare_guided_decoding()
             if self._pending_loads:
                 self._answer_finished_loads()
+            self._tell_state()
+            self._operations.poll()
         self._shut_down()
 
     def _poll_ms(self) -> int:
         """Milliseconds to wait for messages."""
-        if self._engine.busy:
+        if self._engine.busy or self._engine.has_pending:
             return 0 if self._last_step_computed else PENDING_POLL_MS
         return PENDING_POLL_MS if self._pending_loads else IDLE_POLL_MS
 
@@ -246,7 +264,8 @@ class EngineServer:
             return True
         connector = self._engine.kv_connector
         busy = self._engine.busy or (connector is not None and connector.has_unread)
-        return self._stopping and (not busy or time.monotonic() > self._deadline)
+        waits = busy and not self._engine.sleeper.is_paused  # while it is paused, no request would end
+        return self._stopping and (not waits or time.monotonic() > self._deadline)
 
     def _shut_down(self) -> None:
         """Refuse requests that still arrive, and fail those that did not finish within ``drain_timeout``."""
@@ -329,7 +348,9 @@ class EngineServer:
                 self._remote_clients.discard(client)
                 self._last_heard.pop(client, None)
             case messages.Connect():
-                ready = msgspec.structs.replace(self._ready, adapters=self._engine.adapters.paths)
+                ready = msgspec.structs.replace(
+                    self._ready, adapters=self._engine.adapters.paths, state=self._operations.state
+                )
                 self._send_to(client, ready)
             case messages.LoadAdapter(call_id, name, path):
                 self._pending_loads.append((client, call_id, self._engine.adapters.load(name, path)))
@@ -341,6 +362,8 @@ class EngineServer:
                 else:
                     self._broadcast_adapters()
                     self._send_result(client, call_id)
+            case messages.Operate(call_id, operation):
+                self._operations.start(client, call_id, operation)
             case messages.SetVocabulary(vocabulary):
                 self._engine.set_vocabulary(lambda: vocabulary)
             case messages.Add(request, time_left):
@@ -350,6 +373,8 @@ class EngineServer:
                 try:
                     if self._stopping:
                         raise PenstockError.of(messages.ENGINE_STOPPING)
+                    if self._engine.sleeper.is_sleeping:
+                        raise PenstockError.of(messages.ENGINE_ASLEEP)
                     self._engine.add(msgspec.structs.replace(request, request_id=internal_id))
                 except PenstockError as error:
                     self._send(_error_deltas(internal_id, request.sampling.num_returned, error.failure))
@@ -366,6 +391,12 @@ class EngineServer:
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
             case messages.KeepAlive():
                 self._send_to(client, self._stats(client))
+
+    def _tell_state(self) -> None:
+        """Tell all clients what operations have changed."""
+        if (state := self._operations.state) != self._told:
+            self._told = state
+            self._broadcast(state)
 
     def _answer_finished_loads(self) -> None:
         """Send the results of finished loads, after all clients were sent the new adapters."""
@@ -547,7 +578,7 @@ def main() -> None:
     logs.set_up(start.logs, "engine")
     status = 0
     try:
-        EngineServer(sys.argv[1], start.options, start.logs, report, start.replica).run()
+        EngineServer(sys.argv[1], start.options, start.logs, report, start.replica, start.weights).run()
     except SystemExit as error:
         assert isinstance(error.code, int)
         status = error.code

@@ -42,10 +42,13 @@ class LoadedModels(NamedTuple):
 
 
 def load_models(
-    options: EngineOptions, group: Group = SINGLE_RANK, stage: PipelineStage = SINGLE_STAGE
+    options: EngineOptions, group: Group = SINGLE_RANK, stage: PipelineStage = SINGLE_STAGE, weights: str = ""
 ) -> LoadedModels:
     """Load the checkpoints that the options name: the layers of this stage, and of each matrix what this rank of the
     group computes.
+
+    Args:
+        weights: folder of the served model's weights; empty for its own.
 
     Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
     """
@@ -108,7 +111,7 @@ def load_models(
         return load(other or folder, own, options.max_model_len or None, max_loras, check=True, other=bool(other))
 
     draft = _draft(speculative, options, config)
-    model = load(folder, config, options.max_model_len or None, max_loras)
+    model = reload(Path(weights)) if weights else load(folder, config, options.max_model_len or None, max_loras)
     dtype = str(model.dtype).removeprefix("torch.")
     specs = model.kv_specs(options.block_size, quantization)
     info = ModelInfo(

@@ -103,12 +103,15 @@ class Worker:
 
     # --- The start --------------------------------------------------------------------------------------------------
 
-    def load(self) -> ModelInfo:
+    def load(self, weights: str = "") -> ModelInfo:
         """Read the checkpoints.
+
+        Args:
+            weights: folder of the served model's weights; empty for its own.
 
         Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
         """
-        options, loaded = self._options, load_models(self._options, self._group, self._stage)
+        options, loaded = self._options, load_models(self._options, self._group, self._stage, weights)
         self._ops, self._device = loaded.ops, loaded.device
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
         self._batch = InputBatch(rows, loaded.max_model_len, options.block_size)

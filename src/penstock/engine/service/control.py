@@ -1,0 +1,165 @@
+"""Operations on all engines of a model together, by the process that has started them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeAlias
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+
+from ..modes import Running
+from . import messages
+from .client import STOPPING, EngineClient
+from .launcher import EngineProcesses
+from .operations import (
+    CommitWeights,
+    DiscardWeights,
+    EngineState,
+    LoadWeights,
+    Operation,
+    PauseGeneration,
+    ResumeGeneration,
+    Sleep,
+    WakeUp,
+)
+
+logger = logging.getLogger(__name__)
+
+READY_TIMEOUT = 10.0
+"""Seconds to wait for engines that are being started again."""
+
+
+class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
+    """Change the weights of all engines."""
+
+    path: str = ""
+    """Folder of a checkpoint of the same model; empty reads those in use again."""
+    running: Running = "finish"
+
+
+ModelOperation: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp
+"""What may be asked of a model."""
+
+
+class ModelControl:
+    """Carries out operations on the engines of a model. Create and use it in one event loop.
+
+    New weights are loaded by all engines before the first of them uses them. Where one cannot load them, nothing has
+    changed. An engine that starts again has the weights, and sleeps or is paused, as the others.
+    """
+
+    def __init__(self, processes: EngineProcesses) -> None:
+        self._processes = processes
+        self._clients: list[EngineClient] = []
+        self._updating = False
+        self._halted: PauseGeneration | Sleep | None = None
+        """What an engine that starts again is asked for."""
+        self._pids: dict[int, int] = {}
+        """Process id of each engine."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def execute(self, operation: ModelOperation) -> EngineState:
+        """Carry out an operation; returns the state after it. Raises ``PenstockError`` where it fails."""
+        if not self._clients:
+            self._clients = [self._client(*entry) for entry in enumerate(self._processes.addresses)]
+        try:
+            async with asyncio.timeout(READY_TIMEOUT):
+                await asyncio.gather(*(client.ready() for client in self._clients))
+        except TimeoutError as error:
+            raise PenstockError(Code.UNAVAILABLE, "an engine is being started again; try again soon") from error
+        if isinstance(operation, UpdateWeights):
+            await self._update_weights(operation)
+        else:
+            if isinstance(operation, PauseGeneration | Sleep):
+                self._halted = operation
+            await self._ask_all(operation)
+        states = [client.engine.state for client in self._clients if client.engine]
+        if not any(state.is_paused for state in states):
+            self._halted = None
+        return states[0] if states else EngineState()
+
+    async def close(self) -> None:
+        """Disconnect from the engines."""
+        for client in self._clients:
+            client.stop_serving(STOPPING)
+        await asyncio.gather(*(client.close() for client in self._clients), *self._tasks, return_exceptions=True)
+
+    def _client(self, replica: int, address: str) -> EngineClient:
+        return EngineClient(
+            address,
+            on_deltas=lambda deltas: None,
+            on_lost=lambda failure: None,
+            get_vocabulary=None,
+            on_cancel=lambda request_ids: None,
+            on_ready=lambda engine: self._on_ready(replica, engine),
+        )
+
+    async def _ask_all(self, operation: Operation) -> None:
+        """Have all engines carry out an operation. Raises the first error, after all have answered."""
+        answers = [client.operate(operation) for client in self._clients]
+        for result in await asyncio.gather(*answers, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _update_weights(self, update: UpdateWeights) -> None:
+        if self._updating:
+            raise PenstockError(Code.UNAVAILABLE, "other weights are being loaded; wait until they are in use")
+        self._updating = True
+        try:
+            try:
+                await self._ask_all(LoadWeights(update.path))
+            except BaseException:
+                await asyncio.gather(
+                    *(client.operate(DiscardWeights()) for client in self._clients), return_exceptions=True
+                )
+                raise
+            await self._commit(update)
+        finally:
+            self._updating = False
+
+    async def _commit(self, update: UpdateWeights) -> None:
+        """Have all engines use what they have loaded. From the first that does, the others have to, or start again."""
+        path = update.path or self._processes.weights
+
+        async def commit(client: EngineClient) -> None:
+            await client.operate(CommitWeights(update.running))
+            self._processes.weights = path
+
+        results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)
+        failed = {client: one for client, one in zip(self._clients, results, strict=True) if one is not None}
+        if len(failed) == len(self._clients):
+            raise next(iter(failed.values()))
+        for replica, client in enumerate(self._clients):
+            if client in failed:
+                logger.error("engine %d could not use the weights of %s: %s", replica, path, failed[client])
+                if client.engine:
+                    self._processes.restart(replica)
+
+    def _on_ready(self, replica: int, engine: messages.Ready) -> None:
+        """An engine has connected, or changed its state."""
+        if self._pids.setdefault(replica, engine.pid) == engine.pid:
+            return
+        self._pids[replica] = engine.pid  # it has started again
+        if not self._updating and len(self._clients) > 1 and engine.state.weights_path != self._processes.weights:
+            logger.error("engine %d has other weights than the other replicas, and is started again", replica)
+            self._processes.restart(replica)
+        elif self._halted:
+            self._spawn(self._halt(self._clients[replica], self._halted))
+
+    async def _halt(self, client: EngineClient, operation: PauseGeneration | Sleep) -> None:
+        """Have an engine that has started again sleep, or be paused, as the others."""
+        if operation is not self._halted:
+            return
+        try:
+            await client.operate(operation)
+        except PenstockError as error:
+            logger.error("an engine that has started again could not be paused as before: %s", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,187 @@
+"""Weights that change while an engine process serves, sleep and pauses: every token is of the old weights or the new."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
+from test_weights import perturbed
+from transformers import Qwen3Config
+
+from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
+from penstock.frontend.outputs import RequestOutput
+
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 300, "weight_cache_dir": "none"}
+PROMPT = list(range(5, 45))
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("weights") / "old"
+    save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
+    return folder, perturbed(folder, folder.parent / "new")
+
+
+class Oracle:
+    """What a fresh engine generates with the weights of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._llm = LLM(folder, **OPTIONS)
+        self.version = self._llm.engine.info.weights_version
+
+    def __call__(self, prompt: list[int], tokens: int) -> list[int]:
+        if not tokens:
+            return []
+        return self._llm.generate(prompt, greedy(tokens), use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def oracles(folders: tuple[Path, Path]) -> Iterator[tuple[Oracle, Oracle]]:
+    yield Oracle(folders[0]), Oracle(folders[1])
+
+
+@asynccontextmanager
+async def started(folder: Path, **options: Any) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(folder, log_level="error", **OPTIONS | options) as llm:
+        yield llm
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 100))
+
+
+class Stream:
+    """A request, whose tokens are collected as they come."""
+
+    def __init__(self, llm: AsyncLLM, tokens: int, prompt: list[int] | None = None) -> None:
+        self._outputs = llm.generate(prompt or PROMPT, greedy(tokens))
+        self._begun = asyncio.Event()
+        self.output: RequestOutput | None = None
+        self.task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> RequestOutput:
+        async for output in self._outputs:
+            self.output = output
+            self._begun.set()
+        assert self.output
+        return self.output
+
+    async def begun(self) -> None:
+        await self._begun.wait()
+
+    async def tokens(self) -> list[int]:
+        output = await self.task
+        assert not output.outputs[0].failure
+        return output.outputs[0].token_ids
+
+
+def test_async(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
+    old, new = oracles
+
+    async def scenario() -> None:
+        async with started(folders[0], enable_prefix_caching=True) as llm:
+            running = Stream(llm, 400)
+            await running.begun()
+            updating = asyncio.ensure_future(llm.update_weights(folders[1], "finish"))
+            assert await running.tokens() == old(PROMPT, 400)
+            assert (await running.task).weights_versions == [old.version]
+            assert await updating == new.version
+            later = Stream(llm, 20)
+            assert await later.tokens() == new(PROMPT, 20)
+            assert (await later.task).weights_versions == [new.version]
+
+            running = Stream(llm, 400)
+            await running.begun()
+            assert await llm.update_weights(folders[0], "recompute") == old.version
+            tokens, output = await running.tokens(), await running.task
+            assert output.weights_versions == [new.version, old.version]
+            before = new(PROMPT, 400)
+            changed = next(i for i, (one, other) in enumerate(zip(tokens, before, strict=True)) if one != other)
+            candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be the same
+            assert any(tokens[at:] == old(PROMPT + before[:at], 400 - at) for at in candidates)
+
+            broken = folders[0].parent / "broken"
+            shutil.copytree(folders[1], broken)
+            tensors = load_file(broken / "model.safetensors")
+            tensors["model.norm.weight"][3] = float("nan")
+            save_file(tensors, broken / "model.safetensors")
+            running = Stream(llm, 200)
+            await running.begun()
+            with pytest.raises(PenstockError, match="not finite"):
+                await llm.update_weights(broken)
+            assert await running.tokens() == old(PROMPT, 200)
+
+            await llm.pause_generation("keep")
+            assert await llm.is_paused()
+            waiting = Stream(llm, 20)
+            await asyncio.sleep(0.1)
+            assert not waiting.output
+            await llm.resume_generation()
+            assert not await llm.is_paused()
+            assert await waiting.tokens() == old(PROMPT, 20)
+
+            running = Stream(llm, 200)
+            await running.begun()
+            await llm.sleep(2, "keep")
+            assert await llm.is_sleeping()
+            with pytest.raises(PenstockError, match="sleeps"):
+                await Stream(llm, 5).task
+            await llm.wake_up(["weights"])
+            assert await llm.is_sleeping()
+            await llm.wake_up()
+            assert not await llm.is_sleeping()
+            assert await running.tokens() == old(PROMPT, 200)
+
+    run(scenario())
+
+
+@pytest.mark.thorough
+def test_an_engine_that_is_killed(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
+    """It comes back with the weights that were in use, asleep if it slept; with the model's where these are gone."""
+    old, new = oracles
+    copy = folders[0].parent / "copy"
+    shutil.copytree(folders[1], copy)
+
+    async def kill(llm: AsyncLLM) -> None:
+        pid = llm.gateway.engine_pool.reports[0].pid
+        os.kill(pid, signal.SIGKILL)
+        while not llm.gateway.engine_pool.reports or llm.gateway.engine_pool.reports[0].pid == pid:
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        async with started(folders[0]) as llm:
+            running = Stream(llm, 1500)
+            await running.begun()
+            updating = asyncio.ensure_future(llm.update_weights(copy, "finish"))
+            await asyncio.sleep(0.05)
+            await kill(llm)
+            with pytest.raises(PenstockError):
+                await updating
+            assert await Stream(llm, 20).tokens() == old(PROMPT, 20)
+            await llm.update_weights(copy)
+            await llm.sleep(1)
+            await kill(llm)
+            while not await llm.is_sleeping():
+                await asyncio.sleep(0.01)
+            await llm.wake_up()
+            assert await Stream(llm, 20).tokens() == new(PROMPT, 20)
+            shutil.rmtree(copy)
+            with pytest.raises(PenstockError, match="no folder"):
+                await llm.update_weights()
+            assert await Stream(llm, 20).tokens() == new(PROMPT, 20)
+
+    run(scenario())
