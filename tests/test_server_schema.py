@@ -121,7 +121,7 @@ def test_the_document_lists_every_path(client: httpx.Client) -> None:
 def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But its own."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    served_models = ServedModels(ServerOptions(allow_runtime_lora_updating=True), Metrics())
+    served_models = ServedModels(ServerOptions(allow_runtime_lora_updating=True, server_dev_mode=True), Metrics())
     app: Any = build(served_models, ModelRepository(served_models, ModelManager(served_models, io.BytesIO())))
     while not isinstance(app, Starlette):  # what stands before it
         app = app.app if hasattr(app, "app") else app._app

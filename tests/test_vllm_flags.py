@@ -139,7 +139,7 @@ def test_what_changes_nothing_is_taken_and_said(
 @pytest.mark.row(
     "vllm", "--cpu-offload-gb", "--kv-transfer-config", "--tool-parser-plugin", "--reasoning-parser-plugin"
 )
-@pytest.mark.row("vllm", "--logits-processors", "--middleware", "--enable-sleep-mode")
+@pytest.mark.row("vllm", "--logits-processors", "--middleware")
 @PROFILES
 @pytest.mark.parametrize(
     ("flags", "words"),
@@ -164,7 +164,6 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--reasoning-parser-plugin a.py", "--reasoning_parser_plugin: 'a.py' is wrong"),
         ("--logits-processors a:B", "--logits_processors: 'a:B' is wrong"),
         ("--middleware a.B", "--middleware: 'a.B' is wrong"),
-        ("--enable-sleep-mode", "--enable_sleep_mode: "),
         ("--max-model-len 8q", "--max-model-len: '8q' is wrong: it is not a number such as 4096, 4k or 4K"),
         ("--max-model-len 1.5K", "--max-model-len: '1.5K' is wrong"),
         ("--dtype fp8", "--dtype: 'fp8' is wrong: it is not one of auto, float16"),

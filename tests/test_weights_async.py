@@ -1,4 +1,4 @@
-"""Weights that change while an engine process serves, sleep and pauses: every token is of the old weights or the new."""
+"""Weights that change while an engine process serves, and sleep: every token is of the old weights or the new."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from test_weights import perturbed
@@ -94,25 +93,27 @@ def test_async(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> No
 
     async def scenario() -> None:
         async with started(folders[0], enable_prefix_caching=True) as llm:
-            running = Stream(llm, 400)
+            running = Stream(llm, 300)
             await running.begun()
             updating = asyncio.ensure_future(llm.update_weights(folders[1], "finish"))
-            assert await running.tokens() == old(PROMPT, 400)
+            assert await running.tokens() == old(PROMPT, 300)
             assert (await running.task).weights_versions == [old.version]
             assert await updating == new.version
             later = Stream(llm, 20)
             assert await later.tokens() == new(PROMPT, 20)
             assert (await later.task).weights_versions == [new.version]
 
-            running = Stream(llm, 400)
+            running = Stream(llm, 300)
             await running.begun()
+            await llm.pause_generation("keep")  # in its middle
             assert await llm.update_weights(folders[0], "recompute") == old.version
+            await llm.resume_generation()
             tokens, output = await running.tokens(), await running.task
             assert output.weights_versions == [new.version, old.version]
-            before = new(PROMPT, 400)
+            before = new(PROMPT, 300)
             changed = next(i for i, (one, other) in enumerate(zip(tokens, before, strict=True)) if one != other)
             candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be the same
-            assert any(tokens[at:] == old(PROMPT + before[:at], 400 - at) for at in candidates)
+            assert any(tokens[at:] == old(PROMPT + before[:at], 300 - at) for at in candidates)
 
             broken = folders[0].parent / "broken"
             shutil.copytree(folders[1], broken)

@@ -578,6 +578,20 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     allow_runtime_lora_updating: Annotated[
         bool, option("Let clients load LoRA adapters from any folder of the server, and unload them.")
     ] = False
+    server_dev_mode: Annotated[
+        bool,
+        option(
+            "Let clients change the weights of models, pause them and put them to sleep, as vLLM's "
+            "VLLM_SERVER_DEV_MODE does: these end or hold up the requests of others."
+        ),
+    ] = False
+    allowed_local_weights_path: Annotated[
+        tuple[str, ...],
+        option(
+            "With server_dev_mode: folders from which clients may have weights read, besides the model's own; their "
+            "subfolders, too."
+        ),
+    ] = ()
     allowed_origins: Annotated[tuple[str, ...], option("Origins allowed by CORS; * is any.")] = ("*",)
 
     def __post_init__(self) -> None:

@@ -27,6 +27,10 @@ REFUSED = {
     "allow_runtime_lora_updating": "a request reaches one replica, and the others would lack the adapter; "
     "give lora_modules",
     **dict.fromkeys(
+        ("server_dev_mode", "allowed_local_weights_path"),
+        "a request reaches one replica, not all",
+    ),
+    **dict.fromkeys(
         "role engine_address router_address prefill_instances decode_instances global_rank_table rank_table "
         "node_ports".split(),
         "separate prefill and decode instances are servers; start them with penstock serve",

@@ -19,14 +19,15 @@ from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
 from penstock.version import __version__
 
-from .dialects import anthropic, fastdeploy, instances, kserve, openai, paddlenlp, responses
+from .dialects import anthropic, fastdeploy, instances, kserve, openai, operations, paddlenlp, responses, sglang
 from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
+from .dialects.vllm import development, management
 from .dialects.vllm import generate as vllm
-from .dialects.vllm import management
 from .http import unknown_fields
 from .http.error_formats import ErrorFormats
 from .http.middleware import (
+    WEIGHTS_HEADER,
     ApiKeyMiddleware,
     FingerprintMiddleware,
     HeadMiddleware,
@@ -41,7 +42,14 @@ from .http.routes import Route, Routes
 from .models.served_models import ServedModels
 
 SCHEMAS: dict[str, tuple[type, ...]] = {
-    "": (*openai.SCHEMAS, *vllm.SCHEMAS, *fastdeploy.SCHEMAS, *management.SCHEMAS),
+    "": (
+        *openai.SCHEMAS,
+        *vllm.SCHEMAS,
+        *fastdeploy.SCHEMAS,
+        *management.SCHEMAS,
+        *operations.SCHEMAS,
+        *sglang.SCHEMAS,
+    ),
     "anthropic.": anthropic.SCHEMAS,
     "responses.": responses.SCHEMAS,
 }
@@ -81,9 +89,13 @@ def build(
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
     responses.add_routes(routes, served_models)
-    fastdeploy.add_routes(routes, served_models)
+    operator = operations.Operator(served_models, repository.model_manager)
+    fastdeploy.add_routes(routes, served_models, operator)
     vllm.add_routes(routes, served_models)
     management.add_routes(routes, served_models)
+    operations.add_routes(routes, operator)
+    development.add_routes(routes, operator)
+    sglang.add_routes(routes, operator)
     kserve.add_routes(routes, repository)
     if configuration and register:
         instances.add_routes(routes, served_models, configuration, register)
@@ -106,7 +118,7 @@ def build(
     wrapped: ASGIApp = HeadMiddleware(app)
     if served_models.options.api_key:
         wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key)
-    exposed = ["x-request-id", unknown_fields.HEADER]
+    exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
     if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
         exposed.append(FingerprintMiddleware.HEADER)
@@ -156,6 +168,10 @@ def _add_health_routes(routes: Routes, served_models: ServedModels) -> None:
         return Response()
 
     async def health(_: Request) -> Response:
+        served_models.check_alive()
+        return Response()
+
+    async def ready(_: Request) -> Response:
         served_models.check()
         return Response()
 
@@ -164,15 +180,16 @@ def _add_health_routes(routes: Routes, served_models: ServedModels) -> None:
         for service in served_models:
             if engine := service.gateway.engine_pool.engine:
                 result |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
+                result["weights"] = engine.weights_version
         return JSONResponse(result)
 
     async def metrics(_: Request) -> Response:
         return Response(served_models.metrics.page(served_models.engine_stats), media_type=CONTENT_TYPE_LATEST)
 
     routes.add("/live", live, summary="This process answers")
-    routes.add("/health", health, summary="The engine serves")
-    routes.add("/ready", health, summary="Requests are accepted")
-    routes.add("/version", version, summary="Version, and the kernels that decide a result's bits")
+    routes.add("/health", health, summary="The engine lives")
+    routes.add("/ready", ready, summary="Requests are accepted")
+    routes.add("/version", version, summary="Version, and the kernels and weights that decide a result's bits")
     routes.add("/metrics", metrics, summary="Prometheus metrics")
 
 

@@ -48,6 +48,7 @@ async def generate(
     final_only = service.options.disable_streaming
     async with aclosing(stream) as outputs:
         async for output in outputs:
+            record.weights_version = record.weights_version or output.weights_version
             for completion in output.outputs:
                 if completion.failure or completion.finish_reason == FinishReason.CANCELLED:
                     raise PenstockError.of(completion.failure or CANCELLED)

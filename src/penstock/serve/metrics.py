@@ -329,6 +329,11 @@ class _EngineMetrics:
                 "Seconds since the engine's loop last came round.",
                 lambda stats: stats.heartbeat_age,
             ),
+            "engine_paused": ("Whether the engine computes no steps now, 0 or 1.", lambda stats: stats.state.is_paused),
+            "engine_asleep": (
+                "Whether the engine has freed its KV cache or weights, 0 or 1.",
+                lambda stats: bool(stats.state.asleep),
+            ),
             "engine_longest_step_seconds": (
                 "Longest step since the engine started, in seconds.",
                 lambda stats: stats.longest_step,
@@ -370,6 +375,21 @@ class _EngineMetrics:
         for model, (stats, options) in self._engines.items():
             info.add_metric([model, *(str(getattr(options, name)) for name in CACHE_OPTIONS), str(stats.blocks)], 1)
         yield info
+        weights = GaugeMetricFamily(
+            "penstock:weights_info",
+            "Version of the weights, and their folder where it is not the model's; the value is 1.",
+            labels=[*LABELS, "engine", "version", "path"],
+        )
+        updates = CounterMetricFamily(
+            "penstock:weights_updates", "Changes of the weights, since the engine started.", labels=LABELS
+        )
+        for model, (stats, _) in self._engines.items():
+            for number, own in enumerate(stats.replicas or [stats]):
+                state = own.state
+                weights.add_metric([model, own.address or str(number), state.weights_version, state.weights_path], 1)
+            updates.add_metric([model], stats.state.weights_updates)
+        yield weights
+        yield updates
         preemptions = CounterMetricFamily(
             "penstock:num_preemptions",
             "Sequences that lost their KV blocks to others, since the engine started.",

@@ -144,7 +144,7 @@ FLAGS: Mapping[str, Alias] = {
     "reasoning_parser_plugin": refused(NO_CODE),
     "logits_processors": refused(NO_CODE),
     "middleware": refused(NO_CODE),
-    "enable_sleep_mode": refused("sleep mode is not supported", switch=True),
+    "enable_sleep_mode": ignored("every engine can sleep; --server-dev-mode lets clients ask for it", switch=True),
     "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
     "disable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
@@ -180,7 +180,9 @@ FLAGS: Mapping[str, Alias] = {
     "language_model_only": ignored(OF_TEXT, switch=True),
 }
 
-PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS)
+VARIABLES = {"VLLM_SERVER_DEV_MODE": Alias("server_dev_mode", one_of({"0": False, "1": True}))}
+
+PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS, variables=VARIABLES)
 
 DEFAULT_PROFILE = Profile(name="", title="vLLM, which are taken without --compat", flags=FLAGS)
 """The profile of the command line without ``--compat``."""

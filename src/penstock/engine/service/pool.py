@@ -227,7 +227,7 @@ class EnginePool:
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes of the engines that work."""
         self._prefixes.clear()
-        await asyncio.gather(*(replica.client.reset_prefix_cache() for replica in self._connected()))
+        await asyncio.gather(*(replica.client.reset_prefix_cache() for replica in self._connected(asleep=True)))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter into every engine; returns once requests may name it. Raises ``PenstockError`` where one
@@ -305,13 +305,17 @@ class EnginePool:
         """Whether there are several replicas to choose from."""
         return len(self._replicas) > 1
 
-    def _connected(self) -> list[Replica]:
+    def _connected(self, asleep: bool = False) -> list[Replica]:
         """The replicas that accept requests, prefill instances included. Raises the error of the first where none
-        does."""
+        does.
+
+        Args:
+            asleep: include those that sleep.
+        """
         working, errors = [], list[PenstockError]()
         for replica in self._replicas:
             try:
-                replica.require_engine()
+                replica.require_engine(asleep)
                 working.append(replica)
             except PenstockError as error:
                 errors.append(error)

@@ -50,12 +50,12 @@ class Replica:
         engine = self.engine
         return engine is not None and engine.role == "decode"
 
-    def require_engine(self) -> messages.Ready:
-        """As ``EngineClient.require_engine``."""
+    def require_engine(self, asleep: bool = False) -> messages.Ready:
+        """As ``EngineClient.require_engine``; also raises where the engine sleeps, unless it may be ``asleep``."""
         ready = self.client.require_engine()
         if self.leaving or self.engine is None:
             raise PenstockError(Code.UNAVAILABLE, f"the instance at {self.client.name} is leaving or has changed")
-        if ready.state.asleep:
+        if ready.state.asleep and not asleep:
             raise PenstockError.of(messages.ENGINE_ASLEEP)
         return ready
 

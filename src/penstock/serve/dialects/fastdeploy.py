@@ -1,4 +1,4 @@
-"""FastDeploy's own paths: ``/config-info`` and ``/v1/abort_requests``."""
+"""FastDeploy's own paths: ``/config-info``, ``/v1/abort_requests``, and those of ``dynamic_load_weight``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.config.settings import SECRET
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.engine.modes import KV_CACHE, WEIGHTS
+from penstock.engine.service.control import UpdateWeights
+from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
-from ..http.body import convert, read_object
+from ..http.body import check_supported, convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
 from ..http.routes import Routes
 from ..models.served_models import ServedModels
 from .openai.responses import ErrorResponse
+from .operations import Operator, is_paused, is_sleeping
 
 PREFIXES = ("chatcmpl-", "cmpl-")
 """Prefixes of response ids, before the request's id."""
+
+
+WEIGHT = {"weight": WEIGHTS, "kv_cache": KV_CACHE}
+"""Its names of what sleep frees."""
 
 
 class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -28,11 +37,25 @@ class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
-SCHEMAS = (Abort,)
+class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Read the weights again from the folder of those in use."""
+
+    version: str | None = None
+    verify_checksum: bool | None = None
 
 
-def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add ``/config-info`` and ``/v1/abort_requests``."""
+SCHEMAS = (Abort, UpdateWeightsRequest)
+OF_UPDATES = {
+    "version": (
+        None,
+        "it has the folder of those in use; POST /v1/weights/reload reads another",
+    ),
+    "verify_checksum": (False, "there is no transfer to verify: weights are read from a folder"),
+}
+
+
+def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
+    """Add them; those of ``dynamic_load_weight`` with ``server_dev_mode``."""
 
     async def config_info(_: Request) -> Response:
         models = {model.name: _shown(model.configuration) for model in served_models.models}
@@ -67,6 +90,76 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         summary="Cancel requests of this process by id, or all of them",
         described=operation(OBJECT, failure, reference(Abort)),
     )
+    if served_models.options.server_dev_mode:
+        _add_weights(routes, served_models, operator)
+
+
+def _add_weights(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
+    async def clear_load_weight(request: Request) -> Response:
+        await operator.carry_out(Sleep(2), request)
+        return Response()
+
+    async def update_model_weight(request: Request) -> Response:
+        await operator.carry_out(WakeUp() if is_sleeping(operator.models(request)) else UpdateWeights(), request)
+        return Response()
+
+    async def pause(request: Request) -> Response:
+        await operator.carry_out(PauseGeneration(), request)
+        return _success()
+
+    async def resume(request: Request) -> Response:
+        await operator.carry_out(ResumeGeneration(), request)
+        return _success()
+
+    async def paused(request: Request) -> Response:
+        return _json({"is_paused": is_paused(operator.models(request))})
+
+    async def sleep(request: Request) -> Response:
+        await operator.carry_out(Sleep(1 if _tags(request) == (KV_CACHE,) else 2), request)
+        return _success()
+
+    async def wakeup(request: Request) -> Response:
+        await operator.carry_out(WakeUp(_tags(request)), request)
+        return _success()
+
+    async def update_weights(request: Request) -> Response:
+        body = await served_models.read_body(request)
+        fields = read_object(body) if body else {}
+        check_supported(fields, OF_UPDATES)
+        convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown)
+        if not is_paused(operator.models(request)):
+            raise PenstockError(Code.INVALID, "the engine is not paused: POST /v1/pause first")
+        await operator.carry_out(UpdateWeights(), request)
+        return _success()
+
+    failure = reference(ErrorResponse)
+    for method, path, endpoint, summary, schema in (
+        ("GET", "/clear_load_weight", clear_load_weight, "Free the KV cache and the weights", None),
+        ("GET", "/update_model_weight", update_model_weight, "Read the weights again", None),
+        ("POST", "/v1/pause", pause, "Compute nothing for now, and abort open requests", None),
+        ("POST", "/v1/resume", resume, "Compute again", None),
+        ("GET", "/v1/is_paused", paused, "Whether nothing is computed", None),
+        ("POST", "/v1/sleep", sleep, "Free the KV cache, and the weights", None),
+        ("POST", "/v1/wakeup", wakeup, "Bring back what was freed", None),
+        ("POST", "/v1/update_weights", update_weights, "Read the weights again", UpdateWeightsRequest),
+    ):
+        parameters = ("tags", "model") if path in ("/v1/sleep", "/v1/wakeup") else ("model",)
+        request_schema = reference(schema) if schema else None
+        answer = OBJECT if path.startswith("/v1") else None
+        described = operation(answer, failure, request_schema, query=parameters)
+        routes.add(path, endpoint, method=method, summary=summary, described=described)
+
+
+def _tags(request: Request) -> tuple[str, ...] | None:
+    """What is to be freed, or brought back; None is everything. Raises ``PenstockError`` (``invalid``)."""
+    names = [name for name in request.query_params.get("tags", "").split(",") if name]
+    if unknown := set(names) - WEIGHT.keys():
+        raise invalid("tags", f"{min(unknown)!r} is neither weight nor kv_cache")
+    return tuple(WEIGHT[name] for name in names) if 0 < len(set(names)) < len(WEIGHT) else None
+
+
+def _success() -> Response:
+    return _json({"status": "success", "error_message": None, "result": None})
 
 
 def _without_prefix(name: str) -> str:

@@ -35,6 +35,8 @@ SERVER = (b"server", f"penstock/{__version__}".encode())
 """A header of every response. Triton's metadata cannot name this server, as its clients expect ``triton`` there."""
 HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """Paths that ``health_port`` and ``metrics_port`` serve."""
+WEIGHTS_HEADER = "x-weights-version"
+"""Header of answers that the model has computed: the version of its weights."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 MAX_USER_AGENT = 200
 """Characters of a user agent in the log."""
@@ -75,6 +77,8 @@ class RequestLogMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = [(b"x-request-id", record.request_id.encode()), SERVER]
+                if record.weights_version:
+                    added.append((WEIGHTS_HEADER.encode(), record.weights_version.encode()))
                 if names := record.unknown.header:
                     added.append((HEADER.encode(), names.encode()))
                 message["headers"] = [*message.get("headers", ()), *added]

@@ -32,6 +32,8 @@ class RequestRecord:
     """The error that was sent to the client, or would have been had it not disconnected."""
     error_format: ErrorFormat | None = None
     """The error format of its dialect, once the dialect is known."""
+    weights_version: str = ""
+    """Version of the weights that its first tokens were computed with."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
     """Its fields that the schema does not have."""
 

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.engine.executor.cluster_secret import read_secret
+from penstock.engine.service.control import ModelOperation
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 
@@ -25,6 +26,7 @@ from .messages import (
     Failed,
     Load,
     Models,
+    Operate,
     Ready,
     Register,
     ServedModel,
@@ -87,6 +89,12 @@ class ModelManager:
         """Unload a model; returns once its engine has exited. Raises ``PenstockError`` where it cannot be."""
         await self._request(Unload(next(self._numbers), name))
 
+    async def operate(self, service: ModelService, operation: ModelOperation) -> None:
+        """Carry out an operation on the engines of a model; returns once this process knows the state after it. Raises
+        ``PenstockError`` where it fails."""
+        await self._ask(Operate(next(self._numbers), service.name, operation))
+        await service.gateway.engine_pool.synchronize()
+
     def refuse(self, failure: Failure) -> None:
         """Fail open requests with ``failure`` and refuse new ones."""
         for gateway in self._gateways.values():
@@ -116,7 +124,7 @@ class ModelManager:
         self.check()
         await self._ask(request)
 
-    async def _ask(self, request: Load | Unload | Register) -> None:
+    async def _ask(self, request: Load | Unload | Operate | Register) -> None:
         done = self._pending[request.number] = asyncio.get_running_loop().create_future()
         self._send(request)
         await done

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core import Failure
+from penstock.engine.service.control import ModelOperation
 from penstock.engine.service.instance import Instance
 
 EXIT_MISCONFIGURED = 2
@@ -86,7 +87,7 @@ class Models(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """To an API process: the ``Load`` or ``Unload`` of this number has ended."""
+    """To an API process: the ``Load``, ``Unload`` or ``Operate`` of this number has ended."""
 
     number: int
     failure: Failure | None = None
@@ -125,6 +126,14 @@ class Unload(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Operate(msgspec.Struct, frozen=True, tag=True):
+    """A client asks for an operation on the engines of a model."""
+
+    number: int
+    name: str
+    operation: ModelOperation
+
+
 class Register(msgspec.Struct, frozen=True, tag=True):
     """An instance says that it is there, or that it leaves."""
 
@@ -137,7 +146,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 ToApiProcess = Models | Done
-FromApiProcess = Ready | Failed | Drained | Load | Unload | Register
+FromApiProcess = Ready | Failed | Drained | Load | Unload | Operate | Register
 decode_to_api_process: Any = msgspec.json.Decoder(ToApiProcess).decode
 decode_from_api_process: Any = msgspec.json.Decoder(FromApiProcess).decode
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from starlette.requests import Request
 
 from penstock.config.options import ServerOptions
-from penstock.core import Code, PenstockError
+from penstock.core import Code, Failure, PenstockError
 from penstock.engine.service.client import STARTING
 from penstock.frontend.gateway import Gateway
 
@@ -18,6 +18,7 @@ from ..metrics import EngineStats, Metrics
 from .messages import ANY_MODEL, ServedModel
 from .service import ModelService
 
+PAUSED = Failure(Code.UNAVAILABLE, "the engine is paused: requests wait until it is resumed")
 MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
 """Default of ``max_body_size``: ``BYTES_PER_TOKEN`` (JSON syntax included) times the longest context length in tokens,
 at least ``MIN_BODY_SIZE``."""
@@ -72,7 +73,7 @@ class ServedModels:
         known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine_pool.adapters])
         model = next((model for model in self._models if name in model.names), None)
         if model is None:
-            self.check()  # it may be an adapter of a model that is being loaded
+            self.check_alive()  # it may be an adapter of a model that is being loaded
         else:
             self.check_expected(model)
             message = f"the model {name!r} is not served: {model.reason}; available: {known or 'none'}"
@@ -88,12 +89,21 @@ class ServedModels:
         if not self._received or (model and model.expected):
             raise PenstockError.of(STARTING)
 
-    def check(self) -> None:
-        """Raises ``PenstockError`` (``unavailable``) unless every required model is served by a live engine."""
+    def check_alive(self) -> None:
+        """Raises ``PenstockError`` (``unavailable``) unless every required model is served by a live engine, be it
+        asleep."""
         if not self._received or any(model.required and model.name not in self._services for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
+            service.gateway.engine_pool.check_alive()
+
+    def check(self) -> None:
+        """Raises ``PenstockError`` (``unavailable``) unless requests for every required model are computed now."""
+        self.check_alive()
+        for service in self:
             service.gateway.engine_pool.require_engine()
+            if all(state.is_paused for state in service.gateway.engine_pool.states):
+                raise PenstockError.of(PAUSED)
 
     @property
     def fingerprints(self) -> list[str]:
@@ -124,7 +134,7 @@ class ServedModels:
         engines = [service.gateway.engine_pool for service in self]
         lengths = [engine.engine.max_model_len for engine in engines if engine.engine]
         if not lengths:
-            self.check()
+            self.check_alive()
         return max([MIN_BODY_SIZE, *(BYTES_PER_TOKEN * length for length in lengths)])
 
     async def read_body(self, request: Request) -> bytes:
@@ -137,7 +147,7 @@ class ServedModels:
 
     def _first(self) -> ModelService:
         if (first := next(iter(self), None)) is None:
-            self.check()
+            self.check_alive()
             raise PenstockError(Code.UNAVAILABLE, "no model is loaded")
         return first
 

@@ -23,6 +23,7 @@ from ..models.messages import (
     Failed,
     Load,
     Models,
+    Operate,
     Ready,
     Register,
     Unload,
@@ -63,7 +64,7 @@ class ApiProcesses:
     """
 
     def __init__(
-        self, starts: Sequence[ApiProcessStart], handle: Callable[[Load | Unload | Register], Awaitable[None]]
+        self, starts: Sequence[ApiProcessStart], handle: Callable[[Load | Unload | Operate | Register], Awaitable[None]]
     ) -> None:
         self._starts = starts
         self._handle = handle
@@ -175,7 +176,7 @@ class ApiProcesses:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _answer(self, process: ApiProcess, request: Load | Unload | Register) -> None:
+    async def _answer(self, process: ApiProcess, request: Load | Unload | Operate | Register) -> None:
         failure = None
         try:
             if self._closing:
@@ -186,7 +187,7 @@ class ApiProcesses:
         except asyncio.CancelledError:
             failure = STOPPING
         except Exception:
-            logger.exception("%s could not be %sed", request.name, type(request).__name__.lower())
+            logger.exception("%s: %s has failed", request.name, type(request).__name__.lower())
             failure = INTERNAL
         process.send(Done(request.number, failure))
 

@@ -15,6 +15,7 @@ import msgspec
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
+from penstock.engine.service.control import ModelControl, ModelOperation
 from penstock.engine.service.instance import Instance
 from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
 from penstock.engine.service.messages import Ready
@@ -51,6 +52,7 @@ class Engines:
         self._api_processes = api_processes
         self._instances = instances
         self._running: dict[str, EngineProcesses | Instances] = {}
+        self._controls: dict[str, ModelControl] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._locks = {model.name: asyncio.Lock() for model in models}
         self._starting = asyncio.Lock()
@@ -100,12 +102,20 @@ class Engines:
             with contextlib.suppress(TimeoutError):  # an API process may be stopped or hang
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
                     await self._api_processes.wait_drained(self._models[name].engine)
-            await engine.close()
-            del self._running[name]
+            await self._end(name, engine)
             self._update(name, engines=(), draining=False, reason="unloaded")
+
+    async def operate(self, name: str, operation: ModelOperation) -> None:
+        """Carry out an operation on the engines of a model. Raises ``PenstockError`` where it fails."""
+        self._check(name)
+        if (control := self._controls.get(name)) is None:
+            words = "the model is not loaded" if name not in self._running else "a router has no engine: ask instances"
+            raise PenstockError(Code.UNSUPPORTED, words)
+        await control.execute(operation)
 
     async def close(self) -> None:
         self._closing = True
+        await asyncio.gather(*(control.close() for control in self._controls.values()))
         await asyncio.gather(*(engine.close() for engine in self._running.values()))
         for task in self._watching.values():
             task.cancel()
@@ -135,6 +145,8 @@ class Engines:
             self._update(name, engines=(), reason=str(error) or "not loaded")
             raise
         self._update(name, required=True)
+        if isinstance(engine, EngineProcesses):
+            self._controls[name] = ModelControl(engine)
         if self._instances and engine is not self._instances:
             self._instances.begin(ready)
         self._watching[name] = asyncio.create_task(self._watch(name, engine))
@@ -150,11 +162,16 @@ class Engines:
             if engine.closing:
                 return
             logger.error("%s is not served any more", name)
-            await engine.close()
-            del self._running[name]
+            await self._end(name, engine)
             self._update(name, required=False, engines=(), reason="its engine has died too often")
         if not self._running:
             self.lost.set()
+
+    async def _end(self, name: str, engine: EngineProcesses | Instances) -> None:
+        if control := self._controls.pop(name, None):
+            await control.close()
+        await engine.close()
+        del self._running[name]
 
     def _check(self, name: str) -> None:
         if name not in self._models:

@@ -20,7 +20,7 @@ from pathlib import Path
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core.errors import invalid
 
-from ..models.messages import ApiProcessStart, Load, Register, ServedModel, Unload
+from ..models.messages import ApiProcessStart, Load, Operate, Register, ServedModel, Unload
 from .api_processes import ApiProcesses
 from .engines import Engines
 from .instances import Instances
@@ -144,12 +144,15 @@ class Supervisor:
             self._registration = Registration(self._configuration, lambda: self._engines.reports)
         await self._engines.lost.wait()
 
-    async def _handle(self, request: Load | Unload | Register) -> None:
-        """Load or unload a model for a client, or note an instance. Raises ``PenstockError`` where it cannot be."""
+    async def _handle(self, request: Load | Unload | Operate | Register) -> None:
+        """Load or unload a model for a client, carry out an operation on it, or note an instance. Raises
+        ``PenstockError`` where it cannot be."""
         started = time.monotonic()
         if isinstance(request, Register):
             if self._instances:
                 self._instances.register(request.name, request.engines, request.leaves)
+        elif isinstance(request, Operate):
+            await self._engines.operate(request.name, request.operation)
         elif isinstance(request, Unload):
             await self._engines.unload(request.name)
             logger.info("unloaded %s", request.name, extra={"facts": {"seconds": time.monotonic() - started}})

@@ -39,7 +39,7 @@ SCHEMAS = (AbortRequest,)
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     async def ping(_: Request) -> Response:
-        served_models.check()
+        served_models.check_alive()
         return Response()
 
     async def load(_: Request) -> Response:
@@ -59,7 +59,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse(served_models.find(model).gateway.input_processor.tokenizer.info)
 
     async def reset_prefix_cache(_: Request) -> Response:
-        served_models.check()
+        served_models.check_alive()
         for service in served_models:
             await service.gateway.engine_pool.reset_prefix_cache()
         return Response()

@@ -1,0 +1,149 @@
+"""Operations on models as a whole, for all dialects: other weights, pauses, sleep. Paths that tell the state, and
+``/v1/weights/reload``.
+
+What would end or hold up the requests of others is there with ``server_dev_mode`` alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock import demo
+from penstock.core.errors import invalid
+from penstock.engine.modes import Running
+from penstock.engine.service.control import ModelOperation, UpdateWeights
+from penstock.engine.service.operations import EngineState
+
+from ..http.body import convert, read_object
+from ..http.openapi import OBJECT, operation, reference
+from ..http.request_record import record_of
+from ..http.routes import Routes
+from ..models.manager import ModelManager
+from ..models.served_models import ServedModels
+from ..models.service import ModelService
+from .openai.responses import ErrorResponse
+
+
+class Reload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Change the weights of a model."""
+
+    path: str = ""
+    """Folder of a checkpoint of the same model; by default the one in use is read again."""
+    running: Running = "finish"
+    """Whether running requests finish on the old weights, or are computed again with the new ones and go on after what
+    was generated."""
+    model: str | None = None
+
+
+SCHEMAS = (Reload,)
+
+
+class Operator:
+    """Operations for the dialects: of which models, and with which folders."""
+
+    def __init__(self, served_models: ServedModels, manager: ModelManager) -> None:
+        self.served_models = served_models
+        self._manager = manager
+
+    def models(self, request: Request) -> list[ModelService]:
+        """The model that the URL names (``?model=``), or all. Raises ``PenstockError`` where it is not served."""
+        if (name := request.query_params.get("model")) is not None:
+            return [self.served_models.find(name)]
+        return list(self.served_models)
+
+    async def carry_out(self, operation: ModelOperation, request: Request) -> None:
+        """Carry out an operation on the models of a request. Raises ``PenstockError`` where it fails."""
+        for service in self.models(request):
+            await self._manager.operate(service, operation)
+
+    async def reload(self, service: ModelService, path: str, running: Running = "finish") -> EngineState:
+        """Change the weights of a model; returns the state after it. Raises ``PenstockError`` where it fails."""
+        folder = self._allowed(service, path) if path else ""
+        await self._manager.operate(service, UpdateWeights(folder, running))
+        return state_of(service)
+
+    def _allowed(self, service: ModelService, path: str) -> str:
+        """The folder that a client names. Raises ``PenstockError`` (``invalid``) where clients may not."""
+        try:
+            folder = Path(path).resolve()
+        except (OSError, ValueError, RuntimeError):
+            raise invalid("path", "is no path") from None
+        own = next(model for model in self.served_models.models if model.name == service.name).configuration.engine
+        allowed = [Path(each).resolve() for each in self.served_models.options.allowed_local_weights_path]
+        start = Path(own.model).resolve() if own.model else demo.CHAT
+        if not Path(path).is_absolute() or not (folder == start or any(folder.is_relative_to(one) for one in allowed)):
+            words = (
+                "is neither the model's own folder nor in one that --allowed-local-weights-path allows, as full path"
+            )
+            raise invalid("path", words)
+        return str(folder)
+
+
+def state_of(service: ModelService) -> EngineState:
+    """Weights of a model, and whether it sleeps."""
+    return next(iter(service.gateway.engine_pool.states), EngineState())
+
+
+def is_paused(services: list[ModelService]) -> bool:
+    return any(state.is_paused for service in services for state in service.gateway.engine_pool.states)
+
+
+def is_sleeping(services: list[ModelService]) -> bool:
+    return any(state.asleep for service in services for state in service.gateway.engine_pool.states)
+
+
+def add_routes(routes: Routes, operator: Operator) -> None:
+    """Add the paths."""
+    failure = reference(ErrorResponse)
+
+    async def weights(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_described(one) for one in operator.served_models]})
+
+    async def sleeping(request: Request) -> Response:
+        return JSONResponse({"is_sleeping": is_sleeping(operator.models(request))})
+
+    async def paused(request: Request) -> Response:
+        return JSONResponse({"is_paused": is_paused(operator.models(request))})
+
+    for path, state, summary in (
+        ("/v1/weights", weights, "Weights of the models, and whether they sleep"),
+        ("/is_sleeping", sleeping, "Whether KV cache or weights are freed"),
+        ("/is_paused", paused, "Whether nothing is computed"),
+    ):
+        routes.add(path, state, summary=summary, described=operation(OBJECT, failure))
+    if operator.served_models.options.server_dev_mode:
+        _add_reload(routes, operator)
+
+
+def _add_reload(routes: Routes, operator: Operator) -> None:
+    async def reload(request: Request) -> Response:
+        given = await body_of(request, operator, Reload)
+        service = operator.served_models.find(given.model)
+        await operator.reload(service, given.path, given.running)
+        return JSONResponse(_described(service))
+
+    described = operation(OBJECT, reference(ErrorResponse), reference(Reload))
+    routes.add("/v1/weights/reload", reload, method="POST", summary="Change a model's weights", described=described)
+
+
+async def body_of(request: Request, operator: Operator, schema: type[Any]) -> Any:
+    """The body of a request; an empty one has the schema's defaults."""
+    body = await operator.served_models.read_body(request)
+    return convert(read_object(body) if body else {}, schema, record_of(request.scope).unknown)
+
+
+def _described(service: ModelService) -> dict[str, Any]:
+    state = state_of(service)
+    return {
+        "model": service.name,
+        "version": state.weights_version,
+        "path": state.weights_path,
+        "updates": state.weights_updates,
+        "paused": state.is_paused,
+        "asleep": list(state.asleep),
+    }

@@ -1,0 +1,111 @@
+"""SGLang's paths for trainers: other weights from a folder, memory that is freed and comes back, pauses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.core import PenstockError
+from penstock.engine.modes import KV_CACHE, TAGS, PauseMode
+from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
+
+from ..http.body import check_supported, convert, read_object
+from ..http.openapi import OBJECT, operation, reference
+from ..http.request_record import record_of
+from ..http.routes import Routes
+from ..http.status import STATUS
+from .openai.responses import ErrorResponse
+from .operations import Operator, body_of
+
+UNSUPPORTED = {
+    "weight_version": (None, "the version of weights is computed from them; GET /v1/weights tells it"),
+    "load_format": ("safetensors", "weights are read from safetensors"),
+    "is_async": (False, "the answer comes once the weights are in use"),
+    "flush_cache": (True, "cached prefixes of other weights are never used"),
+}
+MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "keep"}
+
+
+class UpdateFromDisk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """As SGLang has it."""
+
+    model_path: str
+    abort_all_requests: bool = False
+    keep_pause: bool = False
+    load_format: str | None = None
+    weight_version: str | None = None
+    is_async: bool | None = None
+    flush_cache: bool | None = None
+    torch_empty_cache: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    token_step: int | None = None
+
+
+class MemoryTags(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """As SGLang has it."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
+class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """As SGLang has it."""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+SCHEMAS = (UpdateFromDisk, MemoryTags, PauseRequest)
+
+
+def add_routes(routes: Routes, operator: Operator) -> None:
+    """Add them, with ``server_dev_mode``."""
+    if not operator.served_models.options.server_dev_mode:
+        return
+
+    async def update_weights_from_disk(request: Request) -> Response:
+        fields = read_object(await operator.served_models.read_body(request))
+        check_supported(fields, UNSUPPORTED)
+        given = convert(fields, UpdateFromDisk, record_of(request.scope).unknown)
+        if given.abort_all_requests:
+            await operator.carry_out(PauseGeneration(), request)
+        message, status = "Succeeded to update model weights.", 200
+        try:
+            for service in operator.models(request)[:1]:
+                await operator.reload(service, given.model_path)
+        except PenstockError as error:
+            message, status = error.failure.message, STATUS[error.failure.code]
+        if given.abort_all_requests and not given.keep_pause:
+            await operator.carry_out(ResumeGeneration(), request)
+        return JSONResponse({"success": status == 200, "message": message, "num_paused_requests": 0}, status)
+
+    async def release_memory_occupation(request: Request) -> Response:
+        tags = (await body_of(request, operator, MemoryTags)).tags
+        await operator.carry_out(Sleep(1 if tags == [KV_CACHE] else 2), request)
+        return Response()
+
+    async def resume_memory_occupation(request: Request) -> Response:
+        tags = (await body_of(request, operator, MemoryTags)).tags
+        await operator.carry_out(WakeUp(None if tags is None or set(tags) == set(TAGS) else tuple(tags)), request)
+        return Response()
+
+    async def pause_generation(request: Request) -> Response:
+        given = await body_of(request, operator, PauseRequest)
+        await operator.carry_out(PauseGeneration(MODES[given.mode]), request)
+        return JSONResponse({"status": "ok", "message": "Generation paused successfully."})
+
+    async def continue_generation(request: Request) -> Response:
+        await operator.carry_out(ResumeGeneration(), request)
+        return JSONResponse({"status": "ok", "message": "Generation continued successfully."})
+
+    failure = reference(ErrorResponse)
+    for endpoint, schema, summary in (
+        (update_weights_from_disk, UpdateFromDisk, "Change the weights"),
+        (release_memory_occupation, MemoryTags, "Free the KV cache, and the weights"),
+        (resume_memory_occupation, MemoryTags, "Bring back what was freed"),
+        (pause_generation, PauseRequest, "Compute nothing for now"),
+        (continue_generation, None, "Compute again"),
+    ):
+        described = operation(OBJECT, failure, reference(schema) if schema else None, query=("model",))
+        routes.add(f"/{endpoint.__name__}", endpoint, method="POST", summary=summary, described=described)

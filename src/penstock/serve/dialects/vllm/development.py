@@ -1,0 +1,62 @@
+"""The paths of vLLM's development mode that pause models and put them to sleep."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.core.errors import invalid
+from penstock.engine.modes import PauseMode
+from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
+
+from ...http.openapi import OBJECT, operation, reference
+from ...http.routes import Routes
+from ..openai.responses import ErrorResponse
+from ..operations import Operator
+
+MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
+
+
+def add_routes(routes: Routes, operator: Operator) -> None:
+    """Add them, with ``server_dev_mode``."""
+    if not operator.served_models.options.server_dev_mode:
+        return
+
+    async def sleep(request: Request) -> Response:
+        level = request.query_params.get("level", "1")
+        if level not in ("0", "1", "2"):
+            raise invalid("level", "is one of 0, 1 and 2")
+        await operator.carry_out(Sleep(int(level), _mode(request)), request)
+        return Response()
+
+    async def wake_up(request: Request) -> Response:
+        await operator.carry_out(WakeUp(tuple(request.query_params.getlist("tags")) or None), request)
+        return Response()
+
+    async def pause(request: Request) -> Response:
+        waits = request.query_params.get("wait_for_inflight_requests", "false").lower() in ("1", "true")
+        clears = request.query_params.get("clear_cache", "true").lower() not in ("0", "false")
+        await operator.carry_out(PauseGeneration("wait" if waits else _mode(request), clears), request)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(request: Request) -> Response:
+        await operator.carry_out(ResumeGeneration(), request)
+        return JSONResponse({"status": "resumed"})
+
+    failure = reference(ErrorResponse)
+    for path, endpoint, parameters, summary, answer in (
+        ("/sleep", sleep, ("level", "mode"), "Free the KV cache, and with level 2 the weights", None),
+        ("/wake_up", wake_up, ("tags",), "Bring back what sleep has freed", None),
+        ("/pause", pause, ("mode", "wait_for_inflight_requests", "clear_cache"), "Compute nothing for now", OBJECT),
+        ("/resume", resume, (), "Compute again", OBJECT),
+    ):
+        described = operation(answer, failure, query=(*parameters, "model"))
+        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+
+
+def _mode(request: Request) -> PauseMode:
+    """What becomes of open requests. Raises ``PenstockError`` (``invalid``)."""
+    mode = MODES.get(request.query_params.get("mode", "abort"))
+    if mode is None:
+        raise invalid("mode", f"is none of {', '.join(MODES)}")
+    return mode
