@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from random import Random
@@ -25,6 +26,7 @@ from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces,
 from serving import free_ports
 from test_exactness import GUESSING, LONGEST, NGRAM, Result, append, draw_request, results, start
 from test_exactness import answers as run
+from test_weights import perturbed
 
 from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, TokenDelta
 from penstock.engine.engine import Engine
@@ -402,6 +404,63 @@ def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, endi
                 continue
             append(told[delta.request_id], delta)
     return results(told)
+
+
+def test_weights_change_and_engines_sleep_in_between(checkpoint: Path, secret: str, tmp_path: Path) -> None:
+    """Each request has the result of the old weights or that of the new ones, though the engines change one after the
+    other, and KV of both is on its way; a sleep in the middle changes no bit. Blocks and slots come back."""
+    kind, folders = "bfloat16 none auto", [checkpoint, perturbed(checkpoint, tmp_path / "other")]
+    requests = [
+        one for one in draw_long_requests(Random("weights"), 16) if not one.sampling.guided_decoding
+    ]  # which other weights may not be able to fulfil
+    alone = [run(start(folder, kind, threads=1), requests) for folder in folders]
+    assert alone[0] != alone[1]
+    for number in range(SCHEDULES):
+        rng = Random(f"weights {number} {SEED}")
+        options = {"num_gpu_blocks_override": rng.choice((LONGEST // 16 + 40, 400)), "kv_buffer_size": 2**18}
+        cluster = Cluster(checkpoint, kind, secret, rng, [options], [options])
+        try:
+            told: dict[str, dict[int, list[Any]]] = {request.request_id: {} for request in requests}
+            left = rng.sample(requests, len(requests))
+            doing: dict[Engine, Any] = {}
+            changes = [(engine, rng.choice(("weights", "sleep", "sleep"))) for engine in cluster.engines * 2]
+            rng.shuffle(changes)
+            limit = time.monotonic() + 60
+            while left or changes or doing or cluster.busy:
+                assert time.monotonic() < limit, (number, left, changes, doing)
+                if left and rng.random() < 0.2:
+                    cluster.add(left.pop())
+                if changes and len(doing) < 2 and rng.random() < 0.05 and changes[-1][0] not in doing:
+                    engine, what = changes.pop()
+                    doing[engine] = _change(engine, what, folders[1], rng)
+                for engine in cluster.engines:
+                    if engine in doing and next(doing[engine], "done") == "done":
+                        del doing[engine]
+                    if engine.busy or engine.has_pending:
+                        for delta in engine.step():
+                            assert not delta.failure, delta
+                            append(told[delta.request_id], delta)
+            found = results(told)
+            assert not [name for name in found if found[name] not in (alone[0][name], alone[1][name])], number
+            cluster.wait_until_free(10)
+        finally:
+            cluster.close()
+
+
+def _change(engine: Engine, what: str, folder: Path, rng: Random) -> Iterator[None]:
+    """Change an engine's weights, or have it sleep for a few steps; to be continued after each step."""
+    if what == "weights":
+        steps = [lambda: engine.weights.load(str(folder)), lambda: engine.weights.commit("finish")]
+    else:
+        level = rng.choice((1, 2))
+        steps = [lambda: engine.sleeper.sleep(level, "keep"), lambda: engine.sleeper.wake_up()]
+    for begin in steps:
+        done = begin()
+        while not done.done():
+            yield
+        done.result()
+        for _ in range(rng.randint(1, 30)):
+            yield
 
 
 def test_an_aborted_request_is_told_to_its_prefill_engine(checkpoint: Path, secret: str) -> None:

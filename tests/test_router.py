@@ -23,6 +23,7 @@ import pytest
 import zmq
 from serving import Served, free_ports, refused, within
 from test_lora import demo_adapters as demo_adapters  # the fixture
+from test_weights import perturbed
 
 from penstock import PenstockError, demo
 from penstock.cli.main import main
@@ -31,6 +32,7 @@ from penstock.engine.service import messages
 from penstock.engine.service.client import EngineClient
 from penstock.engine.service.curve import secure_server
 
+ALLOWED = ("--allowed-local-weights-path",)
 BLOCKS = ("--num-gpu-blocks-override", "120")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
 PROMPT = "A story about the sea, its ships and its harbours. " * 30
@@ -408,6 +410,48 @@ def test_every_instance_is_replaced_under_load(tmp_path: Path) -> None:
                 ended.set()
             found = [one for load in loads for one in load.result()]
         assert len(found) > 20 and all(one == expected for one in found)
+
+
+@pytest.mark.thorough
+def test_instances_whose_weights_change_one_after_the_other(tmp_path: Path) -> None:
+    """The router uses those that fit each other: the old ones until the last has changed, then the new ones."""
+    other = perturbed(demo.CHAT, tmp_path / "other")
+    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    with Deployment(tmp_path, "--pd-min-prefill-tokens", "100") as deployment:
+        instances = deployment.instances(
+            "prefill", "decode", "decode", flags=("--server-dev-mode", *ALLOWED, str(tmp_path))
+        )
+        until(lambda: deployment.has("prefill", "decode", "decode"))
+
+        def ask() -> httpx.Response:
+            return httpx.post(f"http://127.0.0.1:{deployment.port}/v1/completions", json=fields, timeout=60)
+
+        def change(instance: Served) -> str:
+            answer = httpx.post(f"{instance.root}/v1/weights/reload", json={"path": str(other)}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["version"])
+
+        before = ask().headers["x-weights-version"]
+        prefill, first, second = instances
+        after = change(first)
+        until(lambda: deployment.has("prefill", "decode"))
+        assert {ask().headers["x-weights-version"] for _ in range(4)} == {before}
+        change(second)
+        until(lambda: ask().status_code == 503)
+        change(prefill)
+        until(lambda: deployment.has("prefill", "decode", "decode"))
+        answer = ask()
+        assert answer.headers["x-weights-version"] == after
+        alone = httpx.post(f"{first.root}/v1/completions", json=fields, timeout=60)
+        assert answer.json()["choices"] == alone.json()["choices"]
+        refused = httpx.post(f"http://127.0.0.1:{deployment.port}/sleep")
+        assert refused.status_code == 404  # without --server-dev-mode
+        httpx.post(f"{second.root}/sleep", timeout=60)
+        assert {ask().status_code for _ in range(4)} == {200}
+        httpx.post(f"{first.root}/sleep", timeout=60)
+        until(lambda: ask().status_code == 503)
+        httpx.post(f"{second.root}/wake_up", timeout=60)
+        until(lambda: ask().status_code == 200)
 
 
 def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_weights_of_a_folder_and_of_tensors(old: Path, new: Path, options: Mappi
         assert answers(llm) == after
         llm.update_weights(load_file(old / "model.safetensors"))
         assert answers(llm) == before
-        assert not list(Path("/dev/shm").glob("penstock-weights-*"))
+        assert not list(Path("/dev/shm").glob(f"penstock-weights-{os.getpid()}-*"))
         assert llm.update_weights(new) == version
         assert answers(llm) == after
 
@@ -325,7 +325,7 @@ def test_sleep(old: Path, new: Path, options: Mapping[str, Any]) -> None:
             llm.wake_up(["kv"])
 
 
-def test_sleep_frees_memory(old: Path) -> None:
+def test_sleep_frees_the_kv_cache(old: Path) -> None:
     with opened(old, num_gpu_blocks_override=20_000) as llm:  # 300 MB of KV cache
         outputs = llm.generate([[i] * 200 for i in range(3, 250)], GREEDY, use_tqdm=False)
         assert all(output.finished for output in outputs)
@@ -334,6 +334,17 @@ def test_sleep_frees_memory(old: Path) -> None:
         assert used - resident() > 30e6
         llm.wake_up()
         assert answers(llm) == fresh(old)
+
+
+def test_sleep_frees_weights(tmp_path: Path) -> None:
+    wide = SMALL | {"hidden_size": 512, "intermediate_size": 4096}
+    save(Qwen3Config(**wide, head_dim=32, sliding_window=None), tmp_path)
+    with opened(tmp_path) as llm:  # 80 MB
+        before, used = answers(llm), resident()
+        llm.sleep(2)
+        assert used - resident() > 60e6
+        llm.wake_up()
+        assert answers(llm) == before
 
 
 def resident() -> int:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,5 +184,71 @@ def test_an_engine_that_is_killed(folders: tuple[Path, Path], oracles: tuple[Ora
             with pytest.raises(PenstockError, match="no folder"):
                 await llm.update_weights()
             assert await Stream(llm, 20).tokens() == new(PROMPT, 20)
+
+    run(scenario())
+
+
+@pytest.mark.thorough
+def test_replicas_change_together_or_not_at_all(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
+    old, new = oracles
+
+    async def everywhere(llm: AsyncLLM, oracle: Oracle) -> None:
+        """Requests of both replicas have an oracle's answers."""
+        prompts = [[number, *PROMPT] for number in range(12)]
+        streams = [Stream(llm, 10, prompt) for prompt in prompts]
+        assert [await stream.tokens() for stream in streams] == [oracle(prompt, 10) for prompt in prompts]
+        assert {tuple((await stream.task).weights_versions) for stream in streams} == {(oracle.version,)}
+
+    async def scenario() -> None:
+        async with started(folders[0], data_parallel_size=2) as llm:
+            reports = lambda: {report.pid for report in llm.gateway.engine_pool.reports}  # noqa: E731
+
+            async def replaced(before: set[int]) -> None:
+                while len(reports() - before) < 1 or len(reports()) < 2:
+                    await asyncio.sleep(0.01)
+
+            assert await llm.update_weights(folders[1]) == new.version
+            await everywhere(llm, new)
+            os.kill(min(before := reports()), signal.SIGKILL)
+            await replaced(before)
+            await everywhere(llm, new)
+            running = Stream(llm, 1500)
+            await running.begun()
+            updating = asyncio.ensure_future(llm.update_weights(folders[0]))
+            os.kill(max(before := reports()), signal.SIGKILL)
+            with suppress(PenstockError):
+                await updating
+            await replaced(before)
+            with suppress(PenstockError):
+                await running.task
+            states = llm.gateway.engine_pool.states
+            assert len({state.weights_version for state in states}) == 1
+            await everywhere(llm, old if states[0].weights_version == old.version else new)
+            await llm.sleep(2)
+            assert all(state.asleep for state in llm.gateway.engine_pool.states)
+            await llm.wake_up()
+            await everywhere(llm, old if states[0].weights_version == old.version else new)
+
+    run(scenario())
+
+
+@pytest.mark.thorough
+def test_an_engine_whose_weights_are_gone_starts_with_the_models(
+    folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
+    gone = folders[0].parent / "gone"
+    shutil.copytree(folders[1], gone)
+
+    async def scenario() -> None:
+        async with started(folders[0]) as llm:
+            await llm.update_weights(gone)
+            shutil.rmtree(gone)
+            pid = llm.gateway.engine_pool.reports[0].pid
+            os.kill(pid, signal.SIGKILL)
+            while not (reports := llm.gateway.engine_pool.reports) or reports[0].pid == pid:
+                await asyncio.sleep(0.01)
+            stream = Stream(llm, 20)
+            assert await stream.tokens() == oracles[0](PROMPT, 20)
+            assert (await stream.task).weights_versions == [oracles[0].version]
 
     run(scenario())

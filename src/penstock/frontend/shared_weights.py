@@ -5,6 +5,7 @@ Nothing is pickled: the file is safetensors, which the workers map, and is remov
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,7 +48,7 @@ def as_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
     if size > (free := shutil.disk_usage(SHARED_MEMORY).free):
         words = f"{SHARED_MEMORY} has {free / 1e9:.2f} GB free, and the tensors take {size / 1e9:.2f} GB: enlarge it"
         raise PenstockError(Code.UNSUPPORTED, f"{words}, or save them to a folder and give that", "weights")
-    folder = Path(tempfile.mkdtemp(prefix="penstock-weights-", dir=SHARED_MEMORY))
+    folder = Path(tempfile.mkdtemp(prefix=f"penstock-weights-{os.getpid()}-", dir=SHARED_MEMORY))
     try:
         shared = _without_sharing(tensors)
         save_file(shared, folder / "model.safetensors")
