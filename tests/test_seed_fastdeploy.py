@@ -191,13 +191,13 @@ WITHOUT_MEANING: dict[str, Any] = {
     "enable_mm": True,
     "enable_custom_all_reduce": True,
     "enable_expert_parallel": True,
+    "dynamic_load_weight": 0,
 }
 ONE_VALUE: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
     "splitwise_role": "mixed",
     "innode_prefill_ports": None,
-    "dynamic_load_weight": 0,
 }
 REST: dict[str, Any] = {
     "use_cudagraph": True,

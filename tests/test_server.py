@@ -716,7 +716,7 @@ def test_web_pages_may_ask(plain: httpx.Client, strict: Served) -> None:
     assert "authorization" in allowed.headers["access-control-allow-headers"]
     answer = httpx.get(f"{strict.url}/models", headers={"Origin": "https://a.example", "Authorization": "one"})
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
-    assert answer.headers["access-control-expose-headers"] == "x-request-id, x-penstock-ignored"
+    assert answer.headers["access-control-expose-headers"] == "x-request-id, x-weights-version, x-penstock-ignored"
 
 
 # --- Keys and limits ------------------------------------------------------------------------------------------------
