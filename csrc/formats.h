@@ -32,6 +32,20 @@ PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][G], float* kept) {
     PENSTOCK_UNROLL for (int g = 0; g < G; g++) store_bits(kept + r * kPanel + g * kWidth, sums[r][g]);
 }
 
+// Numbers of a group and G vectors of columns, from the `at`-th on.
+template <class V, int G>
+PENSTOCK_INLINE inline void load_groups(const OfGroups& from, int64_t at, V (&to)[G]) {
+  constexpr int n = kLanesOf<V>;
+  if (from.half)
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++)
+      to[g] = widen_half(load_bits<Vector<uint16_t, n>>((const uint16_t*)from.at + at + g * n));
+  else
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) to[g] = load_bits<V>((const float*)from.at + at + g * n);
+}
+inline float get_group(const OfGroups& from, int64_t at) {
+  return from.half ? widen_half(((const uint16_t*)from.at)[at]) : ((const float*)from.at)[at];
+}
+
 // Bytes from one of a panel's steps to the next.
 template <class Step>
 constexpr int64_t kStride = kPanel / kWidth * Step::kBytes;
@@ -49,14 +63,14 @@ struct Plain {
   static constexpr int kRows = kTileRows;
   static constexpr int groups(int rows) { return groups_of_rows(rows); }
 
-  static float get(const Matrix&, const char* panel, const float*, int64_t output, int64_t input) {
+  static float get(const Matrix&, const char* panel, int64_t, int64_t output, int64_t input) {
     constexpr int n = Step::kInputs;
     return widen(((const T*)panel)[(input / n * kPanel + output) * n + input % n]);
   }
 
   // Adds a piece to what is kept of those before it.
   template <int R, int G>
-  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float*, Piece piece, Soon soon,
+  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, int64_t, Piece piece, Soon soon,
                                       float* kept) {
     using In = typename Step::In;
     const int64_t in = a.matrix.in;
@@ -85,74 +99,75 @@ struct Rounded {
                                   std::conditional_t<kNarrow, Rounded<S, Bits, Zero, U, 7, 2>, Rounded>>;
   static constexpr int kMany = kNarrow ? 18 : kRows + 1;
 
-  static float get(const Matrix& m, const char* panel, const float* scales, int64_t output, int64_t input) {
+  static float get(const Matrix& m, const char* panel, int64_t scales, int64_t output, int64_t input) {
     const auto unit = ((const typename U::Bits*)panel)[input / S::kInputs * kPanel + output];
-    const float* scale = scales + input / m.group * kPanel + output;
-    const float value = float(U::get(unit, input % S::kInputs)) * *scale;
-    return m.offsets ? value + m.offsets[scale - m.scales] : value;
+    const int64_t at = scales + input / m.group * kPanel + output;
+    const float value = float(U::get(unit, input % S::kInputs)) * get_group(m.scales, at);
+    return m.offsets.at ? value + get_group(m.offsets, at) : value;
   }
 
   // With one group its sums are kept between pieces, and become outputs after the last; else the outputs so far. Rows'
-  // scales are left to `complete`.
+  // scales are left to `complete`. The panel's own scales begin with the `scales`-th of the matrix.
   template <int R, int G>
-  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float* scales, Piece piece,
+  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, int64_t scales, Piece piece,
                                       Soon soon, float* kept) {
     const Matrix& m = a.matrix;
     if (m.group >= m.in) {
       typename S::Sum sums[R][G];
       resume(piece.begin == 0, kept, sums);
-      if (piece.begin == 0) shift(a, row, 0, sums);
+      if (piece.begin == 0) shift(a, row, 1, sums);
       add(a, row, panel, piece, soon, sums);
       if (piece.end < m.in) return keep(sums, kept);
-      f32xw out[R][G];
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
-        const auto scale = load_bits<f32xw>(scales + g * kWidth);
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = as_float(sums[r][g]) * scale;
-      }
-      if (m.offsets) add_offsets(a, row, 0, scales, out);
+      f32xw out[R][G], scale[G];
+      load_groups(m.scales, scales, scale);
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++)
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = as_float(sums[r][g]) * scale[g];
+      if (m.offsets.at) add_offsets(a, scales, row, 1, out);
       return keep(out, kept);
     }
     f32xw out[R][G];
     resume(piece.begin == 0, kept, out);
-    for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+    const int64_t groups = groups_of(m), first = piece.begin / m.group;
+    int64_t x_sums = row * groups + first;
+    scales += first * kPanel;
+    for (int64_t begin = piece.begin, end; begin < piece.end; begin = end, scales += kPanel, x_sums++) {
       end = begin + m.group < m.in ? begin + m.group : m.in;
       typename S::Sum sums[R][G];
       resume(true, kept, sums);
-      shift(a, row, begin / m.group, sums);
+      shift(a, x_sums, groups, sums);
       add(a, row, panel, {begin, end}, soon, sums);
       soon.at += m.group / S::kInputs * soon.lines * 64;
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
-        const auto scale = load_bits<f32xw>(scales + begin / m.group * kPanel + g * kWidth);
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
-      }
-      if (m.offsets) add_offsets(a, row, begin / m.group, scales, out);
+      f32xw scale[G];
+      load_groups(m.scales, scales, scale);
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++)
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale[g], out[r][g]);
+      if (m.offsets.at) add_offsets(a, scales, x_sums, groups, out);
     }
     keep(out, kept);
   }
 
-  // The sum of a row's inputs of a group, as rows are rounded.
-  static auto x_sum(const Linear& a, int64_t row, int64_t group) {
-    using Sum = std::conditional_t<kIntegers, int32_t, float>;
-    return ((const Sum*)a.x_sums)[row * groups_of(a.matrix) + group];
+  // The sum of a group of a row's inputs, as rows are rounded.
+  static auto x_sum(const Linear& a, int64_t at) {
+    return ((const std::conditional_t<kIntegers, int32_t, float>*)a.x_sums)[at];
   }
 
  private:
+  // Sums of a row's inputs are the `x_sums`-th, those of the next row lie `stride` further on.
   template <int R, int G>
-  PENSTOCK_INLINE static void shift(const Linear& a, int64_t row, int64_t group, typename S::Sum (&sums)[R][G]) {
+  PENSTOCK_INLINE static void shift(const Linear& a, int64_t x_sums, int64_t stride, typename S::Sum (&sums)[R][G]) {
     if constexpr (kIntegers)
       PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= Zero * x_sum(a, row + r, group);
+        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= Zero * x_sum(a, x_sums + r * stride);
   }
 
-  // Offsets lie as scales do, from which they are as far as the matrix's.
   template <int R, int G>
-  PENSTOCK_INLINE static void add_offsets(const Linear& a, int64_t row, int64_t group, const float* scales,
+  PENSTOCK_INLINE static void add_offsets(const Linear& a, int64_t scales, int64_t x_sums, int64_t stride,
                                           f32xw (&out)[R][G]) {
-    const float* offsets = a.matrix.offsets + (scales - a.matrix.scales) + group * kPanel;
+    f32xw offsets[G];
+    load_groups(a.matrix.offsets, scales, offsets);
     PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
-      const auto sum = all<f32xw>(float(x_sum(a, row + r, group)));
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++)
-        out[r][g] = fma(sum, load_bits<f32xw>(offsets + g * kWidth), out[r][g]);
+      const auto sum = all<f32xw>(float(x_sum(a, x_sums + r * stride)));
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) out[r][g] = fma(sum, offsets[g], out[r][g]);
     }
   }
 

@@ -21,11 +21,16 @@ enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4 };
 // that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
 constexpr int64_t kPanel = 64;
 
+// A number for each group and output, [panels][groups][64]: float32, or float16 that are zero or normal.
+struct OfGroups {
+  const void* at;  // null: there are none
+  bool half;
+};
+
 // A packed [outputs, in]. A weight of integers is q * scale + offset.
 struct Matrix {
   const void* panels;
-  const float* scales;   // [panels][groups][64]; void where the format is plain
-  const float* offsets;  // the same; null: none
+  OfGroups scales, offsets;
   const float* bias;     // [outputs]; null: none
   const int32_t* order;  // [in]: which input a column of the panels is; null: they lie as inputs come
   int64_t in, outputs, group;

@@ -95,7 +95,7 @@ void sketch_panel(const Sketch& s, int64_t number) {
       most = max(most, max(w, -w));
     }
     const f32x16 scale = most / 127.0f, inverse = choose(most > kNothing, 127.0f / most, f32x16{});
-    store((float*)s.rounded.scales + number * kPanel + first, scale);
+    store((float*)s.rounded.scales.at + number * kPanel + first, scale);
     for (int64_t begin = 0; begin < m.in; begin += 4) {
       u32x16 four = {};
       for (int64_t i = 0; i < 4; i++) {

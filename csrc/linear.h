@@ -135,7 +135,7 @@ void gather_row(const Gather& a, int64_t row) {
   if (id < 0 || id >= m.outputs) return;
   const int64_t number = id / kPanel, output = id % kPanel;
   const char* panel = (const char*)m.panels + number * panel_bytes(m);
-  const float* scales = m.scales + number * groups_of(m) * kPanel;
+  const int64_t scales = number * groups_of(m) * kPanel;
   T* out = (T*)a.out + row * m.in;
   with_format(m, [&]<class F>() {
     for (int64_t i = 0; i < m.in; i++) narrow(out + (m.order ? m.order[i] : i), F::get(m, panel, scales, output, i));
@@ -196,7 +196,7 @@ void pack_rounded(const Pack& a, int64_t number) {
     if constexpr (std::is_same_v<T, int8_t>)
       memcpy(to, weight, m.in);
     else
-      round_weights<F, T>(m, weight, to, (float*)m.scales + number * groups_of(m) * kPanel + o);
+      round_weights<F, T>(m, weight, to, (float*)m.scales.at + number * groups_of(m) * kPanel + o);
   }
   auto* unit = (typename F::Unit::Bits*)((char*)m.panels + number * panel_bytes(m));
   for (int64_t i = 0; i < padded; i += n)

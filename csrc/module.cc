@@ -510,10 +510,10 @@ NB_MODULE(_kernels, m) {
   }, nb::arg("threads"));
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
-           [](Matrix* self, Address panels, Address scales, Address offsets, Address bias, Address order, int64_t in,
-              int64_t outputs, int64_t group, int format, int type) {
-             new (self) Matrix{at<void>(panels), at<float>(scales), at<float>(offsets), at<float>(bias), at<int32_t>(order),
-                               in, outputs, group, Format(format), Type(type)};
+           [](Matrix* self, Address panels, Address scales, bool half_scales, Address offsets, bool half_offsets,
+              Address bias, Address order, int64_t in, int64_t outputs, int64_t group, int format, int type) {
+             new (self) Matrix{at<void>(panels), {at<void>(scales), half_scales}, {at<void>(offsets), half_offsets},
+                               at<float>(bias), at<int32_t>(order), in, outputs, group, Format(format), Type(type)};
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Tape>(m, "Tape")

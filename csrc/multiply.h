@@ -33,7 +33,7 @@ struct Next {
 // up to `until`.
 template <class F, int R, int G>
 __attribute__((noinline)) void multiply_tile(const Linear& a, int64_t row, int64_t columns, const char* panel,
-                                             const float* scales, Piece piece, Soon soon, const char* until, float* kept) {
+                                             int64_t scales, Piece piece, Soon soon, const char* until, float* kept) {
   constexpr int64_t width = G * kWidth;
   const int64_t asked = ceil_div(piece.end - piece.begin, F::Step::kInputs) * soon.lines * 64;
   for (int64_t c = 0; c < columns; c += width, soon.at += asked)
@@ -57,7 +57,7 @@ inline void complete(const Linear& a, int64_t row, int64_t rows, int64_t column,
 
 // A panel that `is_near` need not be asked for.
 template <class F, bool is_near>
-void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, const float* scales,
+void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, int64_t scales,
                     Next next, const Sink& sink) {
   constexpr int64_t n = F::Step::kInputs, step = kStride<typename F::Step>;
   const Matrix& m = a.matrix;
@@ -137,7 +137,7 @@ inline bool by_tiles(const Matrix& m, int64_t rows) {
 // As `multiply_panel`. Of each run of inputs the weights stay near while all rows are multiplied with them.
 template <class F>
 void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
-                             const float* scales, const char* next, const Sink& sink) {
+                             int64_t scales, const char* next, const Sink& sink) {
   using From = typename F::Step;
   using Step = typename Tiled<From>::type;
   using X = typename Step::X;
@@ -148,8 +148,7 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
   alignas(64) Sum of_group[kTallest * kPanel];
   const Matrix& m = a.matrix;
   const bool grouped = !plain && m.group < m.in;
-  const float* const offsets = m.offsets ? m.offsets + (scales - m.scales) : nullptr;
-  const int64_t width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
+  const int64_t groups = plain ? 1 : groups_of(m), width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
   const int64_t tiles = ceil_div(end - first, kTallest), blocks = end - first > kTileHeight ? tiles * 2 : 1;
   const int64_t unit = grouped ? m.group : kTileInputs<Step>;
   const int64_t most = (blocks > 2 ? kTilePiece : kLonePiece) / stride * Step::kInputs;
@@ -176,41 +175,35 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
                              stride, kPanel, end - begin, sums, kPanel, anew, soon);
         soon.at += (end - begin) / kTileInputs<Step> * soon.lines * 64 * (rows > kTileHeight ? 2 : 1);
       };
-      auto shifted = [&](const Sum* sums, int64_t r, int g, int64_t group) {
-        const auto sum = load_bits<typename Step::Sum>(sums + r * kPanel + g * 16);
-        if constexpr (F::kIntegers)
-          return as_float(sum - F::kZero * F::x_sum(a, row + r, group));
-        else
-          return sum;
-      };
-      // The group's offset times the sum of a row's inputs is added.
-      auto offset = [&](f32x16 value, int64_t r, int g, int64_t group) {
-        if constexpr (!plain)
-          if (offsets) return fma(all(float(F::x_sum(a, row + r, group))), load(offsets + group * kPanel + g * 16), value);
-        return value;
+      // What sums of a group become in outputs, or add to those so far.
+      auto join = [&](const Sum* from, int64_t group, float* to) {
+        if constexpr (!plain) {
+          f32x16 scale[kPanel / 16], offset[kPanel / 16];
+          load_groups(m.scales, scales + group * kPanel, scale);
+          if (m.offsets.at) load_groups(m.offsets, scales + group * kPanel, offset);
+          for (int64_t r = 0; r < rows; r++)
+            PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+              auto sum = load_bits<typename Step::Sum>(from + r * kPanel + g * 16);
+              if constexpr (F::kIntegers) sum -= F::kZero * F::x_sum(a, (row + r) * groups + group);
+              float* out = to + r * kPanel + g * 16;
+              f32x16 value = as_float(sum) * scale[g];
+              if (grouped) value = fma(as_float(sum), scale[g], group ? load(out) : f32x16{});
+              if (m.offsets.at) value = fma(all(float(F::x_sum(a, (row + r) * groups + group))), offset[g], value);
+              store(out, value);
+            }
+        }
       };
       if (grouped) {
         for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
           end = begin + m.group < m.in ? begin + m.group : m.in;
           multiply(begin, end, of_group, true);
-          const int64_t group = begin / m.group;
-          f32x16 scale[kPanel / 16];
-          for (int g = 0; g < kPanel / 16; g++) scale[g] = load(scales + group * kPanel + g * 16);
-          for (int64_t r = 0; r < rows; r++)
-            PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
-              float* out = (float*)sums + r * kPanel + g * 16;
-              const f32x16 value = fma(shifted(of_group, r, g, group), scale[g], begin ? load(out) : f32x16{});
-              store(out, offset(value, r, g, group));
-            }
+          join(of_group, begin / m.group, (float*)values);
         }
       } else {
         multiply(piece.begin, piece.end, sums, piece.begin == 0);
       }
       if (!last) continue;
-      if (!plain && !grouped)
-        for (int64_t r = 0; r < rows; r++)
-          PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++)
-            values[r][g] = offset(as_float(shifted(sums, r, g, 0)) * load(scales + g * 16), r, g, 0);
+      if (!grouped) join(sums, 0, (float*)values);
       complete<F>(a, row, rows, column, count, values);
       sink.finish(sink.self, row, rows, column, count, values);
     }
@@ -224,7 +217,7 @@ void multiply_format(const Linear& a, int64_t first, int64_t end, int64_t column
   constexpr int64_t step = kStride<typename F::Step>;
   const Matrix& m = a.matrix;
   auto panel = [&](int64_t column) { return (const char*)m.panels + column / kPanel * panel_bytes(m); };
-  const float* scales = m.scales + column * groups_of(m);
+  const int64_t scales = column * groups_of(m);  // where the panel's begin
   using From = typename F::Step;
   using Many = typename F::Many;
   if constexpr (ByTiles<typename Tiled<From>::type>::value)

@@ -142,7 +142,7 @@ struct Soon {
   bool near = false;
 };
 
-constexpr int64_t kSoon = kHasTiles ? 4096 : 512;  // bytes ahead of a single tile of rows
+constexpr int64_t kSoon = kHasTiles ? 4096 : 1024;  // bytes ahead of a single tile of rows
 
 // Turns `count` elements of a row into what a step multiplies.
 template <class Step>

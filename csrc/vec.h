@@ -66,6 +66,22 @@ inline auto widen(const V& v) {
 }
 inline f32x16 load(const bf16* from) { return widen(load_bits<u16x16>(from)); }
 
+// Bits of float16 that are zero or normal.
+template <class V>
+inline auto widen_half(const V& v) {
+#if defined(__AVX512F__)
+  if constexpr (kLanesOf<V> == 16) return as<f32x16>(_mm512_maskz_cvtph_ps(0xffff, as<__m256i>(v)));
+#endif
+  using Bits = Vector<uint32_t, kLanesOf<V>>;
+  using Floats = Vector<float, kLanesOf<V>>;
+  const Bits bits = convert<Bits>(v);
+  const Bits magnitude = as<Bits>(as<Floats>((bits & 0x7fff) << 13) * 0x1p112f);  // whose exponent is 112 more
+  return as<Floats>(magnitude | (bits & 0x8000) << 16);
+}
+inline float widen_half(uint16_t bits) {
+  return as<float>(as<uint32_t>(as<float>(uint32_t(bits & 0x7fff) << 13) * 0x1p112f) | uint32_t(bits & 0x8000) << 16);
+}
+
 // Rounds to nearest, to even in the middle.
 inline u16x16 round_to_bf16(f32x16 v) {
 #if defined(__AVX512BF16__)

@@ -183,6 +183,8 @@ def draw_quantized(rng: Random, outputs: int, inputs: int, format: Format, order
     groups, most = -(-inputs // (format.group_size or inputs)), 1 << (format.bits - 1)
     values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
     scales, offsets = (torch.randn(outputs, groups, generator=generator) for _ in range(2))
+    if rng.random() < 0.5:
+        scales, offsets = (each.half().float() * rng.choice((1.0, 1e-5)) for each in (scales, offsets))
     order = torch.randperm(inputs, generator=generator) if ordered else None
     return QuantizedWeight(values, scales / most, format, offsets if format.asymmetric else None, order)
 

@@ -84,7 +84,7 @@ struct Layer {
     bias.resize(count * kPanel);
     for (float& each : bias) each = float(draw());
     matrix.panels = panels.data();
-    matrix.scales = scales.data();
+    matrix.scales = {scales.data(), false};
     matrix.bias = biased ? bias.data() : nullptr;
     const Pack pack{matrix, weight.at(0), 0, outputs};
     for (int64_t task = 0; task < count; task++) kernels.pack(pack, task);

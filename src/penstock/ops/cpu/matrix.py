@@ -85,8 +85,12 @@ def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: T
 
 
 def _by_panels(parts: Sequence[Tensor]) -> Tensor:
-    """``[out, groups]``, stacked, as ``[panels, groups, 64]``, flat, and filled up with zeros."""
+    """``[out, groups]``, stacked, as ``[panels, groups, 64]``, flat, and filled up with zeros: in float16 where that
+    has them all exactly, in its normal range."""
     groups = torch.cat(list(parts))
+    half = groups.half()
+    if bool(((half.float() == groups) & ((half.abs() >= torch.finfo(half.dtype).tiny) | (half == 0))).all()):
+        groups = half
     padded = pad(groups, (0, 0, 0, -len(groups) % _kernels.PANEL))
     return padded.view(-1, _kernels.PANEL, groups.shape[1]).transpose(1, 2).flatten()
 
@@ -110,7 +114,7 @@ def from_packed(
 
 
 def packed_sizes(inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> dict[str, tuple[int, torch.dtype]]:
-    """Sizes and dtypes of packed tensors, but for ``order``.
+    """Sizes and dtypes of packed tensors, but for ``order``. Scales and offsets may be float16, too.
 
     Raises ``PenstockError`` (``unsupported``) for what there are no kernels for.
     """
@@ -148,6 +152,9 @@ def make_matrix(
     expected = packed_sizes(inputs, outputs, dtype, format)
     if (order := packed.get("order")) is not None:
         expected["order"] = inputs, torch.int32
+    for name in {"scales", "offsets"} & packed.keys() & expected.keys():
+        if packed[name].dtype is torch.float16:
+            expected[name] = expected[name][0], torch.float16
     if {name: (tensor.numel(), tensor.dtype) for name, tensor in packed.items()} != expected:
         raise PenstockError(Code.INTERNAL, "packed weights have another size")
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
@@ -160,10 +167,15 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
     def address(name: str) -> int:
         return tensors[name].data_ptr() if name in tensors else 0
 
+    def is_half(name: str) -> bool:
+        return name in tensors and tensors[name].dtype is torch.float16
+
     return _kernels.Matrix(
         address("values"),
         address("scales"),
+        is_half("scales"),
         address("offsets"),
+        is_half("offsets"),
         address("bias"),
         address("order"),
         inputs,
