@@ -99,7 +99,9 @@ Calls = Iterator[tuple[str, Callable[[], object]]]
 
 
 FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
-    "fp8 blocks": Format(8, 128, 8, floating=True, rows_per_scale=128)
+    "fp8 blocks": Format(8, 128, 8, floating=True, rows_per_scale=128),
+    "4 bits, offsets": Format(4, 128, asymmetric=True),
+    "4 bits, offsets, 8-bit activations": Format(4, 32, 8, asymmetric=True),
 }
 
 
@@ -119,6 +121,7 @@ def products(whole: bool) -> Calls:
     """All products of the models. In the suite, each kind of operands with all its tiles and a matrix of few rows, and
     the extreme tiles with one of many, gated, and with float32 outputs."""
     some = {"fp8": (1, 2048), "wint4-g32": (64, 2048), "w4a8-g32": ()}  # as w8a8, and as groups of 128
+    some["4 bits, offsets, 8-bit activations"] = 64, 2048
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
             few = ("o", packed(model.hidden, model.heads * model.head_dim, format, bias=True))

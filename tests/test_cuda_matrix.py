@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
-from penstock.ops import Format, LoRAWeights, reference
+from penstock.ops import Format, LoRAWeights, QuantizedWeight, reference
 from penstock.ops.cuda import launch, lora, matrix
 from penstock.ops.cuda.tiles import Size, Tile, sizes
 
@@ -75,10 +75,63 @@ def test_products(name: str, dtype: torch.dtype) -> None:
                 matrix.from_packed(tensors, inputs, outputs + 64, dtype, given, format)
 
 
+STORED = {
+    "4 bits, offsets": Format(4, 32, asymmetric=True),
+    "4 bits, offsets, large groups": Format(4, 128, asymmetric=True),
+    "4 bits, offsets, 8-bit activations": Format(4, 64, 8, asymmetric=True),
+    "4 bits": Format(4, 64),
+    "8 bits": Format(8),
+    "8 bits, 8-bit activations": Format(8, activation_bits=8),
+    "fp8": FORMATS["fp8"],
+    "fp8 per tensor": FORMATS["fp8 per tensor"],
+    "fp8 blocks": FORMATS["fp8 blocks"],
+}
+"""Formats of checkpoints."""
+
+
+def draw_quantized(seed: int, outputs: int, inputs: int, format: Format, order: Tensor | None) -> QuantizedWeight:
+    generator, most = torch.Generator().manual_seed(seed), 1 << (format.bits - 1)
+    rows, groups = -(-outputs // (format.rows_per_scale or outputs)), -(-inputs // (format.group_size or inputs))
+    values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
+    if format.floating:
+        values = values.float().to(torch.float8_e4m3fn)
+    scales, offsets = (torch.randn(rows, groups, generator=generator) for _ in range(2))
+    return QuantizedWeight(values, scales / most, format, offsets if format.asymmetric else None, order)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_weights_as_checkpoints_have_them(name: str) -> None:
+    """Stacked, in an order of their own, with a bias, from the weight cache, and row by row."""
+    format, dtype = STORED[name], torch.float16
+    assert matrix.supports(format, dtype) and matrix.supports(format, torch.bfloat16)
+    for seed, (tokens, heights, inputs) in enumerate([(1, (64,), 256), (5, (128, 6), 301), (33, (128, 130), 60)]):
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(inputs, generator=generator) if seed == 1 and not format.floating else None
+        parts = [draw_quantized(seed + height, height, inputs, format, order) for height in heights]
+        x, outputs = randn(seed, tokens, inputs, dtype=dtype), sum(heights)
+        bias = randn(seed + 2, outputs, dtype=dtype) if seed else None
+        ours, theirs = (ops.pack_quantized(parts, dtype, bias) for ops in (matrix, reference))
+        got = matrix.linear(x, ours)
+        assert_close(got, reference.linear(x, theirs), tolerance(dtype))
+        ids = torch.tensor([outputs - 1, 0, outputs // 2])
+        assert torch.equal(matrix.embedding(ids, ours), reference.embedding(ids, theirs))
+        cached = matrix.from_packed(matrix.packed_tensors(ours), inputs, outputs, dtype, bias, format)
+        for row in {0, tokens // 2, tokens - 1}:
+            assert torch.equal(matrix.linear(x[row : row + 1], cached)[0], got[row])
+
+
+def test_formats_that_are_dequantized() -> None:
+    for format in (Format(8, 32), Format(8, asymmetric=True), Format(4, 16), Format(4), Format(8, floating=True)):
+        assert not matrix.supports(format, torch.bfloat16)
+
+
 def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch) -> list[Size]:
     """Tiles in which some of 40 rows have other bits than all rows have, in the tile that is chosen."""
     inputs, outputs, tokens = 260, 70, 130
-    packed = matrix.pack([randn(1, outputs, inputs, dtype=dtype)], None, format)
+    if format.asymmetric:
+        packed = matrix.pack_quantized([draw_quantized(1, outputs, inputs, format, None)], dtype)
+    else:
+        packed = matrix.pack([randn(1, outputs, inputs, dtype=dtype)], None, format)
     x = randn(2, tokens, inputs, dtype=dtype)
     op = matrix.linear_silu_and_mul if gated else matrix.linear
     together = op(x, packed)
@@ -93,9 +146,9 @@ def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: py
     return differ
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "4 bits, offsets", "4 bits, offsets, 8-bit activations"])
 def test_rows_are_the_same_in_any_batch_and_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not rows_differ(FORMATS[name], torch.float16, False, monkeypatch)
+    assert not rows_differ((FORMATS | STORED)[name], torch.float16, False, monkeypatch)
 
 
 @pytest.mark.parametrize(("dtype", "gated"), [(torch.float16, True), (torch.float32, False)])

@@ -190,8 +190,8 @@ class BuildContext:
         as_stored: bool,
         bias: Tensor | None,
     ) -> PackedMatrix | None:
-        """A packed matrix, from the weight cache if it is there; None where matrices of a checkpoint cannot be stacked,
-        as their inputs are ordered differently."""
+        """A packed matrix, from the weight cache if it is there; None where matrices of a checkpoint cannot be
+        stacked."""
         cache, key = self.weight_cache, "+".join(names)
         if cache and (cached := cache.find(key)):
             cached = {name: tensor.to(self.device) for name, tensor in cached.items()}
@@ -204,7 +204,7 @@ class BuildContext:
             weights = [
                 self._read_quantized(name, inputs, shard, format) for name, shard in zip(names, shards, strict=True)
             ]
-            if not _same_order(weights):
+            if not _can_stack(weights):
                 return None
             packed = self.ops.pack_quantized(weights, self.dtype, bias)
         else:
@@ -242,9 +242,10 @@ class BuildContext:
         return weight.to(self.device, activation_bits)
 
 
-def _same_order(weights: Sequence[QuantizedWeight]) -> bool:
-    first = weights[0].order
-    return all(
+def _can_stack(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether inputs are in the same order, and no outputs of two matrices would share a scale."""
+    first, rows = weights[0].order, weights[0].format.rows_per_scale
+    return all(len(weight.values) % rows == 0 for weight in weights[:-1] if rows) and all(
         weight.order is first or (weight.order is not None and first is not None and torch.equal(weight.order, first))
         for weight in weights
     )

@@ -40,12 +40,13 @@ class Matrix:
     """A matrix ``[out, in]`` and a bias ``[out]`` or none."""
 
     tensors: dict[str, Tensor]
-    """``values``, and of quantized weights ``scales`` (float32).
+    """``values``, of quantized weights ``scales`` and perhaps ``offsets`` (float32), and perhaps ``order`` of inputs
+    (``[in]`` int64).
 
     Unquantized: ``values`` are ``[out, in]``. 8 bits: ``[panels, blocks, 64, 128]``, scales ``[panels * 64]`` or, of
     blocks, ``[out / 128, in / 128]``. 4 bits: ``[panels, blocks, 64, group_size]``, a block having two groups of
-    inputs, one in the low halves of its bytes; scales ``[panels, blocks, 2, 64]`` are a sixteenth. What is past the end
-    of the matrix is zero."""
+    inputs, one in the low halves of its bytes; scales ``[panels, blocks, 2, 64]`` are a sixteenth, and offsets lie as
+    they do. What is past the end of the matrix is zero."""
     bias: Tensor | None
     """float32."""
     outputs: int
@@ -64,35 +65,30 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
         weight = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).contiguous()
         return from_packed({"values": weight}, inputs, outputs, dtype, bias, format)
     weight = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    tensors = {
-        name: torch.zeros(shape, dtype=kind, device=weight.device)
-        for name, (shape, kind) in packed_shapes(inputs, outputs, dtype, format).items()
-    }
+    tensors = _new_tensors(inputs, outputs, dtype, format, weight.device)
     whole = weight.abs().amax().float() if not format.rows_per_scale else None
     for first in range(0, outputs, CHUNK):
         _pack_chunk(tensors, weight[first : first + CHUNK].float(), first, format, whole)
     return from_packed(tensors, inputs, outputs, dtype, bias, format)
 
 
+def _new_tensors(
+    inputs: int, outputs: int, dtype: torch.dtype, format: Format, device: torch.device
+) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(shape, dtype=kind, device=device)
+        for name, (shape, kind) in packed_shapes(inputs, outputs, dtype, format).items()
+    }
+
+
 def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: Format, whole: Tensor | None) -> None:
     """Quantize outputs ``first`` and on, and put them into their panels; ``whole`` is the matrix's largest magnitude,
     if it has one scale."""
-    values, scales = tensors["values"], tensors["scales"]
     outputs, inputs = weight.shape
-    panels = slice(first // PANEL, -(-(first + outputs) // PANEL))
-    count = panels.stop - panels.start
-    size = values.shape[1] * (2 * format.group_size if format.bits == 4 else BLOCK)
-    weight = pad(weight, (0, size - inputs, 0, count * PANEL - outputs))
-    if format.bits == 4:
-        groups = weight.view(count, PANEL, values.shape[1], 2, format.group_size)
-        maximum = groups.abs().amax(-1, keepdim=True)
-        scale = torch.where((groups == maximum).any(-1, keepdim=True), -maximum, maximum) / 8
-        integers = (groups * _inverse(maximum, 1 / scale)).round().clamp(max=7).to(torch.int8)
-        values[panels] = ((integers[..., 0, :] & 15) | (integers[..., 1, :] << 4)).transpose(1, 2)
-        scales[panels] = (scale[..., 0] / 16).permute(0, 2, 3, 1)
-        return
+    blocks = tensors["values"].shape[1]
+    size = blocks * (2 * format.group_size if format.bits == 4 else BLOCK)
     rows, columns = (format.rows_per_scale, format.group_size) if format.group_size else (1, size)
-    groups = pad(weight, (0, 0, 0, -len(weight) % rows)).view(-1, rows, size // columns, columns)
+    groups = pad(weight, (0, size - inputs, 0, -outputs % rows)).view(-1, rows, size // columns, columns)
     maximum = groups.abs().amax((1, 3), keepdim=True)
     if whole is not None:
         maximum = whole.expand_as(maximum)
@@ -100,12 +96,36 @@ def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: 
     scale = maximum / largest
     if format.floating:
         quantized = (groups * _inverse(maximum, largest / maximum)).clamp(-MAX_FP8, MAX_FP8).to(FP8).view(torch.int8)
+    elif format.bits == 4:
+        scale = torch.where((groups == maximum).any(-1, keepdim=True), -maximum, maximum) / 8
+        quantized = (groups * _inverse(maximum, 1 / scale)).round().clamp(max=7).to(torch.int8)
     else:
         quantized = (groups * _inverse(maximum, 1 / scale)).round().to(torch.int8)
-    kept = scale[: -(-outputs // rows), 0, :, 0]
-    scales[first // rows :][: len(kept)] = kept if format.group_size else kept[:, 0]
-    quantized = quantized.view(-1, size)[: len(weight)]
-    values[panels] = quantized.view(count, PANEL, -1, BLOCK).transpose(1, 2)
+    _put_values(tensors["values"], quantized.view(-1, size)[:outputs], first, format)
+    _put_scales(tensors["scales"], scale[:, 0, :, 0], first, format)
+
+
+def _put_values(values: Tensor, quantized: Tensor, first: int, format: Format) -> None:
+    """Put 8-bit numbers ``[outputs, inputs]`` into their panels; ``first`` is a panel's first output."""
+    count, blocks = -(-len(quantized) // PANEL), values.shape[1]
+    size = blocks * (2 * format.group_size if format.bits == 4 else BLOCK)
+    padded = pad(quantized, (0, size - quantized.shape[1], 0, count * PANEL - len(quantized)))
+    if format.bits == 4:
+        pairs = padded.view(count, PANEL, blocks, 2, format.group_size)
+        padded = (pairs[..., 0, :] & 15) | (pairs[..., 1, :] << 4)
+    values[first // PANEL :][:count] = padded.view(count, PANEL, blocks, -1).transpose(1, 2)
+
+
+def _put_scales(scales: Tensor, given: Tensor, first: int, format: Format, factor: float = 1 / 16) -> None:
+    """Put ``[outputs, groups]`` where the format has the scales of outputs ``first`` and on; of 4 bits they are
+    multiplied by ``factor``."""
+    if format.bits == 8:
+        at = first // (format.rows_per_scale or 1)
+        scales[at : at + len(given)] = given if format.group_size else given[:, 0]
+        return
+    count, blocks = -(-len(given) // PANEL), scales.shape[1]
+    padded = pad(given * factor, (0, 2 * blocks - given.shape[1], 0, count * PANEL - len(given)))
+    scales[first // PANEL :][:count] = padded.view(count, PANEL, blocks, 2).permute(0, 2, 3, 1)
 
 
 def _inverse(maximum: Tensor, inverse: Tensor) -> Tensor:
@@ -115,7 +135,7 @@ def _inverse(maximum: Tensor, inverse: Tensor) -> Tensor:
 def packed_shapes(
     inputs: int, outputs: int, dtype: torch.dtype, format: Format
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of packed tensors."""
+    """Shapes and dtypes of packed tensors, but for ``order``."""
     panels = -(-outputs // PANEL)
     if not format.bits:
         return {"values": ((outputs, inputs), dtype)}
@@ -126,7 +146,8 @@ def packed_shapes(
     else:
         blocks, size = -(-inputs // BLOCK), BLOCK
         scales = (-(-outputs // format.rows_per_scale), blocks) if format.group_size else (panels * PANEL,)
-    return {"values": ((panels, blocks, PANEL, size), torch.int8), "scales": (scales, torch.float32)}
+    names = ("scales", "offsets") if format.asymmetric else ("scales",)
+    return {"values": ((panels, blocks, PANEL, size), torch.int8)} | {name: (scales, torch.float32) for name in names}
 
 
 def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
@@ -135,24 +156,40 @@ def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
         raise PenstockError(Code.UNSUPPORTED, f"the CUDA kernels compute in bfloat16, float16 or float32, not {dtype}")
     if format.floating and architecture(device).capability < MIN_FP8:
         raise PenstockError(Code.UNSUPPORTED, "fp8 needs a GPU of compute capability 8.9 or higher", "quantization")
-    known = (
-        not format.bits
-        or (format.bits == 4 and format.group_size in (32, 64, 128))
-        or (format.bits == 8 and not format.group_size)
-        or (format.floating and format.group_size == format.rows_per_scale == BLOCK)
-    )
-    if not known or (format.floating and not format.activation_bits):
+    if not _has_kernels(format):
         raise PenstockError(Code.UNSUPPORTED, f"there are no CUDA kernels for {format}", "quantization")
 
 
+def _has_kernels(format: Format) -> bool:
+    if format.bits == 4:
+        return format.group_size in (32, 64, 128)
+    if format.floating:
+        one_scale = not format.group_size and format.rows_per_scale in (0, 1)
+        return bool(format.activation_bits) and (one_scale or format.group_size == format.rows_per_scale == BLOCK)
+    return not format.group_size and not format.asymmetric
+
+
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
-    """As ``reference.pack_quantized``."""
-    raise PenstockError(Code.UNSUPPORTED, f"there are no CUDA kernels for {parts[0].format}", "quantization")
+    """As ``reference.pack_quantized``. Scales of blocks do not cross parts."""
+    values, format, order = torch.cat([part.values for part in parts]), parts[0].format, parts[0].order
+    outputs, inputs = values.shape
+    _refuse(format, dtype, values.device)
+    tensors = _new_tensors(inputs, outputs, dtype, format, values.device)
+    for first in range(0, outputs, CHUNK):
+        _put_values(tensors["values"], values[first : first + CHUNK].view(torch.int8), first, format)
+    scales = [part.scales if format.rows_per_scale else part.scales.expand(len(part.values), 1) for part in parts]
+    _put_scales(tensors["scales"], torch.cat(scales), 0, format)
+    if format.asymmetric:
+        offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
+        _put_scales(tensors["offsets"], offsets, 0, format, 1.0)
+    if order is not None:
+        tensors["order"] = order
+    return from_packed(tensors, inputs, outputs, dtype, bias, format)
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
     """As ``reference.supports``."""
-    return False
+    return bool(format.bits) and dtype in DTYPES and _has_kernels(format)
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
@@ -166,6 +203,8 @@ def from_packed(
     """As ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
     _refuse(format, dtype, tensors["values"].device)
     expected = packed_shapes(inputs, outputs, dtype, format)
+    if "order" in tensors:
+        expected["order"] = (inputs,), torch.int64
     if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} != expected:
         raise PenstockError(Code.INTERNAL, "packed weights have another size")  # kernels would read past their end
     return Matrix(dict(tensors), None if bias is None else bias.float(), outputs, inputs, dtype, format)
@@ -194,6 +233,14 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         num_warps=min(max(size // 8, 1), 16),
     )
     return values, scales
+
+
+def sum_groups(x: Tensor, groups: int, group_size: int) -> Tensor:
+    """Sums of the groups of rows ``[tokens, in]``, as the product takes these: ``[groups, tokens]`` float32."""
+    sums = x.new_empty((groups, len(x)), dtype=torch.float32)
+    arguments = x, sums, x.shape[1], groups, x.stride(0)
+    launch(kernels.sum_groups, (len(x), -(-groups // 16)), *arguments, SIZE=group_size, GROUPS=16)
+    return sums
 
 
 def use_cublas(enabled: bool) -> None:
@@ -231,9 +278,13 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
         return out
     values, scales = matrix.tensors["values"], matrix.tensors.get("scales")
     dtype, x_scales = DTYPES[x.dtype], None
+    if "order" in matrix.tensors:
+        x = x.index_select(1, matrix.tensors["order"])
     x = x if x.stride(1) == 1 else x.contiguous()
     if format.activation_bits:
         x, x_scales = quantize(x, format)
+    offsets = matrix.tensors.get("offsets")
+    x_sums = None if offsets is None else sum_groups(x, values.shape[1] * 2, format.group_size)
     if format.floating:
         values = values.view(FP8)
     width = x.shape[1]
@@ -241,7 +292,7 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
     outputs = matrix.outputs // 2 if gated else matrix.outputs
     share = tile.rows // 2 if gated else tile.rows
     grid = (-(-outputs // share) * -(-tokens // tile.bt),)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         x,
         x_scales,
         values,
@@ -259,6 +310,7 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
     constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated, "BN": tile.bn, "BT": tile.bt}
     if format.bits == 4:
         kernel, size = kernels.product_int4, format.group_size
+        arguments += offsets, x_sums
         unroll = tile.bk // (2 * size)
         constants |= {"SIZE": size, "UNROLL": unroll, "EVEN": width % tile.bk == 0}
     elif format.group_size:
@@ -281,7 +333,8 @@ def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | N
         values = values.view(FP8)
     out = values.new_empty((tokens, matrix.inputs), dtype=matrix.dtype) if out is None else out
     columns = 1024
-    arguments = token_ids, values, scales, out, first, matrix.outputs, matrix.inputs, out.stride(0)
+    offsets, order = matrix.tensors.get("offsets"), matrix.tensors.get("order")
+    arguments = token_ids, values, scales, offsets, order, out, first, matrix.outputs, matrix.inputs, out.stride(0)
     launch(
         kernels.gather_rows,
         (tokens, -(-matrix.inputs // columns)),

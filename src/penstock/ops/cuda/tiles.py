@@ -54,7 +54,8 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
     if format.group_size:
         bk = 256 if format.bits == 4 else 128
         few = 2 * bk if format.bits == 4 and format.group_size > 32 else bk
-        bk = min(bk, 4 * format.group_size)  # Blackwell has tensor memory for so many sums of groups
+        # Blackwell has tensor memory for four sums of groups, Ampere registers for two, beside offsets.
+        bk = min(bk, (4 if hopper or not format.asymmetric else 2) * format.group_size)
         small = Size(64, 16, few), Size(64, 64, bk)
         return (*small, Size(128, 64, bk)) if hopper else small
     few, many = (256, 128) if format.bits else (128, 64)

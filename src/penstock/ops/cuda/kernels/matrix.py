@@ -283,6 +283,8 @@ def product_int4(
     eights,
     x_stride,
     out_stride,
+    offsets,
+    x_sums,
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -291,11 +293,12 @@ def product_int4(
     SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Products whose weights are 4 bits with a scale an output and SIZE inputs.
+    """Products whose weights are 4 bits with a scale an output and SIZE inputs, and perhaps an offset.
 
     A block has two groups of inputs: one in the low halves of its bytes, the other in the high ones. In an 8-bit
     integer a weight stands in the high half, sixteenfold, which takes one instruction for four weights and has a sign;
-    scales are a sixteenth. UNROLL blocks are read at a time. EVEN: they divide the inputs that ``x`` has.
+    scales are a sixteenth. UNROLL blocks are read at a time. EVEN: they divide the inputs that ``x`` has. After all
+    groups, offsets join, each times the sum of its group's inputs (``x_sums``, ``[groups, tokens]``).
 
     Triton reads ahead what matrix instructions take. Scales, which they do not, are read here in the iteration before;
     from two before on, Triton would read nothing ahead.
@@ -309,6 +312,7 @@ def product_int4(
     weight_at = weight + (panel * (PANEL * SIZE) + rows % PANEL * SIZE)[:, None] + k[None, :]
     scales_at = scales + panel * (2 * PANEL) + rows % PANEL
     x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    TOGETHER: tl.constexpr = 128 // BT  # groups whose offsets are read before they are used, as registers allow
     INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
     SUM: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     acc = tl.zeros((BN, BT), tl.float32)
@@ -341,6 +345,15 @@ def product_int4(
         weight_at += UNROLL * PANEL * SIZE
         scales_at += UNROLL * 2 * PANEL
         x_at += UNROLL * 2 * SIZE
+    if offsets is not None:
+        offsets_at = offsets + (rows // PANEL).to(tl.int64) * blocks * (2 * PANEL) + rows % PANEL
+        for group in range(0, 2 * blocks, TOGETHER):
+            for i in tl.static_range(TOGETHER):
+                there = own & (rows * 0 + group + i < 2 * blocks)
+                offset = tl.load(offsets_at + (group + i) * PANEL, mask=there, other=0.0)
+                summed = (token < tokens) & (token * 0 + group + i < 2 * blocks)
+                total = tl.load(x_sums + (group + i) * tokens + token, mask=summed, other=0.0)
+                acc = tl.fma(tl.broadcast_to(offset[:, None], (BN, BT)), tl.broadcast_to(total[None, :], (BN, BT)), acc)
     if x_scales is not None:
         acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
     _finish(
@@ -444,10 +457,22 @@ def quantize_rows(
 
 
 @triton.jit
+def sum_groups(x, sums, inputs, groups, x_stride, SIZE: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums of SIZE inputs of a row each, to ``[groups, tokens]``; those of GROUPS by one program."""
+    row, tokens = tl.program_id(0), tl.num_programs(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    given = tl.load(x + row.to(tl.int64) * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
+    tl.store(sums + group * tokens + row, tl.sum(given, 1), mask=group < groups)
+
+
+@triton.jit
 def gather_rows(
     ids,
     weight,
     scales,
+    offsets,
+    order,
     out,
     first,
     rows,
@@ -482,4 +507,8 @@ def gather_rows(
         pair = tl.load(weight + at, mask=inside, other=0)
         values = tl.where(column // GROUP_SIZE % 2 == 0, pair << 4, pair & -16).to(tl.float32)
         values *= tl.load(scales + group * PANEL + row % PANEL, mask=inside, other=0.0)
+        if offsets is not None:
+            values += tl.load(offsets + group * PANEL + row % PANEL, mask=inside, other=0.0)
+    if order is not None:
+        column = tl.load(order + column, mask=inside, other=0)
     tl.store(out + token.to(tl.int64) * out_stride + column, values.to(out.dtype.element_ty), mask=inside)
