@@ -178,7 +178,7 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
       // What sums of a group become in outputs, or add to those so far.
       auto join = [&](const Sum* from, int64_t group, float* to) {
         if constexpr (!plain) {
-          f32x16 scale[kPanel / 16], offset[kPanel / 16];
+          f32x16 scale[kPanel / 16], offset[kPanel / 16] = {};
           load_groups(m.scales, scales + group * kPanel, scale);
           if (m.offsets.at) load_groups(m.offsets, scales + group * kPanel, offset);
           for (int64_t r = 0; r < rows; r++)

@@ -101,7 +101,7 @@ def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Pa
         told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
         for row, position in zip(table, told, strict=False):
             for token_id, found in (position or {}).items():
-                assert found.logprob == pytest.approx(row[token_id].item(), abs=0.05 if rounds else 1e-4)
+                assert found.logprob == pytest.approx(row[token_id].item(), abs=0.1 if rounds else 1e-4)
 
 
 def generated(folder: Path, **options: Any) -> list[Any]:
