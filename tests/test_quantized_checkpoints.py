@@ -76,8 +76,13 @@ def rounded(x: Tensor, kind: str, group: int) -> Tensor:
     return ((groups * (448 / largest)).to(torch.float8_e4m3fn).float() * (largest / 448)).flatten(-2)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("kind", KINDS)
+ON_CPU = ["awq g32", "gptq asymmetric, act-order, v2", "compressed-tensors w8a8", "compressed-tensors w8a8 asymmetric"]
+ON_CPU += ["fp8 blocks", "bitsandbytes nf4", "bitsandbytes int8"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((kind, "reference") for kind in KINDS), *((kind, "cpu") for kind in ON_CPU)]
+)
 def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Path) -> None:
     """Tokens and log probabilities are those of transformers in float32. Activations are rounded there as the backend
     does where it multiplies what the checkpoint has."""
@@ -92,6 +97,7 @@ def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Pa
                 module.register_forward_pre_hook(lambda _, x: (rounded(x[0], *KINDS[kind].activations),))
     llm = LLM(tmp_path, ops=backend, dtype="float32", block_size=16, num_gpu_blocks_override=50)
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    differences = []
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
         (made,) = output.outputs
         with torch.inference_mode():
@@ -99,9 +105,17 @@ def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Pa
         if not rounds:
             assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
         told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
-        for row, position in zip(table, told, strict=False):
-            for token_id, found in (position or {}).items():
-                assert found.logprob == pytest.approx(row[token_id].item(), abs=0.05 if rounds else 1e-4)
+        found = [
+            (row[token_id], one.logprob)
+            for row, position in zip(table, told, strict=False)
+            for token_id, one in (position or {}).items()
+        ]
+        differences += [abs(float(expected) - logprob) for expected, logprob in found]
+    assert len(differences) > 90
+    if rounds:  # a number between two integers may be rounded to either, and changes what follows
+        assert sum(differences) / len(differences) < 0.03
+    else:
+        assert max(differences) < 1e-4
 
 
 def generated(folder: Path, **options: Any) -> list[Any]:
