@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -116,6 +117,29 @@ def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Pa
         assert sum(differences) / len(differences) < 0.03
     else:
         assert max(differences) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["awq g32", "gptq asymmetric, act-order, v2", "compressed-tensors w8a16 channel"])
+def test_a_quantized_head_in_bfloat16(kind: str, tmp_path: Path) -> None:
+    """With the kernels' products of what is stored, and their argmax."""
+    model = quantize(tmp_path, replace(KINDS[kind], skip=()), LlamaConfig(**SIZES | {"vocab_size": 320}))
+    assert open_checkpoint(tmp_path).format_of("lm_head").bits
+    llm = LLM(tmp_path, dtype="bfloat16", block_size=16, num_gpu_blocks_override=50, weight_cache_dir="none")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate(PROMPTS[-1:], params, use_tqdm=False)
+    told = torch.tensor(
+        [one.logprob for position in (output.prompt_logprobs or [])[1:] for one in (position or {}).values()]
+    )
+    rough = deepcopy(model).bfloat16()
+    with torch.inference_mode():
+        exact, theirs = (
+            one(torch.tensor(PROMPTS[-1:])).logits[0].float().log_softmax(-1)[range(39), PROMPTS[-1][1:]]
+            for one in (model, rough)
+        )
+        best = model(torch.tensor(PROMPTS[-1:])).logits[0, -1]
+    assert (told - exact).norm() <= 1.5 * (theirs - exact).norm()
+    (token,) = output.outputs[0].token_ids
+    assert best[token] > best.max() - 0.5
 
 
 def generated(folder: Path, **options: Any) -> list[Any]:
@@ -243,6 +267,16 @@ def test_what_is_not_read_is_told_by_name(config: dict[str, Any], words: str, tm
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     with pytest.raises(PenstockError, match=words):
         read_config(tmp_path)
+
+
+def test_what_is_computed_otherwise_is_told() -> None:
+    kinds = ("compressed-tensors w8a8 static", "fp8 one scale", "bitsandbytes int8", "compressed-tensors w8a8")
+    words = ("token by token", "token by token", "outliers", "")
+    for kind, expected in zip(kinds, words, strict=True):
+        notes = " ".join(read_quantization_config(KINDS[kind].config).notes)
+        assert expected in notes if expected else not notes
+    config = KINDS["compressed-tensors w8a8"].config | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    assert "--kv-cache-dtype" in " ".join(read_quantization_config(config).notes)
 
 
 def test_schemes_of_modules(tmp_path: Path) -> None:
