@@ -26,10 +26,10 @@ from penstock.layers import BuildContext
 from penstock.models import read_config
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
-from penstock.parallel import SINGLE_RANK, shard_outputs
+from penstock.parallel import SINGLE_RANK, Shard, shard_outputs
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of, quantization_config_of
-from penstock.quant import read_quantization_config
+from penstock.quant import Matrix, read_quantization_config
 
 CPU = torch.device("cpu")
 
@@ -160,6 +160,22 @@ def test_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     quantize(tmp_path, KINDS[kind])
     assert generated(tmp_path, tensor_parallel_size=2) == generated(tmp_path)
+
+
+def test_ranks_do_not_cut_blocks_that_are_multiplied(tmp_path: Path) -> None:
+    """Where they are dequantized, ranks begin anywhere."""
+    model = quantize(tmp_path, KINDS["fp8 blocks"])
+    name, shard = "model.layers.0.mlp.up_proj", Shard(48, 96, 96)
+
+    def matrix(backend: str) -> Matrix:
+        context = BuildContext(ops.backend(CPU, backend), open_checkpoint(tmp_path), torch.float32, CPU, 64)
+        return context.matrix([name], 64, [shard], Format())
+
+    with pytest.raises(PenstockError, match=r"tensor_parallel_size: cuts .*up_proj within blocks of 32 outputs"):
+        matrix("reference")
+    pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    found = matrix("cpu").linear(torch.eye(64))
+    torch.testing.assert_close(found, model.state_dict()[f"{name}.weight"][48:].T, rtol=0, atol=0)
 
 
 def test_float16_and_the_weight_cache(tmp_path: Path) -> None:
