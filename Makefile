@@ -33,6 +33,7 @@ thorough: .venv/tools executors exactness
 	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/test_speculation.py
 	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_kserve.py
 	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py
+	PENSTOCK_BROKEN_CHECKPOINTS=400 $(BIN)/python -m pytest tests/test_broken_checkpoints.py
 	PENSTOCK_FUZZ_REQUESTS=100000 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
 # The engine's tests over worker processes, which make test runs within the engine's own process.

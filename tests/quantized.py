@@ -183,7 +183,7 @@ def int8_kind(symmetric: bool = True, one: bool = False, **inputs: Any) -> Kind:
             "weight_scale": scales(generator, *((1,) if one else (rows, 1)), bits=8, dtype=torch.float32),
         }
         if not symmetric:
-            result["weight_zero_point"] = (integers(generator, 8, outputs, 1).short() - 128).to(torch.int8)
+            result["weight_zero_point"] = (integers(generator, 5, outputs, 1).short() - 16).to(torch.int8)
         return result
 
     def weights(stored: Mapping[str, Array], outputs: int, inputs: int) -> Array:

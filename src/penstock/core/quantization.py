@@ -41,6 +41,18 @@ class Format:
         if self.asymmetric and (self.floating or not self.bits):
             raise ValueError("only integers have offsets")
 
+    def __str__(self) -> str:
+        """For the log: ``int4 in groups of 128 with offsets``."""
+        if not self.bits:
+            return "unquantized weights"
+        text = f"{'fp' if self.floating else 'int'}{self.bits}"
+        if self.rows_per_scale > 1:
+            text += f" in blocks of {self.rows_per_scale} by {self.group_size}"
+        elif self.group_size:
+            text += f" in groups of {self.group_size}"
+        text += " with offsets" if self.asymmetric else ""
+        return text + (" and activations in 8 bits" if self.activation_bits else "")
+
 
 MAX_FP8 = 448.0
 """The largest 8-bit floating-point number (e4m3)."""

@@ -177,7 +177,7 @@ class BuildContext:
         if not self.ops.supports(stored, self.dtype):
             return wanted, False
         if stored.rows_per_scale > 1 and shard.first % stored.rows_per_scale:
-            words = f"gives ranks outputs of {name} from within a block of {stored.rows_per_scale} that share scales"
+            words = f"cuts {name} within blocks of {stored.rows_per_scale} outputs that share scales: use fewer ranks"
             raise invalid("tensor_parallel_size", words)
         return stored, True
 

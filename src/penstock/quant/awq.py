@@ -14,26 +14,33 @@ from penstock.ops import QuantizedWeight
 
 from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
 from .config_fields import group_size, integer, unsupported
-from .integers import from_unsigned, pack_bits, unpack_bits
+from .integers import from_unsigned
 
 BITS = 4
 WORD = 8
 """Outputs in a word."""
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The outputs of a word, from its lowest bits on."""
-PLACES = tuple(ORDER.index(output) for output in range(WORD))
+PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
+"""The outputs of each byte of a word, from its lowest bits on."""
 
 
 def pack(values: Tensor) -> Tensor:
     """``[rows, out]`` uint8 below 16, as ``qweight`` and ``qzeros`` have them: ``[rows, out / 8]`` int32. Rows are
     inputs or groups."""
-    return pack_bits(values.unflatten(1, (-1, WORD))[:, :, ORDER].flatten(1), BITS)
+    eights = values.T.reshape(-1, WORD, len(values))
+    parts = torch.stack([eights[:, low] | eights[:, high] << 4 for low, high in PAIRS], -1)
+    return parts.view(torch.int32)[:, :, 0].T.contiguous()
 
 
 def unpack(words: Tensor) -> Tensor:
-    """The inverse of ``pack``."""
-    values: Tensor = unpack_bits(words, BITS, WORD * words.shape[1]).unflatten(1, (-1, WORD))
-    return values[:, :, PLACES].flatten(1)
+    """The inverse of ``pack``; each output's integers are next to each other in memory."""
+    eights, rows = words.shape[1], len(words)
+    whole = words.T.clone(memory_format=torch.contiguous_format)
+    parts = whole.view(torch.uint8).view(eights, rows, 4).transpose(1, 2).contiguous()
+    values = torch.empty((eights, WORD, rows), dtype=torch.uint8)
+    for place, (low, high) in enumerate(PAIRS):
+        torch.bitwise_and(parts[:, place], 15, out=values[:, low])
+        torch.bitwise_right_shift(parts[:, place], 4, out=values[:, high])
+    return values.flatten(0, 1).T
 
 
 class AWQ:
@@ -68,7 +75,7 @@ class AWQ:
 
         def integers(part: str, count: int) -> Tensor:
             packed = read_tensor(source, f"{name}.{part}", count, outputs // WORD, dtypes=(torch.int32,))
-            return unpack(packed[:, words])[:, own].T.contiguous()
+            return unpack(packed[:, words])[:, own].T
 
         scales = read_tensor(source, f"{name}.scales", groups, outputs, dtypes=FLOATS)[:, first:end].T
         return from_unsigned(integers("qweight", inputs), integers("qzeros", groups), scales, BITS, self._format)

@@ -35,9 +35,9 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of ``pack_bits``: ``[rows, words]`` int32 to ``[rows, count]`` uint8."""
-    parts = words.flatten().contiguous().view(torch.uint8).view(len(words), -1)
+    parts = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
-        return parts[:, :count].clone()
+        return parts[:, :count]
     if bits == 4:
         return torch.stack((parts & 15, parts >> 4), -1).flatten(1)[:, :count]
     rows, eights = len(parts), -(-count // 8)
