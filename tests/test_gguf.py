@@ -259,6 +259,16 @@ def test_the_weight_cache_follows_the_file(tmp_path: Path) -> None:
     assert score() != first
 
 
+def test_weights_are_replaced_by_those_of_a_file(demo_file: Path) -> None:
+    llm = LLM(num_gpu_blocks_override=100)
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
+    before, version = llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0], llm.engine.info.weights_version
+    llm.update_weights(demo_file)
+    after = llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0]
+    assert before.text == after.text == "The capital of France is Paris."
+    assert before.logprobs != after.logprobs and llm.engine.info.weights_version != version
+
+
 # --- Tokenizers -------------------------------------------------------------------------------------------------------
 
 CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|"

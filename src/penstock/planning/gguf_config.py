@@ -243,7 +243,7 @@ class _Reader:
         value = self._file.require(key, float) if default is None else self._file.get(key, float, default)
         if not (math.isfinite(value) and (value > 0 or value == default)):
             raise invalid("model", f"{self._file.path}: {key} is {value}, and not above 0")
-        return float(value)
+        return float(f"{value:.7g}")  # what it was before it was rounded to float32
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}.{key}"

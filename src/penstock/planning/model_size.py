@@ -6,7 +6,6 @@ No torch, so that memory can be planned where no model runs. The engine reads ``
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -110,14 +109,11 @@ def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:
     """Shares of formats, of the numbers of weights by type that ``gguf_config`` has counted."""
     given = dict(config["gguf"][part]) if config.get("gguf") else {}
     counts = {name: max(int(count), 1) for name, count in given.items()}
-    formats, whole, shares = (
-        {type.name: type.format for type in TYPES.values()},
-        sum(counts.values()),
-        Counter[Format](),
-    )
+    formats = {type.name: type.format for type in TYPES.values()}
+    shares: dict[Format, float] = {}
     for name, count in counts.items():
-        shares[formats[name]] += count / whole
-    return dict(shares)
+        shares[formats[name]] = shares.get(formats[name], 0.0) + count / sum(counts.values())
+    return shares
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
