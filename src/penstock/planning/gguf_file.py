@@ -120,7 +120,7 @@ class GGUFFile:
         except UnicodeDecodeError as error:
             self._damaged(f"its header is not UTF-8: {error}")
 
-    def get(self, key: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
+    def get(self, key: str, kind: type[Any], default: Any = None) -> Any:
         """A value of the metadata, or ``default`` where there is none.
 
         Args:
