@@ -46,12 +46,12 @@ from penstock.frontend.hub import resolve
 from penstock.models.weights import GGUFCheckpoint
 from penstock.planning.checkpoint_digest import checkpoint_digest
 from penstock.planning.gguf_file import TYPES, GGUFFile
-from penstock.quant.gguf import FORMATS, read_blocks
+from penstock.quant.gguf import READERS, read_blocks
 from penstock.text import Tokenizer
 from penstock.text.from_gguf import PRE_TOKENIZERS
 from penstock.text.vocabulary import byte_alphabet
 
-QUANTIZED = sorted(FORMATS)
+QUANTIZED = sorted(READERS)
 LARGER = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 WORDY = SMALL | {"vocab_size": 3584}  # transformers counts the tokenizer's tokens
 ROPE = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -83,7 +83,7 @@ def test_every_type_is_what_llama_cpp_dequantizes(kind: str) -> None:
     rows = random_blocks(kind, 70, 768, np.random.default_rng(0))
     expected = torch.from_numpy(gguf.quants.dequantize(rows, number))
     weight = read_blocks(TYPES[number], torch.from_numpy(rows))
-    assert weight.values.dtype == torch.int8 and weight.format == FORMATS[kind].format
+    assert weight.values.dtype == torch.int8 and weight.format == TYPES[number].format
     if weight.format.bits == 4:
         assert weight.values.min() >= -8 and weight.values.max() <= 7
     limit = 2**-23 * expected.abs().max() if kind in ("Q4_1", "Q4_K") else 0
@@ -209,7 +209,10 @@ def test_a_folder_with_one_file_is_that_file(demo_file: Path, tmp_path: Path) ->
 
 def test_memory_is_planned_for_a_file(demo_file: Path) -> None:
     said = within(main, "plan", "memory", "--model", str(demo_file), "--json", "--gpu-memory", "1")
-    assert json.loads(said.stdout)["architecture"] == "Qwen3ForCausalLM", said.stderr
+    planned = json.loads(said.stdout)
+    assert planned["architecture"] == "Qwen3ForCausalLM", said.stderr
+    weights = sum(tensor.size for tensor in GGUFFile(demo_file).tensors.values())
+    assert weights < planned["weight_bytes"] < 1.1 * weights  # scales have 32 bits here, and 16 there
 
 
 def test_parts_are_one_model(tmp_path: Path) -> None:
@@ -254,6 +257,16 @@ def test_the_weight_cache_follows_the_file(tmp_path: Path) -> None:
     first = score()
     write_gguf(tmp_path, file, lambda name: "Q4_0")
     assert score() != first
+
+
+def test_weights_are_replaced_by_those_of_a_file(demo_file: Path) -> None:
+    llm = LLM(num_gpu_blocks_override=100)
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
+    before, version = llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0], llm.engine.info.weights_version
+    llm.update_weights(demo_file)
+    after = llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0]
+    assert before.text == after.text == "The capital of France is Paris."
+    assert before.logprobs != after.logprobs and llm.engine.info.weights_version != version
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------------

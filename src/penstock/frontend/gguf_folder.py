@@ -21,7 +21,6 @@ from penstock.planning.checkpoint_digest import weight_files
 from penstock.planning.config_json import CONFIG
 from penstock.planning.gguf_config import config_of
 from penstock.planning.gguf_file import GGUFFile, parts_in, parts_of
-from penstock.text.from_gguf import GGUFTokenizer
 from penstock.version import __version__
 
 SAMPLING = {
@@ -90,6 +89,8 @@ def _identity(parts: list[Path]) -> str:
 
 def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
     """The files of the folder by name."""
+    from penstock.text.from_gguf import GGUFTokenizer  # which brings the library of tokenizers
+
     config, tokenizer = config_of(parts), GGUFTokenizer(parts[0])
     ends = tokenizer.end_token_ids()
     generation: dict[str, Any] = {"eos_token_id": ends} if ends else {}

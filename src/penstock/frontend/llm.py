@@ -152,8 +152,8 @@ class LLM:
         """Change the model's weights. Where this fails, nothing has changed.
 
         Args:
-            weights: all tensors of the model by their names in a checkpoint, or the folder of a checkpoint of the same
-                model.
+            weights: all tensors of the model by their names in a checkpoint, or the folder of a checkpoint, or
+                the GGUF file, of the same model.
 
         Returns:
             The version of the weights, which ``RequestOutput.weights_version`` repeats.

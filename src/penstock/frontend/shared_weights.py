@@ -17,6 +17,8 @@ from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .gguf_folder import checkpoint_folder
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,7 +29,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def as_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
-    """The folder of weights: that of a checkpoint, or one in shared memory with the tensors, until the context ends.
+    """The folder of weights: that of a checkpoint or GGUF file, or one in shared memory with the tensors, until the
+    context ends.
 
     Args:
         model: folder of the served model, whose configuration goes with the tensors; empty for the built-in one.
@@ -35,7 +38,8 @@ def as_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
     Raises ``PenstockError`` where the tensors are none, or shared memory has no room for them.
     """
     if isinstance(weights, str | Path):
-        yield str(Path(weights).absolute())
+        path = Path(weights).absolute()
+        yield str(checkpoint_folder(path) if path.suffix == ".gguf" and path.is_file() else path)
         return
     from safetensors.torch import save_file  # which brings PyTorch
 

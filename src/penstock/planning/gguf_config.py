@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from penstock.core import Code, PenstockError
@@ -125,6 +127,7 @@ class _Reader:
             "max_window_layers": 0,
             **flags,
             "dtype": self._dtype(),
+            "gguf": self._num_weights(),
             **self._token_ids(),
         }
 
@@ -209,6 +212,14 @@ class _Reader:
             return "bfloat16"
         return DTYPES[types.pop()]
 
+    def _num_weights(self) -> dict[str, dict[str, int]]:
+        """The weights of the matrices by type, for ``planning.model_size``."""
+        counts: dict[str, Counter[str]] = {"layers": Counter(), "head": Counter()}
+        for tensor in self._tensors.values():
+            if len(tensor.shape) > 1:
+                counts["layers" if tensor.name.startswith("blk.") else "head"][tensor.type.name] += prod(tensor.shape)
+        return {part: dict(count) for part, count in counts.items()}
+
     def _token_ids(self) -> dict[str, int]:
         ids = {name: self._file.get(f"tokenizer.ggml.{name}", int) for name in ("bos_token_id", "eos_token_id")}
         return {name: token_id for name, token_id in ids.items() if token_id is not None}
@@ -232,7 +243,7 @@ class _Reader:
         value = self._file.require(key, float) if default is None else self._file.get(key, float, default)
         if not (math.isfinite(value) and (value > 0 or value == default)):
             raise invalid("model", f"{self._file.path}: {key} is {value}, and not above 0")
-        return float(value)
+        return float(f"{value:.7g}")  # what it was before it was rounded to float32
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}.{key}"

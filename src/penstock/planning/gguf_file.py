@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.quantization import UNQUANTIZED, Format
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -46,25 +47,27 @@ class TensorType(NamedTuple):
     """Numbers in a block, which do not cross rows."""
     size: int
     """Bytes of a block."""
+    format: Format
+    """That the weights of a matrix are computed in. Those of 5 and 6 bits, and of a table, become 8-bit integers."""
 
 
 TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    10: TensorType("Q2_K", 256, 84),
-    11: TensorType("Q3_K", 256, 110),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    20: TensorType("IQ4_NL", 32, 18),
-    23: TensorType("IQ4_XS", 256, 136),
-    30: TensorType("BF16", 1, 2),
-    39: TensorType("MXFP4", 32, 17),
+    0: TensorType("F32", 1, 4, UNQUANTIZED),
+    1: TensorType("F16", 1, 2, UNQUANTIZED),
+    2: TensorType("Q4_0", 32, 18, Format(4, 32)),
+    3: TensorType("Q4_1", 32, 20, Format(4, 32, asymmetric=True)),
+    6: TensorType("Q5_0", 32, 22, Format(8, 32)),
+    7: TensorType("Q5_1", 32, 24, Format(8, 32, asymmetric=True)),
+    8: TensorType("Q8_0", 32, 34, Format(8, 32)),
+    10: TensorType("Q2_K", 256, 84, Format(4, 16, asymmetric=True)),
+    11: TensorType("Q3_K", 256, 110, Format(4, 16)),
+    12: TensorType("Q4_K", 256, 144, Format(4, 32, asymmetric=True)),
+    13: TensorType("Q5_K", 256, 176, Format(8, 32, asymmetric=True)),
+    14: TensorType("Q6_K", 256, 210, Format(8, 16)),
+    20: TensorType("IQ4_NL", 32, 18, Format(8, 32)),
+    23: TensorType("IQ4_XS", 256, 136, Format(8, 32)),
+    30: TensorType("BF16", 1, 2, UNQUANTIZED),
+    39: TensorType("MXFP4", 32, 17, Format(8, 32)),
 }
 """Types that are read, by their number in the file."""
 OTHER_TYPES = {
@@ -117,7 +120,7 @@ class GGUFFile:
         except UnicodeDecodeError as error:
             self._damaged(f"its header is not UTF-8: {error}")
 
-    def get(self, key: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
+    def get(self, key: str, kind: type[Any], default: Any = None) -> Any:
         """A value of the metadata, or ``default`` where there is none.
 
         Args:

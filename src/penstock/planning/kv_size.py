@@ -6,9 +6,10 @@ The formulas for settings are those of PaddleNLP's and FastDeploy's documents.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.core.quantization import SCHEMES, Format
+from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format
 
 from .kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from .model_size import ModelSize
@@ -47,10 +48,17 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
         scales = SCALE_BYTES * (2 if format.asymmetric else 1) / (format.rows_per_scale or size.hidden_size)
         return format.bits / 8 + scales / (format.group_size or size.hidden_size)
 
-    layers, stored = scheme.layers, size.stored
-    if stored.bits and (not layers.bits or (layers.bits, layers.floating) == (stored.bits, stored.floating)):
-        layers = stored
-    return weight(layers), weight(scheme.head)
+    def mean(wanted: Format, stored: Mapping[Format, float]) -> float:
+        return sum(share * weight(_kept(wanted, format)) for format, share in stored.items())
+
+    layers, head = size.gguf_layers or {size.stored: 1.0}, size.gguf_head or {UNQUANTIZED: 1.0}
+    return mean(scheme.layers, layers), mean(scheme.head, head)
+
+
+def _kept(wanted: Format, stored: Format) -> Format:
+    """The format of a matrix: the checkpoint's own, where no other number of bits is wanted."""
+    same = not wanted.bits or (wanted.bits, wanted.floating) == (stored.bits, stored.floating)
+    return stored if stored.bits and same else wanted
 
 
 def kv_specs(

@@ -7,12 +7,13 @@ No torch, so that memory can be planned where no model runs. The engine reads ``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 
+from .gguf_file import TYPES
 from .stored_format import stored_format
 
 QUANT_METHOD = "penstock"
@@ -49,6 +50,10 @@ class ModelSize:
     """To quantize to at load where the user asks for nothing else, a name of ``SCHEMES``."""
     stored: Format = UNQUANTIZED
     """Format of the layers' matrices in a checkpoint that is quantized already."""
+    gguf_layers: Mapping[Format, float] = field(default_factory=dict)
+    """In a GGUF file the shares of formats among the layers' weights."""
+    gguf_head: Mapping[Format, float] = field(default_factory=dict)
+    """Among the weights of embedding and language model head."""
 
     def on_cpu(self) -> ModelSize:
         """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
@@ -95,7 +100,20 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         num_mtp_layers=mtp,
         quantization=quantization_of(config) or "none",
         stored=stored_format(quantization_config_of(config)),
+        gguf_layers=_gguf_shares(config, "layers"),
+        gguf_head=_gguf_shares(config, "head"),
     )
+
+
+def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:
+    """Shares of formats, of the numbers of weights by type that ``gguf_config`` has counted."""
+    given = dict(config["gguf"][part]) if config.get("gguf") else {}
+    counts = {name: max(int(count), 1) for name, count in given.items()}
+    formats = {type.name: type.format for type in TYPES.values()}
+    shares: dict[Format, float] = {}
+    for name, count in counts.items():
+        shares[formats[name]] = shares.get(formats[name], 0.0) + count / sum(counts.values())
+    return shares
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.core.quantization import Format
 from penstock.ops import QuantizedWeight
 from penstock.planning.gguf_file import TensorType
 
@@ -35,20 +34,14 @@ class Blocks(NamedTuple):
     """As ``scales``, of asymmetric formats."""
 
 
-class BlockFormat(NamedTuple):
-    format: Format
-    read: Callable[[Tensor], Blocks]
-    """Takes ``[rows, blocks, bytes]`` uint8."""
-
-
 def read_blocks(type: TensorType, rows: Tensor) -> QuantizedWeight:
     """The weights of a matrix, or of some of its rows.
 
     Args:
-        type: one of ``FORMATS``.
+        type: a key of ``READERS``, by its name.
         rows: ``[out, bytes]`` uint8.
     """
-    format, read = FORMATS[type.name]
+    format, read = type.format, READERS[type.name]
     outputs, blocks = rows.shape[0], rows.shape[1] // type.size
     inputs = blocks * type.block
     groups = inputs // format.group_size
@@ -179,19 +172,19 @@ def _look_up(table: tuple[int, ...], indices: Tensor) -> Tensor:
     return torch.tensor(table, dtype=torch.int8).index_select(0, indices.int().flatten()).view_as(indices)
 
 
-FORMATS = {
-    "Q4_0": BlockFormat(Format(4, 32), _q4_0),
-    "Q4_1": BlockFormat(Format(4, 32, asymmetric=True), _q4_1),
-    "Q5_0": BlockFormat(Format(8, 32), _q5_0),
-    "Q5_1": BlockFormat(Format(8, 32, asymmetric=True), _q5_1),
-    "Q8_0": BlockFormat(Format(8, 32), _q8_0),
-    "Q2_K": BlockFormat(Format(4, 16, asymmetric=True), _q2_k),
-    "Q3_K": BlockFormat(Format(4, 16), _q3_k),
-    "Q4_K": BlockFormat(Format(4, 32, asymmetric=True), _q4_k),
-    "Q5_K": BlockFormat(Format(8, 32, asymmetric=True), _q5_k),
-    "Q6_K": BlockFormat(Format(8, 16), _q6_k),
-    "IQ4_NL": BlockFormat(Format(8, 32), _iq4_nl),
-    "IQ4_XS": BlockFormat(Format(8, 32), _iq4_xs),
-    "MXFP4": BlockFormat(Format(8, 32), _mxfp4),
+READERS: dict[str, Callable[[Tensor], Blocks]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
-"""By the name of the type. Weights of 5 and 6 bits, and those of a table, are 8-bit integers here."""
+"""By the name of the type; they take ``[rows, blocks, bytes]`` uint8."""

@@ -19,7 +19,7 @@ from penstock.ops import QuantizedWeight
 from penstock.planning.checkpoint_digest import checkpoint_digest, weight_files
 from penstock.planning.gguf_config import tensors_of
 from penstock.planning.gguf_file import GGUFFile, GGUFTensor, parts_in
-from penstock.quant.gguf import FORMATS, read_blocks
+from penstock.quant.gguf import read_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class GGUFCheckpoint:
     def format_of(self, name: str) -> Format:
         """As ``layers.Weights.format_of``."""
         tensor = self._tensors.get(_stored_name(f"{name}.weight"))
-        return UNQUANTIZED if tensor is None or tensor.type.name in FLOATS else FORMATS[tensor.type.name].format
+        return tensor.type.format if tensor else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
         """As ``layers.Weights.read_quantized``."""
