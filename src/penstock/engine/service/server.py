@@ -385,7 +385,7 @@ class EngineServer:
             case messages.Cancel():
                 self._broadcast(message)
             case messages.ResetPrefixCache(call_id):
-                self._engine.scheduler.device_pool.clear_cache()
+                self._engine.scheduler.kv.reset_prefix_cache()
                 self._send_result(client, call_id)
             case messages.Pause(request_id, paused):
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
