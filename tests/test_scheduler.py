@@ -8,7 +8,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import Any
 
@@ -95,6 +95,7 @@ class Machine:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.in_use: dict[int, list[int]] = {}
+        self.slots_in_use: dict[int, set[int]] = {}
 
     def apply(self, updates: RowUpdates) -> None:
         for block, slot in updates.stores.reshape(-1, 2).tolist():
@@ -127,6 +128,7 @@ class Machine:
         step = decoder(StepInput).decode(encoder.encode(message))
         self.apply(step.updates)
         self.in_use[id(plan)] = [block for item in plan.scheduled for block in item.sequence.blocks]
+        self.slots_in_use[id(plan)] = {one.slot for one in (*plan.stores, *plan.loads)}
         forks: dict[int, list[int]] = {}
         for row, parent, _ in step.updates.forks.reshape(-1, 3).tolist():
             forks.setdefault(parent, []).append(row)
@@ -172,6 +174,7 @@ class Machine:
 
     def collected(self, plan: Plan, pool: BlockPool) -> None:
         assert all(map(pool.ref_count, self.in_use.pop(id(plan)))), "a block was given back under a running step"
+        del self.slots_in_use[id(plan)]
 
 
 class Guesser:
@@ -274,7 +277,7 @@ def draw_scheduler(rng: Random, stages: int, depth: int) -> tuple[Scheduler, Hos
     )
     blocks = rng.randint(LONGEST // SIZE, 4 * LONGEST // SIZE)
     pools = BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE)
-    tier = HostTier(rng.randint(1, 30), 1, SIZE) if options.enable_prefix_caching and rng.random() < 0.7 else None
+    tier = HostTier(rng.randint(1, 60), 1, SIZE) if options.enable_prefix_caching and rng.random() < 0.7 else None
     offloading = KVOffloading(pools[0], tier) if tier else None
     scheduler = Scheduler(options, *pools, pipeline_stages=stages, max_concurrent_batches=depth, offloading=offloading)
     if rng.random() < 0.5:
@@ -316,9 +319,12 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
             if rng.random() < 0.3:
                 arrive()
             if tier and rng.random() < 0.2:  # as a thread that reads from a disk does it at any time
-                slots = tier.allocate(rng.randint(1, 5))
+                slots = tier.allocate(rng.choice((2, 2, 2, tier.num_slots)))
+                assert not set(slots).intersection(chain(*machine.slots_in_use.values())), "a step reads or writes them"
                 machine.tier.update(dict.fromkeys(slots, (-1,) * SIZE))
                 tier.release(slots)
+            if tier and rng.random() < 0.15:
+                scheduler.device_pool.clear_cache()
         if coming:
             arrive()
 
