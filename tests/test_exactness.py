@@ -232,7 +232,7 @@ def draw_engine(
         scheduling_policy=rng.choice(("fcfs", "priority")),
         speculative_config=rng.choice(("", "", "", NGRAM, drafted)),
         kv_offloading_size=rng.choice((0.0, 0.0005, 0.01)),
-        kv_offloading_disk_path=rng.choice(("", "", str(checkpoint / "kv"))),  # which engines of all kinds share
+        kv_offloading_disk_path=rng.choice(("", str(checkpoint / "kv"))),  # which engines of all kinds share
         kv_offloading_disk_size=0.02,
     )
 

@@ -235,9 +235,14 @@ class DiskTier:
                 logger.warning("%s: blocks are not kept for %g seconds: %s", self._folder, RETRY_AFTER, error)
 
     def _touch(self, block_hash: bytes) -> bool:
-        """Mark a block as used now; returns whether it is here."""
+        """Mark a block as used now; returns whether its file is here, as far as can be told without reading it."""
+        path = self._path(block_hash)
         try:
-            os.utime(self._path(block_hash), follow_symlinks=False)
+            status = path.lstat()
+            whole = stat.S_ISREG(status.st_mode) and status.st_size == self._file_bytes
+            if not whole or status.st_mode & 0o077 or status.st_uid != os.geteuid():
+                return False
+            os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
