@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -132,10 +133,10 @@ class KVOffloading:
             self._disk.poll()
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Counters since the start, and the use of the host tier, by their names."""
+    def counts(self) -> dict[str, Any]:
+        """Counters since the start, and the use of the host tier, by the names of ``Stats`` after ``offload_``."""
         tokens, size = self._device_pool.block_size, self._host.slot_bytes
-        counts = {
+        counts: dict[str, Any] = {
             "queries": self.num_queries * tokens,
             "hits": self.num_loaded * tokens,
             "bytes_stored": self.num_stored * size,
