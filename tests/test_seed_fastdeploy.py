@@ -169,7 +169,6 @@ ACT: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "kv_cache_ratio": 0.5,
     "enable_prefix_caching": True,
-    "swap_space": 0.01,
     "enable_chunked_prefill": True,
     "max_num_partial_prefills": 3,
     "max_long_partial_prefills": 2,
@@ -209,6 +208,7 @@ REST: dict[str, Any] = {
     "reasoning_parser": "ernie-x1",
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
     "enable_logprob": True,
+    "swap_space": 0.01,
 }
 
 
@@ -223,7 +223,7 @@ def test_llm_takes_every_parameter(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(demo.CHAT, compat="fastdeploy", **given)
     for name, value in ACT.items():
         assert getattr(llm.options, name) == value, name
-    assert (llm.options.preemption_mode, llm.options.max_queue_time) == ("swap", 0.0)
+    assert (llm.options.kv_offloading_size, llm.options.max_queue_time) == (0.01, 0.0), "for cached prefixes"
     assert json.loads(llm.options.speculative_config) == REST["speculative_config"]
     assert llm.options.enforce_eager, "as the configuration of graphs says"
     said = {record.args[0] for record in caplog.records if "has no meaning here" in record.msg}

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 READERS = 2
 """Threads that read."""
 READ_TIMEOUT = 5.0
-"""Seconds that a request waits for its blocks; what has not come by then is computed."""
+"""Seconds without any block from the disk after which requests do not wait for theirs any more, and compute what has
+not come."""
 RETRY_AFTER = 30.0
 """Seconds after an error of the disk before something is written again."""
 CLOSE_TIMEOUT = 5.0
@@ -89,11 +90,13 @@ class DiskTier:
         """Hashes of blocks to keep (True) or to forget, in this order."""
         self._changed = threading.Condition()
         self._closing = False
-        self._reads: SimpleQueue[tuple[Sequence[bytes], float, Future[None]] | None] = SimpleQueue()
+        self._reads: SimpleQueue[tuple[Sequence[bytes], Future[None]] | None] = SimpleQueue()
+        self._progress = 0.0
+        """When a block was last read, or found missing."""
         self._overdue = 0
         """Reads that requests do not wait for any more, and that have not ended."""
         self._waiting: list[tuple[float, Future[None]]] = []
-        """Deadline and future of each read."""
+        """When each read was asked for, and its future."""
         threads = [threading.Thread(target=self._read_all, daemon=True) for _ in range(READERS)]
         self._writer = threading.Thread(target=self._write_all, daemon=True)
         for thread in (*threads, self._writer):
@@ -105,15 +108,14 @@ class DiskTier:
         """Begin to read blocks into the host tier, up to the first that is not here.
 
         Returns:
-            Done when they are there, or it has taken ``READ_TIMEOUT``; ``poll`` has to be called meanwhile. None where
-            the disk does not answer.
+            Done when they are there, or nothing has come for ``READ_TIMEOUT``; ``poll`` has to be called meanwhile.
+            None where the disk does not answer.
         """
         if self._overdue > 0:
             return None
         done: Future[None] = Future()
-        deadline = time.monotonic() + READ_TIMEOUT
-        self._waiting.append((deadline, done))
-        self._reads.put((block_hashes, deadline, done))
+        self._waiting.append((time.monotonic(), done))
+        self._reads.put((block_hashes, done))
         return done
 
     def poll(self) -> None:
@@ -121,15 +123,15 @@ class DiskTier:
         if not self._waiting:
             return
         now, left = time.monotonic(), []
-        for deadline, done in self._waiting:
-            if now > deadline and _complete(done):
+        for asked, done in self._waiting:
+            if now > max(asked, self._progress) + READ_TIMEOUT and _complete(done):
                 with self._changed:
                     self._overdue += 1
                 self.num_read_failures += 1
-                words = "%s: reading takes more than %g seconds; prompts are computed"
+                words = "%s: nothing could be read for %g seconds; prompts are computed"
                 logger.warning(words, self._folder, READ_TIMEOUT)
             elif not done.done():
-                left.append((deadline, done))
+                left.append((asked, done))
         self._waiting = left
 
     def keep(self, block_hashes: Sequence[bytes]) -> None:
@@ -162,23 +164,23 @@ class DiskTier:
 
     def _read_all(self) -> None:
         while job := self._reads.get():
-            block_hashes, deadline, done = job
-            if not done.cancelled():
-                try:
-                    self._read(block_hashes, deadline)
-                except Exception:
-                    logger.exception("%s could not be read", self._folder)
+            block_hashes, done = job
+            try:
+                self._read(block_hashes, done)
+            except Exception:
+                logger.exception("%s could not be read", self._folder)
             if not _complete(done) and not done.cancelled():
                 with self._changed:
                     self._overdue -= 1
 
-    def _read(self, block_hashes: Sequence[bytes], deadline: float) -> None:
+    def _read(self, block_hashes: Sequence[bytes], done: Future[None]) -> None:
         held: list[int] = []
         try:
             for one in block_hashes:
-                if time.monotonic() > deadline:
+                if done.done():  # nobody waits any more
                     return
                 slots = self._host.hold([one]) or self._read_block(one)
+                self._progress = time.monotonic()
                 if not slots:
                     return
                 held += slots
