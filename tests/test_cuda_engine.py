@@ -120,6 +120,17 @@ def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
 
 
 @pytest.mark.thorough
+def test_a_prefix_comes_back_from_host_memory(checkpoint: Path) -> None:
+    engine = start(checkpoint, KINDS[0], kv_offloading_size=0.001, max_model_len=128)
+    (request,) = draw_requests(Random(0), 24)[2:]
+    first = run(engine, [request])
+    engine.scheduler.device_pool.clear_cache()
+    assert run(engine, [request]) == first
+    assert engine.kv_offloading and engine.kv_offloading.num_loaded == 2
+    engine.close()
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS + MORE_KINDS)
 def test_nor_across_spans_of_attention(checkpoint: Path, kind: str) -> None:
     assert differing(checkpoint, kind, SCHEDULES, 240) == []

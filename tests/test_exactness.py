@@ -199,6 +199,7 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
     """As ``answers``; every block is back in the end."""
     found = answers(engine, requests, rng)
     assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
+    assert not engine.scheduler.kv.has_stores
     return found
 
 
@@ -230,6 +231,9 @@ def draw_engine(
         max_num_partial_prefills=rng.randint(1, 3),
         scheduling_policy=rng.choice(("fcfs", "priority")),
         speculative_config=rng.choice(("", "", "", NGRAM, drafted)),
+        kv_offloading_size=rng.choice((0.0, 0.0005, 0.01)),
+        kv_offloading_disk_path=rng.choice(("", str(checkpoint / "kv"))),  # which engines of all kinds share
+        kv_offloading_disk_size=0.02,
     )
 
 

@@ -91,6 +91,9 @@ def test_gauges_tell_who_runs_and_who_waits(served: Served) -> None:
 @pytest.mark.row("vllm", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds")
 @pytest.mark.row("vllm", "vllm:request_inference_time_seconds", "vllm:request_time_per_output_token_seconds")
 @pytest.mark.row("vllm", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:cache_config_info")
+@pytest.mark.row("vllm", "vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits")
+@pytest.mark.row("vllm", "vllm:kv_offload_store_bytes", "vllm:kv_offload_load_bytes")
+@pytest.mark.row("vllm", "vllm:kv_offload_cpu_cache_usage_perc")
 def test_the_document_s_names_are_there_and_say_what_they_count(served: Served) -> None:
     page = httpx.get(f"{served.root}/metrics").text
     for name in re.findall(r"`vllm:(\w+)`", DOCUMENT.read_text()):

@@ -327,6 +327,7 @@ def draw_options(rng: Random) -> dict[str, Any]:
         "preemption_mode": rng.choice(("recompute", "swap")),
         "swap_space": 0.001,
         "kv_buffer_size": rng.choice((2**17, 2**18, 2**20)),
+        "kv_offloading_size": rng.choice((0.0, 0.0005, 0.01)),
     }
 
 

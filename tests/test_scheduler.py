@@ -8,7 +8,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import Any
 
@@ -30,6 +30,8 @@ from penstock.core import (
     TokenDelta,
 )
 from penstock.engine.kv.block_pool import BlockPool
+from penstock.engine.kv.host_tier import HostTier
+from penstock.engine.kv.offloading import KVOffloading
 from penstock.engine.scheduling.prerequisites import Prerequisite
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step_builder import add_drafts
@@ -88,18 +90,25 @@ class Machine:
         self.samples = samples
         self.device: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
+        self.tier: dict[int, tuple[int, ...]] = {}
         self.rows: dict[int, NewRow] = {}
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.in_use: dict[int, list[int]] = {}
+        self.slots_in_use: dict[int, set[int]] = {}
 
     def apply(self, updates: RowUpdates) -> None:
+        for block, slot in updates.stores.reshape(-1, 2).tolist():
+            self.tier[slot] = self.device[block]
+            assert len(self.tier[slot]) == SIZE, "a block is stored that is not full"
         for source, target in updates.swap_out.reshape(-1, 2).tolist():
             self.host[target] = self.device.get(source, ())
         for source, target in updates.swap_in.reshape(-1, 2).tolist():
             self.device[target] = self.host[source]
         for source, target in updates.copies.reshape(-1, 2).tolist():
             self.device[target] = self.device[source]
+        for slot, block in updates.loads.reshape(-1, 2).tolist():
+            self.device[block] = self.tier[slot]
         before, tables = {row: [*known] for row, known in self.tokens.items()}, {**self.tables}
         for row, parent, position, token in updates.beam_steps.reshape(-1, 4).tolist():
             self.tokens[row], self.tables[row] = [*before[parent][:position], token], [*tables[parent]]
@@ -119,6 +128,7 @@ class Machine:
         step = decoder(StepInput).decode(encoder.encode(message))
         self.apply(step.updates)
         self.in_use[id(plan)] = [block for item in plan.scheduled for block in item.sequence.blocks]
+        self.slots_in_use[id(plan)] = {one.slot for one in (*plan.stores, *plan.loads)}
         forks: dict[int, list[int]] = {}
         for row, parent, _ in step.updates.forks.reshape(-1, 3).tolist():
             forks.setdefault(parent, []).append(row)
@@ -164,6 +174,7 @@ class Machine:
 
     def collected(self, plan: Plan, pool: BlockPool) -> None:
         assert all(map(pool.ref_count, self.in_use.pop(id(plan)))), "a block was given back under a running step"
+        del self.slots_in_use[id(plan)]
 
 
 class Guesser:
@@ -189,7 +200,7 @@ def serve(
     """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas. Steps
     fail where ``fails`` says so, before they are sent or when they are collected."""
     under_way = deque[tuple[Plan, StepOutput]]()
-    while scheduler.num_unfinished_requests or under_way:
+    while scheduler.num_unfinished_requests or under_way or scheduler.kv.has_stores:
         plan = scheduler.schedule() if len(under_way) < depth else Plan()
         if plan:
             check_limits(scheduler, plan)
@@ -198,7 +209,7 @@ def serve(
                 yield scheduler.fail(plan, FAILED)
                 continue
             under_way.append((plan, machine.run(scheduler, plan)))
-        else:
+        elif under_way or scheduler.num_unfinished_requests:
             assert under_way, "nothing runs, nothing is under way, and requests are left"
             plan, outcome = under_way.popleft()
             machine.collected(plan, scheduler.device_pool)
@@ -246,7 +257,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
     )
 
 
-def draw_scheduler(rng: Random, stages: int, depth: int) -> Scheduler:
+def draw_scheduler(rng: Random, stages: int, depth: int) -> tuple[Scheduler, HostTier | None]:
     chunked, partial = rng.random() < 0.7, rng.randint(1, 3)
     options = SchedulerOptions(
         max_num_seqs=rng.randint(3, 8),
@@ -266,10 +277,12 @@ def draw_scheduler(rng: Random, stages: int, depth: int) -> Scheduler:
     )
     blocks = rng.randint(LONGEST // SIZE, 4 * LONGEST // SIZE)
     pools = BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE)
-    scheduler = Scheduler(options, *pools, pipeline_stages=stages, max_concurrent_batches=depth)
+    tier = HostTier(rng.randint(1, 60), 1, SIZE) if options.enable_prefix_caching and rng.random() < 0.7 else None
+    offloading = KVOffloading(pools[0], tier) if tier else None
+    scheduler = Scheduler(options, *pools, pipeline_stages=stages, max_concurrent_batches=depth, offloading=offloading)
     if rng.random() < 0.5:
         scheduler.speculation = Speculation(Guesser(rng), rng.randint(1, 4), adaptive=rng.random() < 0.5)
-    return scheduler
+    return scheduler, tier
 
 
 @settings(max_examples=300, deadline=None)
@@ -278,7 +291,8 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
     """Under any options, arrivals, cancellations, failing steps and overlap, and in the end every block is back."""
     rng = Random(seed)
     stages, depth = rng.choice((1, 1, 2, 3)), rng.randint(1, 3)
-    scheduler, machine = draw_scheduler(rng, stages, depth), Machine(samples=stages == 1)
+    scheduler, tier = draw_scheduler(rng, stages, depth)
+    machine = Machine(samples=stages == 1)
     failing = rng.choice((0.0, 0.05))
     coming = [draw_request(rng, number) for number in range(rng.randint(1, 12))]
     asked: dict[str, EngineRequest] = {}
@@ -304,11 +318,19 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
                 got.setdefault((delta.request_id, delta.sequence), []).append(delta)
             if rng.random() < 0.3:
                 arrive()
+            if tier and rng.random() < 0.2:  # as a thread that reads from a disk does it at any time
+                slots = tier.allocate(rng.choice((2, 2, 2, tier.num_slots)))
+                assert not set(slots).intersection(chain(*machine.slots_in_use.values())), "a step reads or writes them"
+                machine.tier.update(dict.fromkeys(slots, (-1,) * SIZE))
+                tier.release(slots)
+            if tier and rng.random() < 0.15:
+                scheduler.device_pool.clear_cache()
         if coming:
             arrive()
 
     assert scheduler.device_pool.num_free == scheduler.device_pool.total
     assert scheduler.host_pool is None or scheduler.host_pool.num_free == scheduler.host_pool.total
+    assert tier is None or not tier.num_held
     if scheduler.options.batch_scheduler_policy == "guaranteed_no_evict":
         assert scheduler.num_preemptions == 0
     assert bool(scheduler.num_preempted_sequences) == bool(scheduler.num_preemptions)
@@ -524,6 +546,36 @@ def test_what_can_never_run_is_refused(bad: EngineRequest, field: str) -> None:
 def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
     with pytest.raises(PenstockError, match="max_model_len"):
         scheduler(blocks=LONGEST // SIZE - 1)
+
+
+def test_what_the_device_has_evicted_is_loaded() -> None:
+    """And what was stored by a step that failed, or loaded by one, is not taken for what it should be."""
+    pool, tier = BlockPool(14, SIZE), HostTier(40, 1, SIZE)
+    engine = Scheduler(SchedulerOptions(max_model_len=LONGEST), pool, offloading=KVOffloading(pool, tier))
+    machine = Machine()
+
+    def run(number: int, fails: str = "") -> int:
+        """Returns how many of its tokens were cached."""
+        engine.add(request(number, [number % 10, *range(35)], max_tokens=3))
+        first = engine.schedule()
+        if fails:
+            engine.builder.build(first)
+            engine.fail(first, FAILED)
+            finish(engine, machine)
+            return -1
+        (delta,) = engine.update(first, machine.run(engine, first))
+        finish(engine, machine)
+        return delta.cached_tokens
+
+    assert [run(0), run(1), run(10), run(11), run(21)] == [0, 0, 32, 32, 32]
+    assert tier.num_cached == 18 and not tier.num_held
+    run(0, fails="load")
+    assert run(20) == 32
+    engine.kv.reset_prefix_cache()
+    assert run(30) == 0
+    engine.set_weights("other")
+    assert [run(40), run(1), run(50)] == [0, 0, 32], "nothing of other weights"
+    assert pool.num_free == pool.total and not tier.num_held
 
 
 def finish(engine: Scheduler, machine: Machine) -> dict[str, list[int]]:

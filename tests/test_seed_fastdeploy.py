@@ -114,7 +114,7 @@ def test_metrics_have_its_names_and_add_up(served: Served, client: openai.OpenAI
     ratio = found["prefix_cache_token_num_total"] / found["prompt_tokens_total"]
     assert found["hit_token_rate"] == found["gpu_hit_token_rate"] == pytest.approx(ratio)
     assert found["hit_req_rate"] == pytest.approx(1 / found["requests_number_total"])
-    assert found["cpu_hit_token_rate"] == found["prefix_cpu_cache_token_num"] == 0
+    assert found["cpu_hit_token_rate"] == found["prefix_cpu_cache_token_num_total"] == 0, "nothing was evicted"
     spans = [new(f"request_{part}_time_seconds_sum") for part in ("inference", "prefill", "decode")]
     assert spans[0] == pytest.approx(spans[1] + spans[2]) and min(spans) > 0
     (config,) = re.findall(r"^fastdeploy:cache_config_info{(.*)} 1.0", page, re.MULTILINE)
@@ -169,7 +169,6 @@ ACT: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "kv_cache_ratio": 0.5,
     "enable_prefix_caching": True,
-    "swap_space": 0.01,
     "enable_chunked_prefill": True,
     "max_num_partial_prefills": 3,
     "max_long_partial_prefills": 2,
@@ -209,6 +208,7 @@ REST: dict[str, Any] = {
     "reasoning_parser": "ernie-x1",
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
     "enable_logprob": True,
+    "swap_space": 0.01,
 }
 
 
@@ -223,7 +223,7 @@ def test_llm_takes_every_parameter(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(demo.CHAT, compat="fastdeploy", **given)
     for name, value in ACT.items():
         assert getattr(llm.options, name) == value, name
-    assert (llm.options.preemption_mode, llm.options.max_queue_time) == ("swap", 0.0)
+    assert (llm.options.kv_offloading_size, llm.options.max_queue_time) == (0.01, 0.0), "for cached prefixes"
     assert json.loads(llm.options.speculative_config) == REST["speculative_config"]
     assert llm.options.enforce_eager, "as the configuration of graphs says"
     said = {record.args[0] for record in caplog.records if "has no meaning here" in record.msg}

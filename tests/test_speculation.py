@@ -79,6 +79,7 @@ def plain() -> list[Any]:
         {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 48},
         {"enable_prefix_caching": False, "max_num_seqs": 4},
         {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "swap_space": 0.01},
+        {"num_gpu_blocks_override": 40, "kv_offloading_size": 0.1},
         {"batch_scheduler_policy": "guaranteed_no_evict", "num_gpu_blocks_override": 80},
     ],
 )

@@ -166,7 +166,7 @@ def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], reposit
         ("tensorrt_llm", "gpt_model_type", "V1", "batching_type", "static"),
         ("tensorrt_llm", "enable_chunked_context", "false", "enable_chunked_prefill", False),
         ("tensorrt_llm", "enable_kv_cache_reuse", "false", "enable_prefix_caching", False),
-        ("tensorrt_llm", "kv_cache_host_memory_bytes", str(2**31), "swap_space", 2.0),
+        ("tensorrt_llm", "kv_cache_host_memory_bytes", str(2**31), "kv_offloading_size", 2.0),
         ("tensorrt_llm", "exclude_input_in_output", "true", "exclude_input_in_output", True),
         ("tensorrt_llm", "max_beam_width", "4", "max_beam_width", 4),
         ("tensorrt_llm", "gpu_device_ids", "0;1;2", "data_parallel_size", 3),

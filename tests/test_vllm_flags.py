@@ -66,6 +66,12 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
             '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer","kv_buffer_size":4096}',
             {"role": "decode", "kv_transport": "nixl", "kv_buffer_size": 4096},
         ),
+        ("--kv-offloading-size 4 --kv-offloading-backend native", {"kv_offloading_size": 4.0}),
+        (
+            '--kv-transfer-config {"kv_connector":"OffloadingConnector","kv_role":"kv_both",'
+            '"kv_connector_extra_config":{"cpu_bytes_to_use":1073741824}}',
+            {"kv_offloading_size": 1.0, "role": "mixed"},
+        ),
     ],
 )
 def test_a_flag_that_acts_has_its_meaning(
@@ -139,6 +145,7 @@ def test_what_changes_nothing_is_taken_and_said(
 @pytest.mark.row(
     "vllm", "--cpu-offload-gb", "--kv-transfer-config", "--tool-parser-plugin", "--reasoning-parser-plugin"
 )
+@pytest.mark.row("vllm", "--kv-offloading-size", "--kv-offloading-backend")
 @pytest.mark.row("vllm", "--logits-processors", "--middleware")
 @PROFILES
 @pytest.mark.parametrize(
@@ -154,6 +161,8 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--lora-dtype float16", "--lora_dtype: 'float16' is wrong"),
         ("--stream-interval 10", "--stream_interval: '10' is wrong"),
         ("--cpu-offload-gb 4", "--cpu_offload_gb: '4' is wrong"),
+        ("--kv-offloading-backend lmcache", "--kv_offloading_backend: 'lmcache' is wrong"),
+        ('--kv-transfer-config {"kv_connector":"OffloadingConnector"}', "must give cpu_bytes_to_use"),
         ("--kv-transfer-config {}", "kv_role must be kv_producer or kv_consumer"),
         ('--kv-transfer-config {"kv_role":"kv_both"}', "an instance of both is one without this flag"),
         (

@@ -313,6 +313,32 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     swap_space: Annotated[
         float, option("Host memory for blocks of preempted sequences (preemption_mode swap).", "GiB", ge=0)
     ] = 4.0
+    kv_offloading_size: Annotated[
+        float,
+        option(
+            "Host memory of each engine for cached prefixes, which outlast their blocks in the KV cache there; 0 is "
+            "none, with kv_offloading_disk_path 1 GiB. Results do not depend on it.",
+            "GiB",
+            ge=0,
+        ),
+    ] = 0.0
+    kv_offloading_disk_path: Annotated[
+        str,
+        option(
+            "Folder where cached prefixes are kept, too: also when the engine is started again. Keys and values in it "
+            "tell the prompts, so only this user may read it.",
+            empty="none",
+        ),
+    ] = ""
+    kv_offloading_disk_size: Annotated[
+        float,
+        option(
+            "Maximum size of this folder; the least recently used files are deleted. 10 % of the disk are always left "
+            "free.",
+            "GiB",
+            gt=0,
+        ),
+    ] = 10.0
     role: Annotated[
         Literal["mixed", "prefill", "decode", "router"],
         option(
@@ -385,6 +411,13 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """No checks here: those of the scheduler's options need the resolved ``max_model_len``."""
+
+    @property
+    def host_tier_bytes(self) -> int:
+        """Bytes of host memory for cached prefixes; 0 for none. What comes from the disk passes through it."""
+        if not self.enable_prefix_caching:
+            return 0
+        return int((self.kv_offloading_size or float(bool(self.kv_offloading_disk_path))) * 2**30)
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
+from .kv.offloading import KVOffloading, start_tiers
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import NO_ADAPTER, LoRAManager
 from .scheduling.prerequisites import Prerequisite
@@ -96,18 +97,29 @@ class Engine:
             host_blocks = count_host_blocks(options, profile)
             layouts = model_layouts(options, config.raw, self.info) if options.role != "mixed" else []
             buffer = new_transfer_buffer(options, layouts) if layouts else None
-            self._executor.init_cache(blocks, host_blocks, buffer.memory if buffer else None)
+            block_layouts = model_layouts(options, config.raw, self.info, options.block_size)
+            host_tier, disk_tier = start_tiers(options, block_layouts, self.info.fingerprint)
+            self._executor.init_cache(
+                blocks,
+                host_blocks,
+                buffer.memory if buffer else None,
+                host_tier.memory if host_tier else None,
+            )
         except WorkerLostError as error:
             raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
         lora_slots = {"": NO_ADAPTER}
+        device_pool = BlockPool(blocks, options.block_size)
+        self.kv_offloading = KVOffloading(device_pool, host_tier, disk_tier) if host_tier else None
+        """Lower tiers of the prefix cache; None where there are none."""
         self.scheduler = Scheduler(
             scheduling,
-            BlockPool(blocks, options.block_size),
+            device_pool,
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
             weights=self.info.weights_version,
             lora_slots=lora_slots,
             pipeline_stages=options.pipeline_parallel_size,
             max_concurrent_batches=self._max_concurrent_batches,
+            offloading=self.kv_offloading,
         )
         self.adapters = LoRAManager(
             self._executor, max_loras=max_loras, lora_slots=lora_slots, keys_in_use=self.scheduler.adapters
@@ -180,6 +192,8 @@ class Engine:
         """End the workers."""
         if self.kv_connector:
             self.kv_connector.close()
+        if self.kv_offloading:
+            self.kv_offloading.close()
         self._executor.close()
 
     def _warm_up(self) -> None:
@@ -242,6 +256,8 @@ class Engine:
                 needed.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide))
             if self.kv_connector and (imported := self.kv_connector.prerequisite(request, adapter)):
                 needed.append(imported)
+            elif reading := self.scheduler.kv.read_prefix(request):
+                needed.append(Prerequisite(reading, lambda sequence, result: None))
             return needed
 
         self.scheduler.add(request, prerequisites)
@@ -296,9 +312,10 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests that have not ended, or steps in flight."""
+        """Whether there are requests that have not ended, steps in flight, or blocks to store in the host tier."""
         transfers = self.kv_connector is not None and self.kv_connector.busy
-        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight) or transfers
+        stores = self.scheduler.kv.has_stores and not self.failure
+        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight) or transfers or stores
 
     @property
     def has_pending(self) -> bool:
@@ -322,6 +339,8 @@ class Engine:
         try:
             if self.kv_connector:
                 self.kv_connector.poll()
+            if self.kv_offloading:
+                self.kv_offloading.poll()
             deltas += self.scheduler.enqueue_prepared()
             if self.has_pending:
                 deltas += self.sleeper.poll(len(self._in_flight))

@@ -59,12 +59,16 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
     ``tokens`` and ``tables`` are concatenated segments: ``row, first, count`` and then ``count`` values each.
     """
 
+    stores: np.ndarray = EMPTY
+    """``[2 * n]``: device block and slot of each copy to the host tier of the prefix cache."""
     swap_out: np.ndarray = EMPTY
     """``[2 * n]``: device block and host block of each copy to the host tier."""
     swap_in: np.ndarray = EMPTY
     """``[2 * n]``: host block and device block of each copy from the host tier."""
     copies: np.ndarray = EMPTY
     """``[2 * n]``: source and target, both device blocks, of each copy on write."""
+    loads: np.ndarray = EMPTY
+    """``[2 * n]``: slot and device block of each copy from the host tier of the prefix cache."""
     beam_steps: np.ndarray = EMPTY
     """``[4 * n]``: row, parent row, position, token. The beam in ``row`` becomes the parent's tokens before
     ``position``, as they were before this update, followed by ``token``."""
@@ -232,7 +236,8 @@ class ImportKV(msgspec.Struct, array_like=True, tag=True):
 
 
 class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
-    """The memory of a transfer buffer (``kv_transfer.buffer.TransferBuffer``)."""
+    """Memory that the engine shares with its workers: a transfer buffer (``kv_transfer.buffer.TransferBuffer``), or the
+    host tier of the prefix cache (``kv.host_tier.HostTier``)."""
 
     path: str
     offset: int

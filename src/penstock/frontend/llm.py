@@ -194,8 +194,8 @@ class LLM:
         return self.engine.sleeper.is_sleeping
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes."""
-        self.engine.scheduler.device_pool.clear_cache()
+        """Drop all cached prefixes, but not the files of ``kv_offloading_disk_path``."""
+        self.engine.scheduler.kv.reset_prefix_cache()
 
     def _complete(self, future: Future[T]) -> T:
         """Wait for what the engine does between two steps."""

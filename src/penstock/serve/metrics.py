@@ -38,6 +38,23 @@ KV_TRANSFER_COUNTERS = {
     "checksum_failures": "Parts of KV transfers whose checksum was wrong.",
 }
 """Counters of engines: field of ``Stats`` after ``kv_`` → description."""
+OFFLOAD_COUNTERS = {
+    "external_prefix_cache_queries": (
+        "queries",
+        "Prompt tokens that the KV cache did not have, looked up in host memory (kv_offloading_size).",
+    ),
+    "external_prefix_cache_hits": ("hits", "Those of them that were found there; also counted as prefix_cache_hits."),
+    "kv_offload_store_bytes": ("bytes_stored", "Bytes of cached prefixes copied from the KV cache to host memory."),
+    "kv_offload_load_bytes": ("bytes_loaded", "Bytes of cached prefixes copied from host memory to the KV cache."),
+    "kv_offload_evictions": ("evictions", "KV blocks of cached prefixes that were evicted from host memory."),
+    "kv_offload_disk_hits": ("disk_hits", "Prompt tokens read from the disk (kv_offloading_disk_path)."),
+    "kv_offload_disk_read_bytes": ("disk_bytes_read", "Bytes of cached prefixes read from the disk."),
+    "kv_offload_disk_write_bytes": ("disk_bytes_written", "Bytes of cached prefixes written to the disk."),
+    "kv_offload_disk_evictions": ("disk_evictions", "Files of cached prefixes deleted to make room on the disk."),
+    "kv_offload_disk_read_failures": ("disk_read_failures", "Files that were damaged, and reads that took too long."),
+    "kv_offload_disk_write_failures": ("disk_write_failures", "KV blocks that could not be written to the disk."),
+}
+"""Counters of engines: field of ``Stats`` after ``offload_``, and description."""
 SINGLE_VALUE_TYPES = ("counter", "gauge")
 """Types of metrics with a single value."""
 LABELS = ["model_name"]
@@ -53,7 +70,8 @@ SAME_NAME_IN_VLLM = (
     "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
     "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds "
     "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
-    "spec_decode_num_accepted_tokens_per_pos"
+    "spec_decode_num_accepted_tokens_per_pos external_prefix_cache_queries external_prefix_cache_hits "
+    "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc"
 ).split()
 VLLM_NAMES = {f"vllm:{name}": name for name in SAME_NAME_IN_VLLM} | {
     "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
@@ -325,6 +343,10 @@ class _EngineMetrics:
                 lambda stats: stats.kv_slots,
             ),
             "kv_transfer_slots_used": ("Those that KV transfers hold.", lambda stats: stats.kv_slots_used),
+            "kv_offload_cpu_cache_usage_perc": (
+                "Share of the host memory for cached prefixes that holds some, 0 to 1.",
+                lambda stats: stats.offload_slots_used / max(stats.offload_slots, 1),
+            ),
             "engine_heartbeat_age_seconds": (
                 "Seconds since the engine's loop last came round.",
                 lambda stats: stats.heartbeat_age,
@@ -408,6 +430,11 @@ class _EngineMetrics:
             counter = CounterMetricFamily(f"penstock:kv_transfer_{name}", about, labels=LABELS)
             for model, (stats, _) in self._engines.items():
                 counter.add_metric([model], getattr(stats, f"kv_{name}"))
+            yield counter
+        for name, (field, about) in OFFLOAD_COUNTERS.items():
+            counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
+            for model, (stats, _) in self._engines.items():
+                counter.add_metric([model], getattr(stats, f"offload_{field}"))
             yield counter
         by_place = CounterMetricFamily(
             "penstock:spec_decode_num_accepted_tokens_per_pos",

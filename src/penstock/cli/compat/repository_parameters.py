@@ -112,7 +112,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
         "max_attention_window_size": must_be((), "a model's attention is its own"),
         "sink_token_length": must_be(("0",), "a model's attention is its own"),
         "gpu_device_ids": ParameterTranslation(_instances),
-        "kv_cache_host_memory_bytes": setting("swap_space", lambda text: int(text) / GIB),
+        "kv_cache_host_memory_bytes": setting("kv_offloading_size", lambda text: int(text) / GIB),
         "normalize_log_probs": must_be(("true",), "logprobs are always normalized"),
         **dict.fromkeys(
             ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),

@@ -127,7 +127,8 @@ def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int
     swapped = int(options.swap_space * GIB) if options.preemption_mode == "swap" else 0
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size // options.nnodes
     processes = max(ranks, 1) * options.data_parallel_size
-    return int((free_host_bytes() // processes - weights - reserved) * share) - swapped
+    offloaded = options.host_tier_bytes // max(ranks, 1)
+    return int((free_host_bytes() // processes - weights - reserved) * share) - swapped - offloaded
 
 
 def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:

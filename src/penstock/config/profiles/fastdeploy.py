@@ -17,9 +17,6 @@ LONG = 0.04
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
-NONE_IN_HOST_MEMORY = DerivedMetric(
-    "Prompt tokens found in host memory; always 0, as prefixes are kept in the KV cache alone.", lambda ours, options: 0
-)
 OF_TEXT = "models are text-only; images and videos are refused in requests"
 
 
@@ -82,9 +79,24 @@ def _protocol(text: str) -> Mapping[str, Any]:
     return {}
 
 
-def _swap(text: str) -> Mapping[str, Any]:
-    """``swap_space`` in host memory implies preemption by swapping."""
-    return {"swap_space": float(text), "preemption_mode": "swap"}
+def _host_memory(given: Mapping[str, str]) -> Settings:
+    """``swap_space`` is for cached prefixes, those of preempted sequences among them; without prefix caching for
+    preempted sequences alone."""
+    if text := given.get("--swap_space", ""):
+        try:
+            size = float(text)
+        except ValueError as error:
+            raise invalid("--swap_space", f"{text!r} is not a number of GiB") from error
+        if given.get("--enable_prefix_caching", "").lower() == "true":
+            yield "kv_offloading_size", size, "--swap_space"
+        else:
+            yield "swap_space", size, "--swap_space"
+            yield "preemption_mode", "swap", "--swap_space"
+
+
+def _together(given: Mapping[str, str]) -> Settings:
+    yield from _engine_address(given)
+    yield from _host_memory(given)
 
 
 def _graph_optimization(text: str) -> Mapping[str, Any]:
@@ -128,7 +140,7 @@ PROFILE = Profile(
         "use_warmup": Alias("use_warmup", one_of({"0": False, "1": True, "false": False, "true": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
-        "swap_space": Alias(read=_swap),
+        "swap_space": COMBINED,
         "enable_chunked_prefill": Alias("enable_chunked_prefill", on, switch=True),
         "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
         "use_cudagraph": Alias("enforce_eager", lambda text: not on(text), switch=True),
@@ -151,7 +163,7 @@ PROFILE = Profile(
         "workers": Alias("api_server_count"),
     },
     defaults_for=_defaults,
-    together=_engine_address,
+    together=_together,
     metrics={
         "fastdeploy:num_requests_running": "num_requests_running",
         "fastdeploy:num_requests_waiting": "num_requests_waiting",
@@ -177,10 +189,14 @@ PROFILE = Profile(
         ),
         "fastdeploy:hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
         "fastdeploy:gpu_hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
-        "fastdeploy:cpu_hit_token_rate": NONE_IN_HOST_MEMORY,
+        "fastdeploy:cpu_hit_token_rate": share(
+            "Share of prompt tokens that were found in host memory, 0 to 1.",
+            "external_prefix_cache_hits",
+            "prefix_cache_queries",
+        ),
         "fastdeploy:prefix_cache_token_num": "prefix_cache_hits",
         "fastdeploy:prefix_gpu_cache_token_num": "prefix_cache_hits",
-        "fastdeploy:prefix_cpu_cache_token_num": NONE_IN_HOST_MEMORY,
+        "fastdeploy:prefix_cpu_cache_token_num": "external_prefix_cache_hits",
         "fastdeploy:time_to_first_token_seconds": "time_to_first_token_seconds",
         "fastdeploy:time_per_output_token_seconds": "inter_token_latency_seconds",
         "fastdeploy:e2e_request_latency_seconds": "e2e_request_latency_seconds",

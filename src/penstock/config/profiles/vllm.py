@@ -75,9 +75,15 @@ def origins(text: str) -> tuple[str, ...]:
 
 
 def _kv_transfer(text: str) -> Mapping[str, Any]:
-    """A role of separate instances; its connectors have one counterpart, and NIXL's the transport, too."""
+    """A role of separate instances; its connectors have one counterpart, and NIXL's the transport, too. Or the host
+    tier of the prefix cache, which is a connector there."""
     result = {name: value for name, value in _object(text).items() if name not in NO_MEANING}
     connector, role = result.pop("kv_connector", ""), result.pop("kv_role", "")
+    if connector == "OffloadingConnector":
+        size = (result.get("kv_connector_extra_config") or {}).get("cpu_bytes_to_use")
+        if not isinstance(size, int | float):
+            raise ValueError("kv_connector_extra_config must give cpu_bytes_to_use; or use --kv-offloading-size")
+        return {"kv_offloading_size": size / 2**30}
     if role not in KV_ROLES:
         raise ValueError("kv_role must be kv_producer or kv_consumer; an instance of both is one without this flag")
     if unknown := set(result) - set(KV_SETTINGS):
@@ -140,6 +146,7 @@ FLAGS: Mapping[str, Alias] = {
     "stream_interval": only_value("1", "every token is sent at once"),
     "lora_dtype": only_value("auto", "adapters are computed in the model's type"),
     "kv_transfer_config": Alias(read=_kv_transfer),
+    "kv_offloading_backend": only_value("native", "cached prefixes go to host memory and a folder, without a service"),
     "tool_parser_plugin": refused(NO_CODE),
     "reasoning_parser_plugin": refused(NO_CODE),
     "logits_processors": refused(NO_CODE),

@@ -40,11 +40,18 @@ class Executor(Protocol):
         """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
         ...
 
-    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
+    def init_cache(
+        self,
+        blocks: int,
+        host_blocks: int,
+        transfer: TransferMemory | None = None,
+        offload: TransferMemory | None = None,
+    ) -> None:
         """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory.
 
         Args:
             transfer: the transfer buffer, for ``ExportKV`` and ``ImportKV``; None without KV transfers.
+            offload: the host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without it.
 
         Raises ``PenstockError`` where that is impossible.
         """

@@ -59,6 +59,7 @@ class InitCache(msgspec.Struct, tag=True):
     blocks: int
     host_blocks: int
     transfer: TransferMemory | None = None
+    offload: TransferMemory | None = None
 
 
 class ExecuteStep(msgspec.Struct, tag=True):

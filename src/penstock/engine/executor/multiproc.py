@@ -150,8 +150,14 @@ class MultiprocExecutor:
         profiles = [reply.profile for reply in self._init_request(Profile())]
         return _smallest([profile for profile in profiles if profile])
 
-    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
-        self._init_request(InitCache(blocks, host_blocks, transfer))
+    def init_cache(
+        self,
+        blocks: int,
+        host_blocks: int,
+        transfer: TransferMemory | None = None,
+        offload: TransferMemory | None = None,
+    ) -> None:
+        self._init_request(InitCache(blocks, host_blocks, transfer, offload))
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         tokens = int(step.lengths.sum()) + len(step.draft_token_ids)

@@ -39,8 +39,14 @@ class UniProcExecutor:
     def profile(self) -> MemoryProfile:
         return self._worker.profile()
 
-    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
-        self._worker.init_cache(blocks, host_blocks, transfer)
+    def init_cache(
+        self,
+        blocks: int,
+        host_blocks: int,
+        transfer: TransferMemory | None = None,
+        offload: TransferMemory | None = None,
+    ) -> None:
+        self._worker.init_cache(blocks, host_blocks, transfer, offload)
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         if self._thread:

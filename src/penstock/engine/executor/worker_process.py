@@ -112,10 +112,10 @@ class WorkerProcess:
                 gc.freeze()  # objects that exist now stay, so that later collections need not visit them
             case Profile():
                 self._reply(lambda: InitReply(profile=worker.profile()), InitReply())
-            case InitCache(blocks, host_blocks, transfer):
+            case InitCache(blocks, host_blocks, transfer, offload):
 
                 def init() -> InitReply:
-                    worker.init_cache(blocks, host_blocks, transfer)
+                    worker.init_cache(blocks, host_blocks, transfer, offload)
                     return InitReply()
 
                 self._reply(init, InitReply())

@@ -24,6 +24,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._block_by_hash: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * blocks
+        self.num_evictions = 0
+        """Number of cached blocks that were allocated again."""
 
     @property
     def num_free(self) -> int:
@@ -50,6 +52,7 @@ class BlockPool:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._ref_counts[block] = 1
+            self.num_evictions += self._hash_of[block] is not None
             self._evict(block)
         return blocks
 
@@ -92,6 +95,15 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def cached_block(self, block_hash: bytes) -> int | None:
+        """The block that is cached under a hash; None where there is none."""
+        return self._block_by_hash.get(block_hash)
+
+    @property
+    def num_cached(self) -> int:
+        """Number of blocks in the prefix cache."""
+        return len(self._block_by_hash)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """Number of ``blocks`` without references: ``incref`` of all lowers ``num_free`` by it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +11,11 @@ from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest
 from penstock.core.errors import invalid
 
+from ..sequence.plan import OffloadedBlock, Plan
 from ..sequence.sequence import Sequence, State
 from .block_hash import extend_block_hashes, root_hash
 from .block_pool import BlockPool
+from .offloading import KVOffloading
 
 SPARE_BLOCKS = 32
 """One of so many blocks is left free for running sequences when blocks for an import are allocated."""
@@ -25,6 +28,8 @@ class CacheHit(NamedTuple):
     """Number of these tokens."""
     blocks: list[int]
     """Blocks of the prefix cache that hold them; empty for a sequence that is swapped in."""
+    num_loaded: int = 0
+    """Number of blocks that follow these in the host tier of the prefix cache."""
 
 
 class ImportedPrefix(NamedTuple):
@@ -55,12 +60,18 @@ class KVCacheManager:
     Args:
         host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
+        offloading: lower tiers of the prefix cache; None where there are none.
 
     Raises ``PenstockError`` (``invalid``) where the device cannot hold a single sequence of ``max_model_len``.
     """
 
     def __init__(
-        self, options: SchedulerOptions, device_pool: BlockPool, host_pool: BlockPool | None, weights: str
+        self,
+        options: SchedulerOptions,
+        device_pool: BlockPool,
+        host_pool: BlockPool | None,
+        weights: str,
+        offloading: KVOffloading | None = None,
     ) -> None:
         if device_pool.blocks_for(options.max_model_len) > device_pool.total:
             raise invalid(
@@ -74,6 +85,7 @@ class KVCacheManager:
         self._device_pool = device_pool
         self._host_pool = host_pool
         self._weights = weights
+        self._offloading = offloading
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
         self.generation = 0
         """Number of times that the contents of blocks were forgotten."""
@@ -124,24 +136,35 @@ class KVCacheManager:
             return CacheHit(0, [])
         self._update_block_hashes(sequence)
         size = self._device_pool.block_size
-        blocks = self._device_pool.find_longest_hit(sequence.block_hashes[: (len(sequence.tokens) - 1) // size])
-        return CacheHit(len(blocks) * size, blocks)
+        hashes = sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
+        blocks = self._device_pool.find_longest_hit(hashes)
+        num_loaded = self._offloading.count(hashes[len(blocks) :]) if self._offloading else 0
+        return CacheHit((len(blocks) + num_loaded) * size, blocks, num_loaded)
 
-    def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> bool:
-        """Allocate blocks for a waiting sequence to start: those of ``hit``, and for ``count`` tokens after it. Returns
-        False, and changes nothing, where too few are free.
+    def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> list[OffloadedBlock] | None:
+        """Allocate blocks for a waiting sequence to start: those of ``hit``, and for ``count`` tokens after it.
 
         Args:
             alone: whether no other sequence runs; ``kv_cache_ratio`` is then not enforced.
+
+        Returns:
+            Blocks that its first step has to load (``Plan.loads``). None, and changes nothing, where too few are free.
         """
         pool = self._device_pool
         demand = self._block_demand(sequence, hit, count)
         while demand.from_free + demand.reserved > pool.num_free - self._reserved:
             if not self.drop_import(keep=sequence):
-                return False
+                return None
             demand = self._block_demand(sequence, hit, count)  # dropped blocks may be among those of the hit
         if not alone and pool.num_used + demand.from_free > self._options.kv_cache_ratio * pool.total:
-            return False
+            return None
+        loaded = range(len(hit.blocks), len(hit.blocks) + hit.num_loaded)
+        slots: list[int] = []
+        if self._offloading and sequence.state is not State.SWAPPED and sequence not in self._imported:
+            slots = self._offloading.hold(sequence.block_hashes[loaded.start : loaded.stop])
+            if len(slots) < len(loaded):  # one was evicted meanwhile
+                return None
+            self._offloading.num_queries += len(sequence.tokens) // pool.block_size - len(hit.blocks)
         pool.incref(hit.blocks)
         if sequence in self._imported:
             self._drop(sequence)
@@ -150,7 +173,10 @@ class KVCacheManager:
         sequence.blocks = hit.blocks + pool.allocate(demand.total - len(hit.blocks))
         sequence.allocated_blocks += demand.total - len(hit.blocks)
         self._reserve(sequence, demand.reserved)
-        return True
+        return [
+            OffloadedBlock(sequence.blocks[index], slot, sequence.block_hashes[index])
+            for index, slot in zip(loaded, slots, strict=True)
+        ]
 
     def _block_demand(self, sequence: Sequence, hit: CacheHit, count: int) -> BlockDemand:
         """The blocks that a waiting sequence needs for ``hit`` and ``count`` tokens after it."""
@@ -215,12 +241,55 @@ class KVCacheManager:
         size = self._device_pool.block_size
         if self._options.enable_prefix_caching and start // size < end // size:
             self._update_block_hashes(sequence, new_token_ids)
-            for full in range(start // size, end // size):
-                self._device_pool.cache_block(sequence.blocks[full], sequence.block_hashes[full])
+            filled = slice(start // size, end // size)
+            blocks, hashes = sequence.blocks[filled], sequence.block_hashes[filled]
+            for block, block_hash in zip(blocks, hashes, strict=True):
+                self._device_pool.cache_block(block, block_hash)
+            if self._offloading:
+                self._offloading.store(blocks, hashes)
 
     def uncache(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their keys and values are wrong."""
         self._device_pool.uncache(sequence.blocks)
+        if self._offloading:
+            self._offloading.forget(sequence.block_hashes)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, on the device and in the host tier; files of the disk tier stay."""
+        self._device_pool.clear_cache()
+        if self._offloading:
+            self._offloading.clear()
+
+    # --- Keys and values move between tiers of the prefix cache -------------------------------------------------------
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether the next step has something to store in the host tier, though nothing may be computed."""
+        return self._offloading is not None and self._offloading.has_stores
+
+    def take_stores(self) -> list[OffloadedBlock]:
+        """Copies to the host tier that the next step has to make (``Plan.stores``); to be called before it is
+        planned."""
+        return self._offloading.take_stores() if self._offloading else []
+
+    def confirm_offloading(self, plan: Plan) -> None:
+        """A step was computed, and has made its copies between the tiers."""
+        if self._offloading and (plan.stores or plan.loads):
+            self._offloading.confirm(plan.stores, plan.loads)
+
+    def cancel_offloading(self, plan: Plan) -> None:
+        """A step has failed."""
+        if self._offloading:
+            self._offloading.cancel(plan.stores, plan.loads)
+
+    def read_prefix(self, request: EngineRequest) -> Future[None] | None:
+        """Read the blocks of a prompt that only the disk has into the host tier. None where there are none."""
+        sampling = request.sampling
+        if not self._offloading or sampling.prompt_logprobs is not None or sampling.return_context_logits:
+            return None
+        hashes = self.prompt_hashes(request, len(request.prompt) - 1)
+        left = hashes[len(self._device_pool.find_longest_hit(hashes)) :]
+        return self._offloading.read(left[self._offloading.count(left) :])
 
     # --- Keys and values come from or go to another engine ------------------------------------------------------------
 
@@ -268,6 +337,8 @@ class KVCacheManager:
         """Add blocks of ``begin_import``, which have been written, to the prefix cache."""
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
+        if self._offloading:
+            self._offloading.store(blocks[: len(hashes)], hashes)
         return ImportedPrefix(num_tokens, blocks, num_cached, self.generation)
 
     def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
@@ -345,6 +416,8 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks on the device."""
+        if self._offloading and sequence.block_hashes:
+            self._offloading.touch(sequence.block_hashes[: len(sequence.blocks)])
         self._device_pool.release(sequence.blocks)
         sequence.blocks = []
 

@@ -30,6 +30,7 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
         room = int(profile.free * share if share else profile.free - unused)
     else:
         host = count_host_blocks(options, profile) * profile.host_block_bytes
+        host += options.host_tier_bytes // (options.tensor_parallel_size * options.pipeline_parallel_size)
         room = int(profile.free * (1.0 if sequences else share or FREE_SHARE)) - host
     if room < size:
         raise invalid("kv_cache_memory_bytes", f"one KV block takes {size} bytes, and {max(room, 0)} are there")

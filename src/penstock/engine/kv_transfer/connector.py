@@ -36,10 +36,12 @@ MIN_TOKENS = 32
 """Prompts with fewer tokens to compute are computed here: the step costs little more than that of one token."""
 
 
-def model_layouts(options: EngineOptions, config_json: Mapping[str, Any], info: ModelInfo) -> list[TransferLayout]:
+def model_layouts(
+    options: EngineOptions, config_json: Mapping[str, Any], info: ModelInfo, slot_tokens: int = SLOT_TOKENS
+) -> list[TransferLayout]:
     """The place of each of the model's layers in a slot."""
-    specs = kv_specs(model_size_of(config_json), SLOT_TOKENS, options.kv_cache_dtype, info.dtype)
-    return transfer_layouts(specs, SLOT_TOKENS)
+    specs = kv_specs(model_size_of(config_json), slot_tokens, options.kv_cache_dtype, info.dtype)
+    return transfer_layouts(specs, slot_tokens)
 
 
 def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout]) -> TransferBuffer:

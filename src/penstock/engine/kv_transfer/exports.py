@@ -189,8 +189,9 @@ class KVExports:
             end = item.start + item.length
             if one is None or one.num_exported >= end:
                 continue
-            # From the prefix cache, or left out by earlier steps. A step that swaps in fills blocks itself: ``poll``.
-            if one.num_exported < item.start and not plan.swap_in:
+            # From the prefix cache, or left out by earlier steps. A step that swaps in or loads fills blocks itself:
+            # ``poll``.
+            if one.num_exported < item.start and not plan.swap_in and not plan.loads:
                 self._export(one, item.start, item.sequence.blocks)
             if not item.start <= one.num_exported < end:
                 continue

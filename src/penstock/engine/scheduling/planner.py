@@ -62,7 +62,7 @@ class Planner:
 
         The plan is empty where nothing can run before a step in flight is collected, or there is nothing to run.
         """
-        plan, preemptions = Plan(len(self._running)), self._preemption.count
+        plan, preemptions = Plan(len(self._running), stores=self._kv.take_stores()), self._preemption.count
         if "all" in self.holds.values():
             return plan
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
@@ -163,8 +163,10 @@ class Planner:
     def _start(self, sequence: Sequence, hit: CacheHit, count: int, plan: Plan) -> bool:
         """Start a waiting sequence, with blocks for ``count`` tokens after ``hit``. Returns False where too few are
         free."""
-        if not self._kv.allocate(sequence, hit, count, alone=not self._running):
+        loads = self._kv.allocate(sequence, hit, count, alone=not self._running)
+        if loads is None:
             return False
+        plan.loads += loads
         self._waiting.remove(sequence)
         if sequence.state is State.SWAPPED:
             plan.swap_in += self._kv.swap_in(sequence)

@@ -22,6 +22,7 @@ from penstock.core.errors import invalid
 
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
+from ..kv.offloading import KVOffloading
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
 from ..spec.speculation import Speculation
@@ -48,6 +49,7 @@ class Scheduler:
         device_pool: blocks of the KV cache.
         host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
+        offloading: lower tiers of the prefix cache; None where there are none.
         lora_slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
@@ -65,6 +67,7 @@ class Scheduler:
         lora_slots: Mapping[str, int] | None = None,
         pipeline_stages: int = 1,
         max_concurrent_batches: int = 1,
+        offloading: KVOffloading | None = None,
     ) -> None:
         self.options = options
         self.device_pool = device_pool
@@ -76,7 +79,7 @@ class Scheduler:
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
         """Called with a sequence that has ended, while it has its blocks."""
         self._groups: dict[str, SequenceGroup] = {}
-        self.kv = KVCacheManager(options, device_pool, host_pool, weights)
+        self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
         self.running = RunningBatch(options.max_num_seqs, self.kv, self.waiting.schedule_key)
         self.admission = Admission(options, device_pool, self.kv, self.waiting, self.running)
@@ -300,6 +303,7 @@ class Scheduler:
         requests = {item.sequence.request.request_id for item in plan.scheduled}
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
         self._preemption.cancel_swaps(plan)
+        self.kv.cancel_offloading(plan)
         for item in plan.scheduled:
             for sequence in (item.sequence, *item.sampling_sequences):
                 self.running.release(sequence)
@@ -309,6 +313,7 @@ class Scheduler:
         """Process the output of the oldest step in flight. Returns a delta for each sequence that got something."""
         self.admission.invalidate_free_capacity()
         self._preemption.confirm_swaps(plan)
+        self.kv.confirm_offloading(plan)
         deltas: list[TokenDelta] = []
         outputs = iter(output.sampled)
         for i, item in enumerate(plan.scheduled):

@@ -82,9 +82,11 @@ class StepBuilder:
             for request_id in dict.fromkeys(sequence.request.request_id for sequence in sequences):
                 beam_steps += self._beam_steps.pop(request_id, ())
         return RowUpdates(
+            _pairs([(one.block, one.slot) for one in plan.stores]),
             _pairs(plan.swap_out),
             _pairs(plan.swap_in),
             _pairs(plan.copies),
+            _pairs([(one.slot, one.block) for one in plan.loads]),
             _array(beam_steps),
             new,
             _array(tokens),

@@ -21,14 +21,29 @@ class ScheduledSequence(NamedTuple):
     """Draft token ids that follow these tokens, verified in the same step."""
 
 
+class OffloadedBlock(NamedTuple):
+    """A cached block on its way between the KV cache and the host tier."""
+
+    block: int
+    """Of the KV cache."""
+    slot: int
+    """Of the host tier."""
+    block_hash: bytes
+
+
 @dataclass(slots=True)
 class Plan:
-    """One step. Blocks are moved before anything is computed: swapped out, swapped in, then copied."""
+    """One step. Blocks are moved before anything is computed: stored, swapped out, swapped in, copied, then
+    loaded."""
 
     num_running: int = 0
     """Number of running sequences when the step was planned."""
     drafting: bool = False
     """Whether drafts were allowed in the step (``Speculation.should_draft``)."""
+    stores: list[OffloadedBlock] = field(default_factory=list)
+    """Copies to the host tier of the prefix cache."""
+    loads: list[OffloadedBlock] = field(default_factory=list)
+    """Copies from it."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """(device block, host block)."""
     swapped: list[Sequence] = field(default_factory=list)
@@ -45,4 +60,4 @@ class Plan:
         return sum(item.length + len(item.draft) for item in self.scheduled)
 
     def __bool__(self) -> bool:
-        return bool(self.scheduled or self.swap_out)
+        return bool(self.scheduled or self.swap_out or self.stores)

@@ -234,6 +234,32 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Slots of the transfer buffer."""
     kv_slots_used: int = 0
     """Those that are not free."""
+    offload_queries: int = 0
+    """Counter of tokens looked up in the host tier of the prefix cache, as the device did not have them."""
+    offload_hits: int = 0
+    """Counter of tokens loaded from it."""
+    offload_bytes_stored: int = 0
+    """Counter of bytes stored to it."""
+    offload_bytes_loaded: int = 0
+    """Counter of bytes loaded from it."""
+    offload_evictions: int = 0
+    """Counter of blocks evicted from it."""
+    offload_slots: int = 0
+    """Blocks that it has room for."""
+    offload_slots_used: int = 0
+    """Blocks in it."""
+    offload_disk_hits: int = 0
+    """Counter of tokens read from the disk tier into it."""
+    offload_disk_bytes_read: int = 0
+    """Counter of bytes read from the disk tier."""
+    offload_disk_bytes_written: int = 0
+    """Counter of bytes written to it."""
+    offload_disk_evictions: int = 0
+    """Counter of files that this engine has deleted there to make room."""
+    offload_disk_read_failures: int = 0
+    """Counter of damaged files, and of reads that took too long."""
+    offload_disk_write_failures: int = 0
+    """Counter of blocks that could not be written."""
     replicas: list[Stats] = []
     """Of several engines: each one's; filled in by the client."""
     address: str = ""

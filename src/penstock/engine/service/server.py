@@ -385,7 +385,7 @@ class EngineServer:
             case messages.Cancel():
                 self._broadcast(message)
             case messages.ResetPrefixCache(call_id):
-                self._engine.scheduler.device_pool.clear_cache()
+                self._engine.scheduler.kv.reset_prefix_cache()
                 self._send_result(client, call_id)
             case messages.Pause(request_id, paused):
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
@@ -461,6 +461,8 @@ class EngineServer:
         draft_counts = asdict(scheduler.speculation.stats) if scheduler.speculation else {}
         connector = self._engine.kv_connector
         kv_counts = {f"kv_{name}": count for name, count in connector.counts.items()} if connector else {}
+        offloading = self._engine.kv_offloading
+        offload_counts = {f"offload_{name}": count for name, count in offloading.counts.items()} if offloading else {}
         items = self._engine.last_plan.scheduled if scheduler.running else []
         prefills = [item for item in items if item.start < item.sequence.prompt_length]
         return messages.Stats(
@@ -483,6 +485,7 @@ class EngineServer:
             clock=time.monotonic(),
             **draft_counts,
             **kv_counts,
+            **offload_counts,
         )
 
     def _send_report(self, report: messages.StartReport) -> None:

@@ -125,7 +125,7 @@ class Speculation:
             tokens += sum(len(one.token_ids) for one in sampled)
             if item.draft:  # where sampling failed, there are no tokens
                 self._record_acceptance(item.sequence, len(item.draft), max(len(sampled[0].token_ids) - 1, 0))
-        if self._adaptive and all(item.length == 1 for item in plan.scheduled):
+        if self._adaptive and plan.scheduled and all(item.length == 1 for item in plan.scheduled):
             self._tuners[plan.num_running.bit_length()].record_step(tokens, seconds, plan.drafting)
 
     @property

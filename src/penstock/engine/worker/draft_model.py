@@ -44,6 +44,7 @@ class DraftModel:
         if len(updates.copies):
             self._runner.move_blocks(np.zeros(0), np.zeros(0), updates.copies)
         self._filled[updates.swap_in[1::2]] = False
+        self._filled[updates.loads[1::2]] = False
         self._filled[updates.copies[1::2]] = False
         self._computed[updates.beam_steps[::4]] = 0
         cached = {new.row: new.num_computed // self._block_size for new in updates.new}

@@ -100,6 +100,8 @@ class Worker:
         """KV blocks on the device and in host memory."""
         self._exports: list[LayerExport] = []
         """Of each layer of this stage; empty without KV transfers."""
+        self._host_tier: list[LayerExport] = []
+        """Of each layer of this stage; empty without a host tier of the prefix cache."""
 
     # --- The start --------------------------------------------------------------------------------------------------
 
@@ -175,19 +177,28 @@ class Worker:
             host_block_bytes=self._runner.block_bytes,
         )
 
-    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
+    def init_cache(
+        self,
+        blocks: int,
+        host_blocks: int,
+        transfer: TransferMemory | None = None,
+        offload: TransferMemory | None = None,
+    ) -> None:
         """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory.
 
         Args:
-            transfer: as in ``Executor.init_cache``.
+            transfer, offload: as in ``Executor.init_cache``.
         """
-        if transfer:
-            quantization = KV_QUANTIZATION[self._options.kv_cache_dtype]
-            layouts = self._runner.model.transfer_layouts(transfer.slot_tokens, quantization)
-            rank = self._stage.rank * self._group.size + self._group.rank
-            self._exports = layer_exports(transfer, layouts, rank)
+        self._exports, self._host_tier = self._layer_exports(transfer), self._layer_exports(offload)
         self._num_blocks = blocks, host_blocks
         self._allocate_cache()
+
+    def _layer_exports(self, memory: TransferMemory | None) -> list[LayerExport]:
+        if not memory:
+            return []
+        quantization = KV_QUANTIZATION[self._options.kv_cache_dtype]
+        layouts = self._runner.model.transfer_layouts(memory.slot_tokens, quantization)
+        return layer_exports(memory, layouts, self._stage.rank * self._group.size + self._group.rank)
 
     def _allocate_cache(self) -> None:
         blocks, host_blocks = self._num_blocks
@@ -350,7 +361,11 @@ class Worker:
         self._batch.apply(updates)
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
             self._forks[parent].append(row)
+        if len(updates.stores):
+            self._copy_blocks(self._ops.export_kv, updates.stores[::2], updates.stores[1::2])
         self._runner.move_blocks(updates.swap_out, updates.swap_in, updates.copies)
+        if len(updates.loads):
+            self._copy_blocks(self._ops.import_kv, updates.loads[1::2], updates.loads[::2])
         if self._drafter:
             self._drafter.apply(updates)
 
@@ -483,6 +498,17 @@ class Worker:
         for number, (cache, layer) in enumerate(zip(self._runner.cache, self._exports, strict=False), first_of_stage):
             if first_layer <= number < last_layer:
                 copy(cache, where[0].to(self._device), layer.buffer, where[1], layer.layout)
+
+    def _copy_blocks(self, copy: Callable[..., None], blocks: np.ndarray, slots: np.ndarray) -> None:
+        """Copy whole blocks of this rank's heads and layers between the KV cache and the host tier of the prefix
+        cache."""
+        offsets = np.arange(self._options.block_size)
+        mapping, places = (
+            torch.from_numpy((each.astype(np.int64)[:, None] * len(offsets) + offsets).ravel())
+            for each in (blocks, slots)
+        )
+        for cache, layer in zip(self._runner.cache, self._host_tier, strict=False):
+            copy(cache, mapping.to(self._device), layer.buffer, places, layer.layout)
 
     # --- Drafts -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,195 @@
+"""KV offloading: the tiers of the prefix cache below the device, and what a step copies between them.
+
+A block that a step has filled is stored to the host tier by the next step, and written to the disk tier from there. A
+sequence that starts loads the blocks that follow those of the device from the host tier, in its first step; blocks that
+only the disk has are read into the host tier before it is queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config.options import EngineOptions
+from penstock.core import Code, PenstockError
+from penstock.planning.kv_spec import CANONICAL_LAYOUT, TransferLayout
+
+from ..sequence.plan import OffloadedBlock
+from .block_pool import BlockPool
+from .disk_tier import DiskTier
+from .host_tier import HostTier
+
+logger = logging.getLogger(__name__)
+
+
+class KVOffloading:
+    """Use it in the thread that runs the steps.
+
+    Args:
+        device_pool: blocks of the KV cache.
+        disk: None where there is no disk tier.
+    """
+
+    def __init__(self, device_pool: BlockPool, host: HostTier, disk: DiskTier | None = None) -> None:
+        self._device_pool = device_pool
+        self._host = host
+        self._disk = disk
+        self._finalizer = weakref.finalize(self, _close, host, disk)
+        self._pending: dict[int, bytes] = {}
+        """Device block → hash of blocks to store."""
+        self.num_queries = 0
+        """Number of blocks that were looked up since the start, as the device did not have them."""
+        self.num_loaded = 0
+        """Number of blocks loaded since the start."""
+        self.num_stored = 0
+        """Number of blocks stored since the start."""
+
+    # --- Stores -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether ``take_stores`` has something to return."""
+        return bool(self._pending)
+
+    def store(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """Store blocks of the device's prefix cache with the next step, unless they are in the host tier."""
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            if not self._host.contains(block_hash):
+                self._pending[block] = block_hash
+
+    def take_stores(self) -> list[OffloadedBlock]:
+        """The copies to make in the next step, before it writes to any block: until then, no block of them can be
+        allocated again without leaving the prefix cache. As many as there are slots that nobody holds."""
+        pool, pending, self._pending = self._device_pool, self._pending, {}
+        cached = [(b, h) for b, h in pending.items() if pool.cached_block(h) == b and not self._host.contains(h)]
+        slots = self._host.allocate(len(cached))
+        return [OffloadedBlock(block, slot, one) for (block, one), slot in zip(cached, slots, strict=False)]
+
+    # --- Loads --------------------------------------------------------------------------------------------------------
+
+    def count(self, block_hashes: Sequence[bytes]) -> int:
+        """Number of leading hashes whose blocks can be loaded."""
+        return self._host.count(block_hashes)
+
+    def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Hold the slots of all these blocks, which a step is to load. None of them where one was evicted meanwhile."""
+        slots = self._host.hold(block_hashes)
+        if len(slots) < len(block_hashes):
+            self._host.release(slots)
+            return []
+        return slots
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def confirm(self, stores: list[OffloadedBlock], loads: list[OffloadedBlock]) -> None:
+        """A step has made these copies: add them to the prefix cache of the host tier, or the device."""
+        for one in stores:
+            self._host.cache(one.slot, one.block_hash)
+        for one in loads:
+            self._device_pool.cache_block(one.block, one.block_hash)
+        self.cancel(stores, loads)
+        self.num_stored += len(stores)
+        self.num_loaded += len(loads)
+        if self._disk:
+            self._disk.keep([one.block_hash for one in stores])
+
+    def cancel(self, stores: list[OffloadedBlock], loads: list[OffloadedBlock]) -> None:
+        """A step has failed that was to make these copies: they may be damaged."""
+        self._host.release([one.slot for one in stores])
+        self._host.release([one.slot for one in loads])
+
+    # --- The tiers ----------------------------------------------------------------------------------------------------
+
+    def touch(self, block_hashes: Sequence[bytes]) -> None:
+        """Mark the blocks of a prefix as used now, the first one last, so that the end of a prefix is evicted before
+        its beginning."""
+        self._host.touch(block_hashes)
+        if self._disk:
+            self._disk.keep(block_hashes[::-1])
+
+    def forget(self, block_hashes: Sequence[bytes]) -> None:
+        """Remove blocks, because their keys and values are wrong."""
+        self._host.forget(block_hashes)
+        if self._disk:
+            self._disk.forget(block_hashes)
+
+    def clear(self) -> None:
+        """Remove all blocks from the host tier; files of the disk tier stay."""
+        self._host.clear()
+
+    def read(self, block_hashes: Sequence[bytes]) -> Future[None] | None:
+        """Read blocks that the disk has into the host tier; as ``DiskTier.read``. None where nothing is to be read."""
+        return self._disk.read(block_hashes) if self._disk and block_hashes else None
+
+    def poll(self) -> None:
+        """As ``DiskTier.poll``."""
+        if self._disk:
+            self._disk.poll()
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Counters since the start, and the use of the host tier, by the names of ``Stats`` after ``offload_``."""
+        tokens, size = self._device_pool.block_size, self._host.slot_bytes
+        counts: dict[str, Any] = {
+            "queries": self.num_queries * tokens,
+            "hits": self.num_loaded * tokens,
+            "bytes_stored": self.num_stored * size,
+            "bytes_loaded": self.num_loaded * size,
+            "evictions": self._host.num_evictions,
+            "slots": self._host.num_slots,
+            "slots_used": self._host.num_cached,
+        }
+        if disk := self._disk:
+            counts |= {
+                "disk_hits": disk.num_hits * tokens,
+                "disk_bytes_read": disk.num_hits * size,
+                "disk_bytes_written": disk.num_written * size,
+                "disk_evictions": disk.num_evictions,
+                "disk_read_failures": disk.num_read_failures,
+                "disk_write_failures": disk.num_write_failures,
+            }
+        return counts
+
+    def close(self) -> None:
+        """Write what is left to the disk, and close the memory's descriptor. Called at the process's exit, too."""
+        self._finalizer()
+
+
+def start_tiers(
+    options: EngineOptions, layouts: Sequence[TransferLayout], fingerprint: str
+) -> tuple[HostTier | None, DiskTier | None]:
+    """The tiers that the options ask for.
+
+    Args:
+        layouts: of each layer of the model in a slot of ``block_size`` tokens.
+        fingerprint: ``ModelInfo.fingerprint``.
+
+    Raises ``PenstockError`` where they are impossible.
+    """
+    if not options.host_tier_bytes:
+        if options.kv_offloading_size or options.kv_offloading_disk_path:
+            logger.warning("prefixes are not kept in host memory or on a disk: enable_prefix_caching is off")
+        return None, None
+    if options.nnodes > 1 or options.distributed_executor_backend == "ray":
+        words = "is for ranks on one node: with nnodes, or on Ray, the KV cache may lie on several"
+        raise PenstockError(Code.UNSUPPORTED, words, "kv_offloading_size")
+    host = HostTier(options.host_tier_bytes, layouts[0].slot_bytes, options.block_size)
+    logger.info("prefix cache: %d blocks of %d bytes in host memory", host.num_slots, host.slot_bytes)
+    if not options.kv_offloading_disk_path:
+        return host, None
+    layers = [(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts]
+    identity = msgspec.json.encode([CANONICAL_LAYOUT, options.block_size, fingerprint, layers])
+    folder = Path(options.kv_offloading_disk_path).expanduser()
+    return host, DiskTier(folder, int(options.kv_offloading_disk_size * 2**30), identity, host)
+
+
+def _close(host: HostTier, disk: DiskTier | None) -> None:
+    if disk:
+        disk.close()
+    host.close()

@@ -1,0 +1,352 @@
+"""Prefixes outlast their KV blocks in host memory and on a disk; whatever is wrong there is a miss, never an answer."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from checkpoints import SMALL, save
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from serving import Served
+from transformers import Qwen3Config
+
+from penstock import LLM, LoRARequest, PenstockError, SamplingParams
+from penstock.core import EngineRequest
+from penstock.engine.kv import disk_tier
+
+BLOCK = 16
+OPTIONS: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": 16,
+    "max_model_len": 256,
+    "weight_cache_dir": "none",
+    "kv_offloading_size": 0.01,
+}
+PROMPTS = [[2 + (7 * i + j) % 90 for j in range(200)] for i in range(3)]
+"""Of which the device holds one at a time."""
+FULL = 192
+"""Tokens of each that full blocks hold."""
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+Result = list[tuple[list[int], Any]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False))
+    adapted.save_pretrained(folder / "adapter")
+    return folder
+
+
+@contextmanager
+def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
+    """What is to be written is written at the end."""
+    llm = LLM(checkpoint, **OPTIONS | options)
+    with closing(llm.engine):
+        yield llm
+        assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
+
+
+def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, **more: Any) -> tuple[Result, list[int]]:
+    """What they get one after the other, and how many of their tokens were cached."""
+    results, cached = [], []
+    for prompt in prompts:
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False, **more)
+        results.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+        cached.append(output.num_cached_tokens)
+    return results, cached
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Result:
+    with opened(checkpoint, kv_offloading_size=0, enable_prefix_caching=False) as llm:
+        return generate(llm)[0]
+
+
+def counts(llm: LLM) -> dict[str, int]:
+    assert llm.engine.kv_offloading
+    return llm.engine.kv_offloading.counts
+
+
+def written(checkpoint: Path, folder: Path, **options: Any) -> list[Path]:
+    """The files of a folder to which all prompts were written."""
+    with opened(checkpoint, kv_offloading_disk_path=str(folder), **options) as llm:
+        generate(llm)
+    return sorted(folder.iterdir())
+
+
+def test_host_memory_has_what_the_device_has_evicted(checkpoint: Path, expected: Result) -> None:
+    with opened(checkpoint) as llm:
+        assert generate(llm) == (expected, [0, 0, 0])
+        assert generate(llm) == (expected, [FULL] * 3)
+        assert counts(llm)["hits"] == 3 * FULL and counts(llm)["bytes_loaded"] > 0
+        prompt_logprobs = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=1)
+        (output,) = llm.generate([PROMPTS[0]], prompt_logprobs, use_tqdm=False)
+        assert output.num_cached_tokens == 0 and len(output.prompt_logprobs or []) == len(PROMPTS[0])
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [0, 0, 0])
+
+
+def test_host_memory_is_bounded(checkpoint: Path, expected: Result) -> None:
+    """Room for one prompt and a half; the least recently used is evicted."""
+    with opened(checkpoint) as llm:
+        generate(llm)
+        size = counts(llm)["bytes_stored"]
+    with opened(checkpoint, kv_offloading_size=size / 2 / 2**30) as llm:
+        generate(llm)
+        assert generate(llm, PROMPTS[2:])[1] == [FULL]
+        assert generate(llm) == (expected, [0, 0, 0])
+        assert counts(llm)["evictions"] > 0 and counts(llm)["slots_used"] <= counts(llm)["slots"]
+
+
+@pytest.mark.parametrize("again", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_a_disk_outlasts_the_engine(checkpoint: Path, expected: Result, tmp_path: Path, again: dict[str, Any]) -> None:
+    """Also for one of other ranks, but not for one of another fingerprint."""
+    folder = tmp_path / "new" / "kv"
+    files = written(checkpoint, folder)
+    assert folder.stat().st_mode & 0o777 == 0o700 and {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    with opened(checkpoint, kv_offloading_disk_path=str(folder), **again) as llm:
+        assert generate(llm) == (expected, [FULL] * 3)
+        assert counts(llm)["disk_hits"] == 3 * FULL and counts(llm)["disk_bytes_written"] == 0
+    if not again:
+        with opened(checkpoint, kv_offloading_disk_path=str(folder), quantization="w8a8") as llm:
+            assert generate(llm)[1] == [0, 0, 0]
+
+
+def test_two_engines_share_a_folder(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+    """What one has written, the other finds at once."""
+    options = {"kv_offloading_disk_path": str(tmp_path / "kv"), "distributed_executor_backend": "uni"}
+    with opened(checkpoint, **options) as first, opened(checkpoint, **options) as second:
+        generate(first, PROMPTS[:1])
+        first.engine.close()
+        first.engine.close = lambda: None  # type: ignore[method-assign]
+        assert generate(second) == (expected, [FULL, 0, 0])
+
+
+def test_nobody_gets_what_others_computed(checkpoint: Path, tmp_path: Path) -> None:
+    """Neither of another salt, nor adapter, nor of other weights; of the same ones, also after these have changed."""
+    with opened(checkpoint, kv_offloading_disk_path=str(tmp_path / "kv"), enable_lora=True) as llm:
+        adapter = LoRARequest("one", 1, str(checkpoint / "adapter"))
+        generate(llm)
+
+        def salted(number: int) -> int:
+            asked = EngineRequest(request_id=str(number), prompt=PROMPTS[0], sampling=GREEDY, cache_salt="mine")
+            llm.engine.add(asked)
+            cached = [delta.cached_tokens for _ in iter(lambda: llm.engine.busy, False) for delta in llm.engine.step()]
+            return max(cached)
+
+        assert salted(1) == 0 and salted(2) == FULL
+        first, cached = generate(llm, lora_request=adapter)
+        assert cached == [0, 0, 0]
+        assert generate(llm, lora_request=adapter) == (first, [FULL] * 3)
+        plain, _ = generate(llm)
+        tensors = load_file(checkpoint / "model.safetensors")
+        llm.update_weights({name: one + 0.1 * torch.ones_like(one) for name, one in tensors.items()})
+        other, cached = generate(llm)
+        assert cached == [0, 0, 0] and other != plain
+        llm.update_weights(checkpoint)
+        assert generate(llm) == (plain, [FULL] * 3)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def replace_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def damage(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a bit": flip,
+    "truncated": lambda file: os.truncate(file, 1000),
+    "empty": lambda file: os.truncate(file, 0),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "of another block": lambda file: file.write_bytes(next(p for p in file.parent.iterdir() if p != file).read_bytes()),
+    "gone": Path.unlink,
+    "a folder": replace_by(Path.mkdir),
+    "a pipe": replace_by(os.mkfifo),
+    "a link": replace_by(lambda file: file.symlink_to("/dev/zero")),
+    "open to others": lambda file: file.chmod(0o622),
+}
+
+
+@pytest.fixture(scope="module")
+def intact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of all prompts."""
+    folder = tmp_path_factory.mktemp("disk") / "kv"
+    written(checkpoint, folder)
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_a_miss(
+    checkpoint: Path, intact: Path, expected: Result, tmp_path: Path, damage: str
+) -> None:
+    folder = shutil.copytree(intact, tmp_path / "kv")
+    for file in list(folder.iterdir()):
+        DAMAGES[damage](file)
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        assert generate(llm) == (expected, [0, 0, 0])
+    whole = {file.name for file in intact.iterdir() if same(file, folder / file.name)}
+    assert damage == "a folder" or len(whole) >= len(PROMPTS), "some are written anew"
+
+
+def same(file: Path, other: Path) -> bool:
+    return other.is_file() and other.read_bytes() == file.read_bytes()
+
+
+def test_one_damaged_block_costs_those_after_it(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        generate(llm, PROMPTS[:1])
+    file = next(folder.iterdir())
+    intact = file.read_bytes()
+    flip(file)
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        found, (cached,) = generate(llm, PROMPTS[:1])
+        assert found == expected[:1] and cached < FULL and cached % BLOCK == 0
+        assert counts(llm)["disk_read_failures"] == 1
+    assert file.read_bytes() == intact, "written anew"
+
+
+def test_the_folder_is_bounded(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+    """The least recently used files go first, those of other weights among them, and files of others never."""
+    folder = tmp_path / "kv"
+    files = written(checkpoint, folder)
+    size = sum(file.stat().st_size for file in files)
+    for file in files:
+        os.utime(file, (1, 1))
+    (folder / "notes.txt").write_text("x" * size)
+    options = {"kv_offloading_disk_path": str(folder), "kv_offloading_disk_size": 1.2 * size / 2**30}
+    with opened(checkpoint, quantization="w8a8", **options) as llm:
+        generate(llm)
+    kept = [file for file in folder.iterdir() if file.suffix == ".kv"]
+    assert sum(file.stat().st_size for file in kept) <= 1.2 * size
+    assert len(set(files) & set(kept)) < len(files) / 4 and (folder / "notes.txt").exists()
+    with opened(checkpoint, quantization="w8a8", **options) as llm:
+        assert generate(llm)[1] == [FULL] * 3
+    assert generate_fresh(checkpoint, options) == expected
+
+
+def generate_fresh(checkpoint: Path, options: dict[str, Any]) -> Result:
+    with opened(checkpoint, **options) as llm:
+        return generate(llm)[0]
+
+
+def test_a_full_disk_is_no_error(
+    checkpoint: Path, expected: Result, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "kv"
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a full disk ends a file
+        try:
+            assert generate(llm)[0] == expected
+            llm.engine.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        llm.engine.close = lambda: None  # type: ignore[method-assign]
+        assert counts(llm)["disk_write_failures"] > 0 and not list(folder.iterdir())
+    assert "blocks are not kept for 30 seconds" in caplog.text
+
+
+def test_a_disk_that_hangs_holds_nobody_up(
+    checkpoint: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for its blocks no longer than is said, the next ones not at all, until the disk answers."""
+    folder = tmp_path / "kv"
+    files = written(checkpoint, folder)
+    monkeypatch.setattr(disk_tier, "READ_TIMEOUT", 0.2)
+    held = [file.open("r+b") for file in files]
+    for file in held:
+        fcntl.flock(file, fcntl.LOCK_EX)  # for which readers wait
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        assert generate(llm) == (expected, [0, 0, 0])
+        assert counts(llm)["disk_read_failures"] == 1 and counts(llm)["disk_hits"] == 0
+        for file in held:
+            file.close()
+        monkeypatch.setattr(disk_tier, "READ_TIMEOUT", 60)
+        while not counts(llm)["disk_hits"]:
+            llm.reset_prefix_cache()
+            assert generate(llm, PROMPTS[:1])[0] == expected[:1]
+
+
+KILLED = """
+import os, signal, sys
+from penstock import LLM, SamplingParams
+llm = LLM(sys.argv[1], kv_offloading_disk_path=sys.argv[2], **{options})
+for prompt in {prompts}:
+    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+while not llm.engine.kv_offloading.counts["disk_bytes_written"]:
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_engine_has_written_is_found(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    code = KILLED.format(options=OPTIONS, prompts=PROMPTS)
+    ended = subprocess.run([sys.executable, "-c", code, str(checkpoint), str(folder)], timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        found, cached = generate(llm)
+        assert found == expected and sum(cached) > 0, "all but what was being written"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_offloading_size": 1e-6}, "kv_offloading_size: must be at least"),
+        ({"kv_offloading_disk_path": "/dev/null/kv"}, "cannot be used"),
+        ({"kv_offloading_disk_path": "/tmp"}, "has to be this user's alone"),
+        ({"kv_offloading_disk_path": "{tmp}/a", "kv_offloading_disk_size": 1e-6}, "disk_size: must be at least"),
+    ],
+)
+def test_what_is_impossible_is_refused(checkpoint: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    given = {name: value.format(tmp=tmp_path) if isinstance(value, str) else value for name, value in options.items()}
+    with pytest.raises(PenstockError, match=re.escape(words)):
+        LLM(checkpoint, **OPTIONS | given)
+
+
+def test_metrics_tell_the_tiers(tmp_path: Path) -> None:
+    """One server after another, with one folder."""
+    flags = ("--block-size", "16", "--num-gpu-blocks-override", "16", "--max-model-len", "256")
+    flags += ("--kv-offloading-disk-path", str(tmp_path / "kv"))
+    asked = {"prompt": PROMPTS[0], "max_tokens": 2}
+
+    def served(cached: int) -> dict[str, float]:
+        with Served(*flags) as server:
+            answer = httpx.post(f"{server.url}/completions", json=asked, timeout=60).raise_for_status().json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+            while True:  # the engine tells now and then
+                page = httpx.get(f"{server.root}/metrics").text
+                found = {name: float(value) for name, value in re.findall(r"^(\w+:\w+){[^}]*} (\S+)$", page, re.M)}
+                if found["vllm:kv_offload_cpu_cache_usage_perc"] > 0:
+                    return found
+
+    assert served(0)["vllm:external_prefix_cache_hits_total"] == 0
+    found = served(FULL)
+    assert found["vllm:external_prefix_cache_hits_total"] == found["penstock:kv_offload_disk_hits_total"] == FULL
+    assert found["vllm:external_prefix_cache_queries_total"] >= FULL
+    assert found["vllm:kv_offload_load_bytes_total"] == found["penstock:kv_offload_disk_read_bytes_total"] > 0
