@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "answer over HTTP and gRPC, in OpenAI's protocol and six others",
     "chat": "talk to a model in the terminal",
     "generate": "continue a prompt, or answer a question with --chat",
+    "download": "fetch a model from a hub, an object store or a web server",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure latency or throughput of a model or a server",
     "pd": "start separate prefill and decode instances with their router, or show those that run",

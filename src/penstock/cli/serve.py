@@ -168,17 +168,18 @@ def download_model(configuration: Configuration) -> Configuration:
 
     Raises ``PenstockError`` where it cannot be downloaded.
     """
-    from penstock.frontend.hub import ALLOW_PATTERNS, resolve, resolve_draft
+    from penstock.frontend.downloads import Selection
+    from penstock.frontend.hub import resolve, resolve_draft
 
     source = configuration.model
-    files = [each for each in ALLOW_PATTERNS if configuration.engine.role != "router" or each != "*.safetensors"]
     folder = resolve(
         configuration.engine.model,
         revision=source.revision,
         token=source.hf_token or None,
         cache_dir=source.download_dir or None,
+        hub=source.model_hub,
         progress=sys.stderr.isatty(),
-        files=files,
+        selection=Selection(weights=configuration.engine.role != "router"),
     )
     draft = resolve_draft(configuration.engine.speculative_config)
     engine = msgspec.structs.replace(configuration.engine, model=str(folder), speculative_config=draft)
