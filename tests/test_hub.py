@@ -3,6 +3,7 @@ environment once."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -59,7 +60,8 @@ except PenstockError as error:
 class Hub(ThreadingHTTPServer):
     """A hub with the models ``org/chat`` and ``org/gated``, the latter for the token ``opens`` only.
 
-    ``breaks`` says how the next transfers of weights break: after how many bytes, and how.
+    ``breaks`` says how the next transfers of weights break: after how many bytes, and how; or which status they get,
+    and what ``Retry-After``. ``fills`` is a file that takes all room of its disk before weights are sent.
     """
 
     daemon_threads = True
@@ -68,6 +70,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {OLD: WANTED | UNWANTED | {"config.json": b'{"model_type": "qwen2"}'}, NEW: WANTED | UNWANTED}
         self.breaks: list[tuple[int, str]] = []
+        self.fills: Path | None = None
         self.stalled = threading.Event()
         self.ranges: list[str | None] = []
         self.tokens: set[str | None] = set()
@@ -127,6 +130,13 @@ class Handler(BaseHTTPRequestHandler):
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         until, how = self.server.breaks.pop(0) if self.server.breaks else (len(data), "")
+        if self.server.fills:
+            _fill(self.server.fills)
+        if how[:1].isdigit():
+            status, _, after = how.partition(" ")
+            return self._send(b"", {"Retry-After": after}, int(status))
+        if how in ("garble", "more"):
+            return self._send(os.urandom(end - start) if how == "garble" else data[start:end] + b"more", headers, 206)
         self._send(data[start:end], headers, 206 if wanted else 200, max(until - start, 0))
         if how:
             self._break(how)
@@ -147,13 +157,20 @@ class Handler(BaseHTTPRequestHandler):
             os.close(self.connection.detach())
         elif how == "stall":
             self.server.stalled.set()
-            self.rfile.read(1)  # until the other side is gone
+            with contextlib.suppress(OSError):
+                self.rfile.read(1)  # until the other side is gone
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(b"", {"X-Error-Code": code}, status)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keeps quiet."""
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 def _listed(path: str, data: bytes) -> dict[str, Any]:

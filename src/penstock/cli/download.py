@@ -6,11 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from penstock.config.profiles import load
 from penstock.core.errors import invalid
 
 from .flags import add_options, configure
 
-OPTIONS = ("compat", "model_hub", "revision", "hf_token", "download_dir")
+OPTIONS = ("model_hub", "revision", "hf_token", "download_dir")
 HUBS = {"hf": "huggingface", "huggingface": "huggingface", "modelscope": "modelscope", "ms": "modelscope"}
 
 
@@ -30,12 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", default="", metavar="URL", help="address of the hub or object store")
     parser.add_argument("--token", help="for the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
     parser.add_argument("--max-workers", type=int, default=8, help="connections at the same time (default: 8)")
+    parser.add_argument("--compat", default="", help="system whose environment variables are read, too")
     add_options(parser, (), OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     from penstock.frontend.downloads import DownloadOptions, Selection, download, parse
 
+    args.profile = load(args.compat)
     options = configure(args).configuration.model
     if args.max_workers < 1:
         raise invalid("--max-workers", "must be 1 or more", 1)
@@ -49,5 +52,5 @@ def run(args: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     selection = Selection(args.include, args.exclude)
-    print(download(name, selection, how, args.dir))
+    print(download(name, selection, how, args.dir).absolute())
     return 0

@@ -36,6 +36,10 @@ MAX_PAUSE = 120.0
 """Seconds that a source may ask to wait."""
 
 
+STOP_TIMEOUT = 2.0
+"""Seconds for the other connections to note what has arrived, when one has failed."""
+
+
 class Destination(Protocol):
     """Where files are put."""
 
@@ -72,7 +76,7 @@ def fetch(
         while lacking := [file for file in files if not destination.has(file)]:
             each_once = {destination.partial_path(file): file for file in lacking}  # several may have one content
             partials = {file: PartialFile(path, file) for path, file in each_once.items()}
-            check_disk_space(destination.folder, sum(partial.size - partial.num_bytes for partial in partials.values()))
+            check_disk_space(destination.folder, sum(partial.room_needed for partial in partials.values()))
             _Download(source, destination, partials, len(files), progress).run(max_workers)
     except OSError as error:
         raise cannot_write(error, destination.folder) from error
@@ -130,8 +134,9 @@ class _Download:
 
     def run(self, max_workers: int) -> None:
         """Returns when all files have their names; raises what a thread raised."""
-        for number in range(max_workers):
-            threading.Thread(target=self._work, name=f"download-{number}", daemon=True).start()
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max_workers)]
+        for thread in threads:
+            thread.start()
         try:
             with self._changed:
                 while self._num_open and not self._error:
@@ -139,6 +144,9 @@ class _Download:
         finally:
             self._bar.close()
         if self._error:
+            end = time.monotonic() + STOP_TIMEOUT
+            for thread in threads:
+                thread.join(max(end - time.monotonic(), 0))
             raise self._error
 
     def check(self) -> None:

@@ -38,6 +38,15 @@ class PartialFile:
         """Bytes that are there."""
         return sum(end - start for start, end in self._ranges)
 
+    @property
+    def room_needed(self) -> int:
+        """Bytes of the disk that the file does not take yet."""
+        try:
+            taken = self.path.stat().st_blocks * 512
+        except OSError:
+            taken = 0
+        return max(self.size - taken, 0)
+
     def missing(self) -> list[Range]:
         """The ranges that are not there."""
         gaps, place = [], 0

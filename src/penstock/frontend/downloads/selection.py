@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -68,12 +68,19 @@ class Selection:
             return chosen
         kinds = ([file for file in known if _matches(file.path, kind)] for kind in WEIGHTS)
         weights = next((found for found in kinds if found), [])
-        if not weights and (names := quantizations(files)):
-            how = f"add a quantization to the name, as in org/name:{names[0]}, or give the URI of one file"
-            raise invalid("model", f"{source} has GGUF files only ({', '.join(names)}): {how}")
+        if not weights and (models := _gguf_models(files)):
+            return _only_gguf_model(models, files, source)
         if self.shard_filter:
             weights = [file for file in weights if self.shard_filter(file.path)]
         return chosen + weights
+
+
+def _only_gguf_model(models: dict[str, list[RemoteFile]], files: Sequence[RemoteFile], source: str) -> list[RemoteFile]:
+    if len(models) == 1:
+        return next(iter(models.values()))
+    names = quantizations(files) or sorted(models)
+    how = f"add a quantization to the name, as in org/name:{names[0]}, or give the URI of one file"
+    raise invalid("model", f"{source} has GGUF files only ({', '.join(names)}): {how}")
 
 
 def gguf_files(files: Sequence[RemoteFile], quantization: str, source: str) -> list[RemoteFile]:
@@ -84,27 +91,29 @@ def gguf_files(files: Sequence[RemoteFile], quantization: str, source: str) -> l
     Raises ``PenstockError`` (``invalid``) where there is none.
     """
     token = re.compile(rf"(^|[-._/]){re.escape(quantization)}(?=[-.])", re.IGNORECASE)
-    models = [file for file in _gguf_models(files) if token.search(file.path)]
+    models = {name: parts for name, parts in _gguf_models(files).items() if token.search(name + ".gguf")}
     if not models:
         known = ", ".join(quantizations(files)) or "no GGUF files"
         raise invalid("model", f"{source} has no GGUF file of the quantization {quantization}; it has {known}")
-    by_model: dict[str, list[RemoteFile]] = {}
-    for file in models:
-        by_model.setdefault(SHARD.sub("", file.path), []).append(file)
-    parts = sorted(by_model[min(by_model, key=lambda name: (len(name), name))], key=lambda file: file.path)
+    parts = models[min(models, key=lambda name: (len(name), name))]
     if (shard := SHARD.search(parts[0].path)) and len(parts) != int(shard[2]):
         raise invalid("model", f"{source} has {len(parts)} of the {int(shard[2])} parts of {parts[0].path}")
     return parts
 
 
-def quantizations(files: Iterable[RemoteFile]) -> list[str]:
+def quantizations(files: Sequence[RemoteFile]) -> list[str]:
     """The quantizations of GGUF files, as their names have them."""
-    found = (QUANTIZATION.search(file.path.rpartition("/")[2]) for file in _gguf_models(files))
+    found = (QUANTIZATION.search(f"{name.rpartition('/')[2]}.gguf") for name in _gguf_models(files))
     return sorted({match[1] for match in found if match})
 
 
-def _gguf_models(files: Iterable[RemoteFile]) -> list[RemoteFile]:
-    return [file for file in files if file.path.lower().endswith(".gguf") and not NO_GGUF_MODEL.search(file.path)]
+def _gguf_models(files: Sequence[RemoteFile]) -> dict[str, list[RemoteFile]]:
+    """The files of each GGUF model, by its path without suffix and number of the part."""
+    models: dict[str, list[RemoteFile]] = {}
+    for file in sorted(files, key=lambda file: file.path):
+        if file.path.lower().endswith(".gguf") and not NO_GGUF_MODEL.search(file.path):
+            models.setdefault(SHARD.sub("", file.path).removesuffix(".gguf"), []).append(file)
+    return models
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
