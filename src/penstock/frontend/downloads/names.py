@@ -49,7 +49,7 @@ def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
         if scheme in OBJECT_STORES or scheme in WEB:
             if revision:
                 raise invalid("revision", f"is for models on a hub, and {scheme}:// has no revisions")
-            return ModelName(scheme, f"{scheme}://{uri[2]}")
+            return ModelName(scheme, f"{scheme}://{uri[2].rstrip('/')}")
         if scheme not in HUBS:
             known = ", ".join(f"{name}://" for name in ("hf", "modelscope", *OBJECT_STORES, *WEB, "file"))
             raise invalid("model", f"{scheme}:// is not supported; {known} are")

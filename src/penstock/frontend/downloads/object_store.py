@@ -37,7 +37,7 @@ class ObjectStore:
     """
 
     def __init__(self, name: ModelName, endpoint: str = "", max_workers: int = MAX_WORKERS) -> None:
-        self.name = name.path.rstrip("/")
+        self.name = name.path
         self._scheme = OBJECT_STORES[name.scheme]
         path = self.name.partition("://")[2]
         self._is_file = path.lower().endswith(".gguf")

@@ -64,16 +64,15 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
         return _place(folder, files)
     folder = cache_folder(name, options.cache_dir)
     try:
-        if _is_offline():
-            words = f"model: the cache lacks {source.name}, or parts of it, and HF_HUB_OFFLINE is set"
-            raise PenstockError(Code.NOT_FOUND, f"{words}: unset it, or give a folder", "model")
+        if is_offline():
+            raise _offline(f"the cache lacks {source.name}, or parts of it")
         files = fetch_into_folder(source, selection, LocalFolder(folder, owned=True), options)
     except PenstockError as error:
         manifest = read_manifest(folder)
         files = selection.of(manifest.listing, source.name) if manifest else []
         if not files or not LocalFolder(folder).complete(files):
             raise
-        if not _is_offline():
+        if not is_offline():
             logger.warning("%s is taken from the cache, as last fetched. %s", source.name, error)
     return _place(folder, files)
 
@@ -81,8 +80,14 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
 def download(name: ModelName, selection: Selection, options: DownloadOptions, folder: Path | None = None) -> Path:
     """Fetch a model as its source has it now, into a folder, or into the cache; returns the folder, or the GGUF file.
 
+    With ``HF_HUB_OFFLINE`` the cache is not compared with the source.
+
     Raises ``PenstockError`` as ``resolve_name`` does, and where the source does not answer.
     """
+    if is_offline():
+        if folder:
+            raise _offline(f"{name.path} cannot be fetched")
+        return resolve_name(name, selection, options)
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace) and not folder:
         cache = options.cache_dir or _hub_cache()
@@ -150,7 +155,13 @@ def _hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _is_offline() -> bool:
+def _offline(problem: str) -> PenstockError:
+    says = f"model: {problem}, and HF_HUB_OFFLINE is set: unset it, or give a folder"
+    return PenstockError(Code.NOT_FOUND, says, "model")
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids to ask hubs and stores."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
