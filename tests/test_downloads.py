@@ -21,7 +21,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from test_hub import NEW, OFFLINE, OLD, UNWANTED, WANTED, WEIGHTS, Client, Hub, contents
 
+from penstock import demo
 from penstock.cli.main import main
+from penstock.cli.serve import download_model
+from penstock.config.options import Configuration, EngineOptions
 from penstock.core import PenstockError
 from penstock.frontend.hub import resolve
 
@@ -37,7 +40,7 @@ def hub() -> Iterator[Hub]:
     hub.stop()
 
 
-class Terminal:
+class Command:
     """``penstock download`` as typed, in a home of its own."""
 
     def __init__(self, home: Path, url: str = "") -> None:
@@ -73,7 +76,7 @@ class Terminal:
         return err.splitlines()[-1]
 
 
-class Typed(Terminal):
+class Typed(Command):
     """The same within this process, for what asks no Hugging Face hub."""
 
     def __init__(self, home: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +100,8 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.fixture
-def terminal(hub: Hub, tmp_path: Path) -> Terminal:
-    return Terminal(tmp_path, hub.url)
+def command(hub: Hub, tmp_path: Path) -> Command:
+    return Command(tmp_path, hub.url)
 
 
 def partial_files(folder: Path) -> list[Path]:
@@ -114,136 +117,159 @@ def downloaded(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("arguments", [("org/chat",), ("org/chat", "--dir", "here")])
-def test_killed_at_any_moment_it_goes_on_where_it_was(hub: Hub, terminal: Terminal, arguments: tuple[str, ...]) -> None:
+def test_killed_at_any_moment_it_goes_on_where_it_was(hub: Hub, command: Command, arguments: tuple[str, ...]) -> None:
     """The hub stops within the transfer, after bytes that the journal has noted, and the process is killed there."""
     weights = os.urandom(50_000_000)
     hub.files[NEW] = WANTED | UNWANTED | {WEIGHTS: weights}
     for place in sorted(random.Random(len(arguments)).sample(range(20_000_000, 45_000_000), 2)):
         hub.stalled.clear()
         hub.breaks = [(place, "stall")]
-        process = terminal.start(*arguments)
+        process = command.start(*arguments)
         assert hub.stalled.wait(30)
-        while not any(len(journal.read_text().splitlines()) > 1 for journal in terminal.home.rglob("*.ranges")):
+        while not any(len(journal.read_text().splitlines()) > 1 for journal in command.home.rglob("*.ranges")):
             assert process.poll() is None
         process.kill()
         process.communicate()
-        assert not list(terminal.home.rglob(WEIGHTS))
+        assert not list(command.home.rglob(WEIGHTS))
     hub.breaks = []
-    folder = terminal.download(*arguments)
+    folder = command.download(*arguments)
     assert downloaded(folder) == WANTED | {WEIGHTS: weights}
-    assert not partial_files(terminal.home)
+    assert not partial_files(command.home)
     first, second, third = (int(asked.partition("=")[2].partition("-")[0]) for asked in hub.ranges if asked)
     assert first == 0 < second <= third and third % 2**20 == 0
 
 
-def test_two_that_fetch_the_same_fetch_it_once(hub: Hub, terminal: Terminal) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("arguments", [("org/chat",), ("org/chat", "--dir", "here")])
+def test_killed_at_40_drawn_moments(hub: Hub, command: Command, arguments: tuple[str, ...]) -> None:
+    """Also while it lists, checks and names files; the hub breaks a few connections besides."""
+    shards = {f"model-{number}.safetensors": os.urandom(30_000_000) for number in range(3)}
+    hub.files[NEW] = WANTED | shards | {WEIGHTS: os.urandom(70_000_000)}
+    draw = random.Random(40)
+    for _ in range(40):
+        hub.breaks = [(draw.randrange(70_000_000), draw.choice(["reset", "close"]))]
+        process = command.start(*arguments)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0.2, 2.5))
+        process.kill()
+        process.communicate()
+        for path in command.home.rglob("*.safetensors"):  # what has its name is whole
+            assert path.read_bytes() == hub.files[NEW][path.name]
+            if draw.random() < 0.3:
+                path.unlink()
+    hub.breaks = []
+    assert downloaded(command.download(*arguments)) == hub.files[NEW]
+    assert not partial_files(command.home)
+
+
+def test_two_that_fetch_the_same_fetch_it_once(hub: Hub, command: Command) -> None:
     hub.breaks = [(100_000, "stall")]
-    first = terminal.start("org/chat", "--dir", "here")
+    first = command.start("org/chat", "--dir", "here")
     assert hub.stalled.wait(30)
-    second = terminal.start("org/chat", "--dir", "here")
+    second = command.start("org/chat", "--dir", "here")
     assert second.stderr
     assert "another process downloads the same" in second.stderr.readline()
     first.kill()
     first.communicate()
     assert second.wait(30) == 0
     second.communicate()
-    assert contents(terminal.home / "here").items() >= WANTED.items()
+    assert contents(command.home / "here").items() >= WANTED.items()
     assert len(hub.ranges) == 2
 
 
-def test_a_folder_whose_download_has_not_ended_is_no_checkpoint(hub: Hub, terminal: Terminal) -> None:
+def test_a_folder_whose_download_has_not_ended_is_no_checkpoint(hub: Hub, command: Command) -> None:
     hub.breaks = [(100_000, "stall")]
-    process = terminal.start("org/chat", "--dir", "here")
+    process = command.start("org/chat", "--dir", "here")
     assert hub.stalled.wait(30)
     process.kill()
     process.communicate()
     with pytest.raises(PenstockError, match=r"lacks .*, because its download has not ended: run the same"):
-        resolve(terminal.home / "here")
-    terminal.download("org/chat", "--dir", "here")
-    assert resolve(terminal.home / "here") == terminal.home / "here"
+        resolve(command.home / "here")
+    command.download("org/chat", "--dir", "here")
+    assert resolve(command.home / "here") == command.home / "here"
 
 
 # --- Broken servers ---------------------------------------------------------------------------------------------------
 
 
-def test_wrong_bytes_are_fetched_again(hub: Hub, terminal: Terminal) -> None:
+def test_wrong_bytes_are_fetched_again(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "garble"), (100_000, "close")]
-    assert contents(terminal.download("org/chat")) == WANTED
+    assert contents(command.download("org/chat")) == WANTED
     assert len(hub.ranges) == 3
     hub.breaks = [(-1, "garble")] * 3
-    assert "does not have the checksum that is announced there" in terminal.refused("org/chat", "--dir", "here")
-    assert not (terminal.home / "here" / WEIGHTS).exists()
-    assert (terminal.download("org/chat", "--dir", "here") / WEIGHTS).exists()
-    assert not partial_files(terminal.home)
+    assert "does not have the checksum that is announced there" in command.refused("org/chat", "--dir", "here")
+    assert not (command.home / "here" / WEIGHTS).exists()
+    assert (command.download("org/chat", "--dir", "here") / WEIGHTS).exists()
+    assert not partial_files(command.home)
 
 
 @pytest.mark.parametrize(
     ("status", "after"), [(429, "1"), (503, ""), (500, "Thu, 01 Jan 2026 00:00:00 GMT"), (502, "soon")]
 )
-def test_a_busy_server_is_asked_again(hub: Hub, terminal: Terminal, status: int, after: str) -> None:
+def test_a_busy_server_is_asked_again(hub: Hub, command: Command, status: int, after: str) -> None:
     hub.breaks = [(-1, f"{status} {after}")]
-    assert contents(terminal.download("org/chat")) == WANTED
+    assert contents(command.download("org/chat")) == WANTED
     assert len(hub.ranges) == 2
 
 
-def test_a_server_that_wants_an_hour_is_given_up_at_once(hub: Hub, terminal: Terminal) -> None:
+def test_a_server_that_wants_an_hour_is_given_up_at_once(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "429 3600")]
-    assert "status 429" in terminal.refused("org/chat")
+    assert "status 429" in command.refused("org/chat")
     assert len(hub.ranges) == 1
 
 
-def test_more_bytes_than_announced_are_not_taken(hub: Hub, terminal: Terminal) -> None:
+def test_more_bytes_than_announced_are_not_taken(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "more")]
-    assert contents(terminal.download("org/chat")) == WANTED
+    assert contents(command.download("org/chat")) == WANTED
 
 
 @pytest.mark.parametrize(
     "path", ["../evil.json", "/etc/evil.json", "a/../../evil.json", "a//b.json", ".penstock/x.json", "a\nb.json"]
 )
-def test_paths_that_lead_elsewhere_are_refused(hub: Hub, terminal: Terminal, path: str) -> None:
+def test_paths_that_lead_elsewhere_are_refused(hub: Hub, command: Command, path: str) -> None:
     hub.files[NEW] = WANTED | {path: b"{}"}
     for arguments in (("org/chat",), ("org/chat", "--dir", "here")):
-        assert "which is no path in a folder" in terminal.refused(*arguments)
-    assert not list(terminal.home.parent.rglob("evil*"))
+        assert "which is no path in a folder" in command.refused(*arguments)
+    assert not list(command.home.parent.rglob("evil*"))
 
 
-def test_a_link_that_leads_out_of_the_folder_is_not_followed(hub: Hub, terminal: Terminal) -> None:
-    outside = terminal.home / "outside"
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(hub: Hub, command: Command) -> None:
+    outside = command.home / "outside"
     outside.mkdir()
-    (terminal.home / "here").mkdir()
-    (terminal.home / "here" / "1_Pooling").symlink_to(outside)
-    assert "leads out of" in terminal.refused("org/chat", "--dir", "here")
+    (command.home / "here").mkdir()
+    (command.home / "here" / "1_Pooling").symlink_to(outside)
+    assert "leads out of" in command.refused("org/chat", "--dir", "here")
     assert not list(outside.iterdir())
 
 
 # --- What is fetched --------------------------------------------------------------------------------------------------
 
 
-def test_a_quantization_picks_a_gguf_file(hub: Hub, terminal: Terminal) -> None:
+def test_a_quantization_picks_a_gguf_file(hub: Hub, command: Command) -> None:
     hub.files = {NEW: GGUF, OLD: GGUF}
-    file = terminal.download("org/chat:q4_k_m")
+    file = command.download("org/chat:q4_k_m")
     assert file.name == "chat-Q4_K_M.gguf" and file.read_bytes() == GGUF[file.name]
     assert contents(file.parent) == {file.name: GGUF[file.name]}
-    assert terminal.download("org/chat:UD-Q4_K_M@v1").name == "chat-UD-Q4_K_M.gguf"
-    parts = terminal.home / "here" / "big"
-    assert terminal.download("hf://org/chat:Q6_K", "--dir", "here") == parts / "chat-Q6_K-00001-of-00002.gguf"
+    assert command.download("org/chat:UD-Q4_K_M@v1").name == "chat-UD-Q4_K_M.gguf"
+    parts = command.home / "here" / "big"
+    assert command.download("hf://org/chat:Q6_K", "--dir", "here") == parts / "chat-Q6_K-00001-of-00002.gguf"
     assert len(list(parts.iterdir())) == 2
     for name in ("org/chat:Q5_K_M", "org/chat"):
-        assert "Q4_K_M, Q6_K, Q8_0, UD-Q4_K_M" in terminal.refused(name)
-    assert terminal.download("org/chat:Q4_K_M", HF_HUB_OFFLINE="0") == file
+        assert "Q4_K_M, Q6_K, Q8_0, UD-Q4_K_M" in command.refused(name)
+    assert command.download("org/chat:Q4_K_M", HF_HUB_OFFLINE="0") == file
 
 
-def test_pickles_are_fetched_only_where_there_is_nothing_else(hub: Hub, terminal: Terminal) -> None:
+def test_pickles_are_fetched_only_where_there_is_nothing_else(hub: Hub, command: Command) -> None:
     hub.files[NEW] = {"config.json": b"{}", "pytorch_model.bin": b"pickle", "training_args.bin": b"pickle"}
-    assert set(contents(terminal.download("org/chat"))) == {"config.json", "pytorch_model.bin"}
+    assert set(contents(command.download("org/chat"))) == {"config.json", "pytorch_model.bin"}
 
 
-def test_patterns(hub: Hub, terminal: Terminal) -> None:
-    folder = terminal.download("org/chat", "--include", "*.json", "original/", "--exclude", "tokenizer*")
+def test_patterns(hub: Hub, command: Command) -> None:
+    folder = command.download("org/chat", "--include", "*.json", "original/", "--exclude", "tokenizer*")
     assert set(contents(folder)) == {
         "config.json", "generation_config.json", "1_Pooling/config.json", "original/params.json"
     }  # fmt: skip
-    assert "none of the 15 files of org/chat is wanted" in terminal.refused("org/chat", "--include", "*.gguf")
+    assert "none of the 15 files of org/chat is wanted" in command.refused("org/chat", "--include", "*.gguf")
 
 
 @pytest.mark.parametrize(
@@ -265,6 +291,32 @@ def test_two_revisions_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> N
     assert "revision: is v2, and the model's name says v1" in capsys.readouterr().err
 
 
+def test_a_node_fetches_the_weights_of_its_stages(
+    typed: Typed, site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers in two stages: of the model's ends both stages have some, of the layers each its own."""
+    places = {"model.embed_tokens.weight": "ends", "model.norm.weight": "ends", "model.layers.2.x": "mtp"}
+    places |= {f"model.layers.{layer}.mlp.down_proj.weight": f"layer{layer}" for layer in (0, 1)}
+    index = {"weight_map": {tensor: f"{file}.safetensors" for tensor, file in places.items()}}
+    config = json.loads((demo.CHAT / "config.json").read_text()) | {"num_hidden_layers": 2}
+    files = {f"{file}.safetensors": file.encode() for file in places.values()}
+    files |= {"config.json": json.dumps(config).encode(), "model.safetensors.index.json": json.dumps(index).encode()}
+    url = f"{site(web(files)).url}/models/chat"
+    stages = ("--nnodes", "2", "--pipeline-parallel-size", "2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(typed.home / "served"))
+    for rank, own in enumerate(({"ends", "layer0"}, {"ends", "layer1", "mtp"})):
+        folder = typed.download(url, "--dir", f"{rank}", *stages, "--node-rank", f"{rank}")
+        assert {path.stem for path in folder.glob("*.safetensors")} == own
+        engine = EngineOptions(model=url, nnodes=2, node_rank=rank, pipeline_parallel_size=2)
+        served = Path(download_model(Configuration(engine=engine)).engine.model)
+        assert {path.stem for path in served.glob("*.safetensors")} >= own
+    both = ("--nnodes", "2", "--tensor-parallel-size", "2")
+    assert {path.name: path.read_bytes() for path in typed.download(url, "--dir", "all", *both).glob("m*")} == {
+        name: data for name, data in files.items() if name.startswith("m")
+    }
+    assert "nnodes: 3 ranks" in typed.refused(url, "--nnodes", "2", "--pipeline-parallel-size", "3")
+
+
 # --- Room on the disk -------------------------------------------------------------------------------------------------
 
 
@@ -278,20 +330,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_without_room_is_one_sentence(hub: Hub, terminal: Terminal, small_disk: Path) -> None:
+def test_a_disk_without_room_is_one_sentence(hub: Hub, command: Command, small_disk: Path) -> None:
     hub.files[NEW] = WANTED | {WEIGHTS: os.urandom(400_000)}
     for arguments in (("--dir", str(small_disk / "x")), ("--download-dir", str(small_disk))):
-        said = terminal.refused("org/chat", *arguments)
+        said = command.refused("org/chat", *arguments)
         assert re.search(rf"download_dir: 40\d,\d+ bytes are needed, and \d+,\d+ are free in {small_disk}", said)
     assert not hub.ranges
     (small_disk / "other").write_bytes(bytes(200_000))
     hub.files[NEW] = WANTED | {WEIGHTS: os.urandom(40_000)}
     hub.fills = small_disk / "filler"
-    said = terminal.refused("org/chat", "--dir", str(small_disk / "x"))
+    said = command.refused("org/chat", "--dir", str(small_disk / "x"))
     assert "download_dir: cannot write" in said and "No space left on device" in said
     hub.fills.unlink()
     hub.fills = None
-    terminal.download("org/chat", "--dir", str(small_disk / "x"))
+    command.download("org/chat", "--dir", str(small_disk / "x"))
 
 
 # --- ModelScope -------------------------------------------------------------------------------------------------------
@@ -400,17 +452,17 @@ def test_a_model_of_modelscope(typed: Typed, site: Callable[..., Site]) -> None:
 
 @pytest.mark.row("vllm", "VLLM_USE_MODELSCOPE")
 @pytest.mark.row("fastdeploy", "FD_MODEL_SOURCE", "FD_MODEL_CACHE")
-def test_the_hub_that_another_systems_variable_names(terminal: Terminal, site: Callable[..., Site]) -> None:
+def test_the_hub_that_another_systems_variable_names(command: Command, site: Callable[..., Site]) -> None:
     server = site(modelscope(WANTED))
     there = {"MODELSCOPE_ENDPOINT": server.url}
-    folder = terminal.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="True", **there)
-    fastdeploy = {"FD_MODEL_SOURCE": "MODELSCOPE", "FD_MODEL_CACHE": str(terminal.home / "elsewhere")}
-    other = terminal.download("org/chat", "--compat", "fastdeploy", **fastdeploy, **there)
+    folder = command.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="True", **there)
+    fastdeploy = {"FD_MODEL_SOURCE": "MODELSCOPE", "FD_MODEL_CACHE": str(command.home / "elsewhere")}
+    other = command.download("org/chat", "--compat", "fastdeploy", **fastdeploy, **there)
     assert downloaded(folder) == downloaded(other) == WANTED
-    assert other.is_relative_to(terminal.home / "elsewhere")
-    assert "AI Studio is not supported" in terminal.refused("x/y", "--compat", "fastdeploy", FD_MODEL_SOURCE="AISTUDIO")
-    hub = terminal.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="False", **there)
-    assert hub.is_relative_to(terminal.home / "hf")
+    assert other.is_relative_to(command.home / "elsewhere")
+    assert "AI Studio is not supported" in command.refused("x/y", "--compat", "fastdeploy", FD_MODEL_SOURCE="AISTUDIO")
+    hub = command.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="False", **there)
+    assert hub.is_relative_to(command.home / "hf")
 
 
 def test_a_private_model_of_modelscope(typed: Typed, site: Callable[..., Site]) -> None:

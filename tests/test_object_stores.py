@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_downloads import Terminal, downloaded, partial_files
+from test_downloads import Command, downloaded, partial_files
 from test_hub import UNWANTED, WANTED, WEIGHTS
 
 pytestmark = pytest.mark.thorough
@@ -78,8 +78,8 @@ class Store:
 
     def put(self, folder: Path, bucket: str = "new") -> None:
         """Upload a folder as ``s3://models/org/chat``."""
-        command = [self._python, "-c", PUT, folder, bucket]
-        subprocess.run(command, check=True, env=os.environ | self.environment)
+        upload = [self._python, "-c", PUT, folder, bucket]
+        subprocess.run(upload, check=True, env=os.environ | self.environment)
 
     def stop(self) -> None:
         self.process.kill()
@@ -94,10 +94,10 @@ def store(server_python: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def terminal(store: Store, s3fs: Path, tmp_path: Path) -> Terminal:
-    terminal = Terminal(tmp_path)
-    terminal.environment |= store.environment | {"PYTHONPATH": str(s3fs)}
-    return terminal
+def command(store: Store, s3fs: Path, tmp_path: Path) -> Command:
+    command = Command(tmp_path)
+    command.environment |= store.environment | {"PYTHONPATH": str(s3fs)}
+    return command
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
@@ -107,48 +107,48 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_a_folder_of_a_bucket(store: Store, terminal: Terminal) -> None:
+def test_a_folder_of_a_bucket(store: Store, command: Command) -> None:
     files = WANTED | {WEIGHTS: os.urandom(20_000_000)}
-    store.put(write(terminal.home / "files", files | UNWANTED))
-    folder = terminal.download("s3://models/org/chat/")
-    assert folder.is_relative_to(terminal.home / "cache")
+    store.put(write(command.home / "files", files | UNWANTED))
+    folder = command.download("s3://models/org/chat/")
+    assert folder.is_relative_to(command.home / "cache")
     assert downloaded(folder) == files
     before = (folder / WEIGHTS).stat().st_mtime_ns
-    assert terminal.download("s3://models/org/chat", "--endpoint", store.url) == folder
+    assert command.download("s3://models/org/chat", "--endpoint", store.url) == folder
     assert (folder / WEIGHTS).stat().st_mtime_ns == before
-    store.put(write(terminal.home / "newer", {"config.json": b'{"model_type": "qwen2"}'}), "old")
-    assert (terminal.download("s3://models/org/chat/") / "config.json").read_bytes() == b'{"model_type": "qwen2"}'
+    store.put(write(command.home / "newer", {"config.json": b'{"model_type": "qwen2"}'}), "old")
+    assert (command.download("s3://models/org/chat/") / "config.json").read_bytes() == b'{"model_type": "qwen2"}'
     assert (folder / WEIGHTS).stat().st_mtime_ns == before
 
 
-def test_a_gguf_file_in_a_bucket(store: Store, terminal: Terminal) -> None:
-    store.put(write(terminal.home / "files", {"chat-Q8_0.gguf": os.urandom(5000)}))
-    file = terminal.download("s3://models/org/chat/chat-Q8_0.gguf")
-    assert file.read_bytes() == (terminal.home / "files" / "chat-Q8_0.gguf").read_bytes()
+def test_a_gguf_file_in_a_bucket(store: Store, command: Command) -> None:
+    store.put(write(command.home / "files", {"chat-Q8_0.gguf": os.urandom(5000)}))
+    file = command.download("s3://models/org/chat/chat-Q8_0.gguf")
+    assert file.read_bytes() == (command.home / "files" / "chat-Q8_0.gguf").read_bytes()
 
 
-def test_what_is_not_there_or_not_open(store: Store, terminal: Terminal) -> None:
-    assert "there is nothing at s3://models/org/chat" in terminal.refused("s3://models/org/chat")
-    store.put(write(terminal.home / "files", WANTED))
-    assert "there is nothing at s3://models/org/none" in terminal.refused("s3://models/org/none")
+def test_what_is_not_there_or_not_open(store: Store, command: Command) -> None:
+    assert "there is nothing at s3://models/org/chat" in command.refused("s3://models/org/chat")
+    store.put(write(command.home / "files", WANTED))
+    assert "there is nothing at s3://models/org/none" in command.refused("s3://models/org/none")
     without = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}
-    assert "set AWS_ACCESS_KEY_ID and" in terminal.refused("s3://models/org/chat", **without)
+    assert "set AWS_ACCESS_KEY_ID and" in command.refused("s3://models/org/chat", **without)
 
 
-def test_killed_and_stopped(store: Store, terminal: Terminal) -> None:
+def test_killed_and_stopped(store: Store, command: Command) -> None:
     files = WANTED | {WEIGHTS: os.urandom(150_000_000)}
-    store.put(write(terminal.home / "files", files))
-    process = terminal.start("s3://models/org/chat", "--dir", "here", "--max-workers", "2")
-    while not any(len(journal.read_text().splitlines()) > 2 for journal in terminal.home.rglob("*.ranges")):
+    store.put(write(command.home / "files", files))
+    process = command.start("s3://models/org/chat", "--dir", "here", "--max-workers", "2")
+    while not any(len(journal.read_text().splitlines()) > 2 for journal in command.home.rglob("*.ranges")):
         assert process.poll() is None
     process.kill()
     process.communicate()
-    assert not (terminal.home / "here" / WEIGHTS).exists()
-    assert downloaded(terminal.download("s3://models/org/chat", "--dir", "here")) == files
-    assert not partial_files(terminal.home)
-    folder = terminal.download("s3://models/org/chat")
+    assert not (command.home / "here" / WEIGHTS).exists()
+    assert downloaded(command.download("s3://models/org/chat", "--dir", "here")) == files
+    assert not partial_files(command.home)
+    folder = command.download("s3://models/org/chat")
     store.stop()
-    assert "cannot be fetched" in terminal.refused("s3://models/org/chat")
-    assert terminal.download("s3://models/org/chat", HF_HUB_OFFLINE="1") == folder
+    assert "cannot be fetched" in command.refused("s3://models/org/chat")
+    assert command.download("s3://models/org/chat", HF_HUB_OFFLINE="1") == folder
     assert downloaded(folder) == files
-    assert "HF_HUB_OFFLINE is set" in terminal.refused("s3://models/org/none", HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE is set" in command.refused("s3://models/org/none", HF_HUB_OFFLINE="1")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from penstock.config.profiles import load
@@ -12,6 +14,16 @@ from penstock.core.errors import invalid
 from .flags import add_options, configure
 
 OPTIONS = ("model_hub", "revision", "hf_token", "download_dir")
+NODE_OPTIONS = (
+    "nnodes",
+    "node_rank",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline_parallel_layers",
+    "quantization",
+    "dtype",
+)
+"""Of these it depends which weight files a node needs."""
 HUBS = {"hf": "huggingface", "huggingface": "huggingface", "modelscope": "modelscope", "ms": "modelscope"}
 
 
@@ -32,14 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", help="for the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
     parser.add_argument("--max-workers", type=int, default=8, help="connections at the same time (default: 8)")
     parser.add_argument("--compat", default="", help="system whose environment variables are read, too")
-    add_options(parser, (), OPTIONS)
+    add_options(parser, (), OPTIONS + NODE_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.frontend.downloads import DownloadOptions, Selection, download, parse
+    from penstock.frontend.downloads import (
+        NEEDED_FIRST,
+        DownloadOptions,
+        Selection,
+        download,
+        parse,
+        weight_files_of_node,
+    )
 
     args.profile = load(args.compat)
-    options = configure(args).configuration.model
+    configuration = configure(args).configuration
+    options = configuration.model
     if args.max_workers < 1:
         raise invalid("--max-workers", "must be 1 or more", 1)
     name = parse(args.name, HUBS.get(args.source or "", options.model_hub), options.revision)
@@ -51,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
         max_workers=args.max_workers,
         progress=sys.stderr.isatty(),
     )
+    fetch = partial(download, name, options=how, folder=args.dir)
     selection = Selection(args.include, args.exclude)
-    print(download(name, selection, how, args.dir).absolute())
+    if configuration.engine.nnodes > 1 and not args.include:
+        folder = fetch(selection=Selection(NEEDED_FIRST))
+        weight_filter = weight_files_of_node(folder, configuration.engine)
+        if not weight_filter:
+            print("this node needs all weight files: ranks of tensor parallelism read each of them", file=sys.stderr)
+        selection = replace(selection, weight_filter=weight_filter)
+    print(fetch(selection=selection).absolute())
     return 0

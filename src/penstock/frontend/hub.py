@@ -75,7 +75,7 @@ def resolve(
     # An HTTP client comes with it, which paths do without.
     from .downloads import DownloadOptions, Selection, parse, resolve_name
 
-    name = parse(model, hub, revision)
+    name = parse(str(model), hub, revision)
     if name.scheme == "file":
         return resolve(Path(name.path))
     place = Path(cache_dir) if cache_dir else None

@@ -108,7 +108,7 @@ def load_model(
         format = None if quantized is None else read_quantization_config(quantized)
         for note in format.notes if format and group.rank == 0 else ():
             logger.info("%s", note)
-        weights = Checkpoint(folder, format)
+        weights = Checkpoint(folder, format, whole=layers is None)
     scheme, cache = SCHEMES[quantization], None
     if weight_cache_dir and not isinstance(weights, DummyWeights):
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"

@@ -34,14 +34,14 @@ class Selection:
         exclude: patterns of paths that are not fetched.
         quantization: of the GGUF file that is fetched in place of a checkpoint.
         weights: whether weights are needed.
-        shard_filter: of the weight files by path, those that are needed; None for all.
+        weight_filter: of the weight files by path, those that are needed; None for all.
     """
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     quantization: str = ""
     weights: bool = True
-    shard_filter: Callable[[str], bool] | None = None
+    weight_filter: Callable[[str], bool] | None = None
 
     def of(self, files: Sequence[RemoteFile], source: str) -> list[RemoteFile]:
         """The selected ones of a model's files.
@@ -70,8 +70,8 @@ class Selection:
         weights = next((found for found in kinds if found), [])
         if not weights and (models := _gguf_models(files)):
             return _only_gguf_model(models, files, source)
-        if self.shard_filter:
-            weights = [file for file in weights if self.shard_filter(file.path)]
+        if self.weight_filter:
+            weights = [file for file in weights if self.weight_filter(file.path)]
         return chosen + weights
 
 
