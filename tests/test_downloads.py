@@ -385,6 +385,12 @@ class Answering(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
+        if "X-Endless" in headers:
+            self.close_connection = True
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(body)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         with contextlib.suppress(OSError):
@@ -541,6 +547,15 @@ def test_addresses_without_a_model(typed: Typed, site: Callable[..., Site]) -> N
     server = site(web(SHARDED | {"model.safetensors.index.json": hostile}))
     assert "which is no path in a folder" in typed.refused(f"{server.url}/models/chat")
     assert "cannot be fetched" in typed.refused("http://127.0.0.1:9/models/chat")
+
+
+def test_bodies_without_end(typed: Typed, site: Callable[..., Site]) -> None:
+    server = site(web(SHARDED, **{"X-Endless": "1", "X-No-Ranges": "1"}))
+    assert "sends config.json without its size" in typed.refused(f"{server.url}/models/chat")
+    there = {
+        "MODELSCOPE_ENDPOINT": site(lambda *asked: (200, {"X-Endless": "1", "X-No-Ranges": "1"}, bytes(2**16))).url
+    }
+    assert "which is not its API's answer" in typed.refused("modelscope://org/chat", **there)
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://127.0.0.1:{port}/again"])

@@ -285,6 +285,29 @@ def test_fetches_what_a_checkpoint_needs_and_once(hub: Hub, client: Client) -> N
     assert "taken from the cache" in client.said and hub.url in client.said
 
 
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_the_cache_is_shared_with_other_programs(hub: Hub, client: Client, first: str) -> None:
+    """Those that use ``huggingface_hub``, online and offline, whoever has fetched the model."""
+    code = "import sys; from huggingface_hub import snapshot_download\n"
+    code += f"print(snapshot_download('org/chat', allow_patterns={sorted(WANTED)}))"
+
+    def theirs(**env: str) -> Path:
+        ran = subprocess.run([sys.executable, "-c", code], env=client.environment | env, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return Path(ran.stdout.strip())
+
+    folder = theirs() if first == "theirs" else client.resolve()
+    assert contents(folder) == WANTED
+    assert theirs() == theirs(**OFFLINE) == client.resolve() == client.resolve(env=OFFLINE) == folder
+    assert client.said == ""
+    assert len(hub.ranges) == 1
+    (folder / WEIGHTS).unlink()
+    assert client.ask(env=OFFLINE, cache_dir=str(folder.parents[2]))["folder"] == str(
+        folder
+    )  # the content is there still
+    assert theirs(**OFFLINE) == folder
+
+
 def test_another_cache(client: Client, tmp_path: Path) -> None:
     assert client.resolve(cache_dir=str(tmp_path / "other")).is_relative_to(tmp_path / "other")
 
