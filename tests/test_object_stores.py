@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_downloads import Command, downloaded, partial_files
+from test_downloads import Command, downloaded, has_noted, partial_files
 from test_hub import UNWANTED, WANTED, WEIGHTS
 
 pytestmark = pytest.mark.thorough
@@ -139,7 +139,7 @@ def test_killed_and_stopped(store: Store, command: Command) -> None:
     files = WANTED | {WEIGHTS: os.urandom(150_000_000)}
     store.put(write(command.home / "files", files))
     process = command.start("s3://models/org/chat", "--dir", "here", "--max-workers", "2")
-    while not any(len(journal.read_text().splitlines()) > 2 for journal in command.home.rglob("*.ranges")):
+    while not has_noted(command.home, 2):
         assert process.poll() is None
     process.kill()
     process.communicate()
