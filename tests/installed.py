@@ -191,6 +191,7 @@ def test_every_command_has_its_help(clean: Clean) -> None:
     [
         (["serve", "--grpc-port", "0"], "grpc"),
         (["serve", "--model-repository", "MODELS"], "grpc"),
+        (["download", "s3://bucket/model"], "s3"),
         (["bench", "serve"], "bench"),
         (["bench", "serve", "--picture", "load.png"], "bench"),
     ],

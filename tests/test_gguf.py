@@ -26,6 +26,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import WRITTEN, add_tokenizer, random_blocks, write_gguf
 from hypothesis import given, settings
 from serving import Servers, within
+from test_hub import NEW, Client, Hub
 from test_tokenizer_files import LINES, TEXT
 from tokenizers import models
 from transformers import (
@@ -594,3 +595,16 @@ def test_drawn_damage_is_told_or_harmless(seed: int, tiny: bytes, tmp_path: Path
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 64 * 2**20
+
+
+def test_a_name_on_the_hub_with_a_quantization_is_a_gguf_file(tmp_path: Path) -> None:
+    write_gguf(demo.CHAT, tmp_path / "chat-Q8_0.gguf")
+    hub = Hub()
+    hub.files[NEW] = {"chat-Q8_0.gguf": (tmp_path / "chat-Q8_0.gguf").read_bytes(), "README.md": b"# A model"}
+    try:
+        folder = Client(hub.url, tmp_path / "hf").resolve("org/chat:Q8_0", env={"XDG_CACHE_HOME": str(tmp_path)})
+    finally:
+        hub.stop()
+    sampling = SamplingParams(temperature=0, max_tokens=8)
+    texts = [LLM(model).generate("A", sampling)[0].outputs[0].text for model in (folder, tmp_path / "chat-Q8_0.gguf")]
+    assert texts[0] == texts[1]

@@ -3,6 +3,7 @@ environment once."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -59,7 +60,8 @@ except PenstockError as error:
 class Hub(ThreadingHTTPServer):
     """A hub with the models ``org/chat`` and ``org/gated``, the latter for the token ``opens`` only.
 
-    ``breaks`` says how the next transfers of weights break: after how many bytes, and how.
+    ``breaks`` says how the next transfers of weights break: after how many bytes, and how; or which status they get,
+    and what ``Retry-After``. ``fills`` is a file that takes all room of its disk before weights are sent.
     """
 
     daemon_threads = True
@@ -68,6 +70,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {OLD: WANTED | UNWANTED | {"config.json": b'{"model_type": "qwen2"}'}, NEW: WANTED | UNWANTED}
         self.breaks: list[tuple[int, str]] = []
+        self.fills: Path | None = None
         self.stalled = threading.Event()
         self.ranges: list[str | None] = []
         self.tokens: set[str | None] = set()
@@ -110,7 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         if of_api and kind == "tree":
             return self._send(json.dumps([_listed(path, data) for path, data in files.items()]).encode())
         if of_api:
-            return self._send(json.dumps({"id": name, "sha": commit, "siblings": []}).encode())
+            siblings = [_sibling(path, data) for path, data in files.items()]
+            return self._send(json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
         if name == "org/gated" and token != "Bearer opens":
             return self._refuse(403 if token else 401, "GatedRepo")
         self._send_file(path, files[path], commit)
@@ -121,11 +125,19 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(data, headers)
         wanted = self.headers.get("Range")
         self.server.ranges.append(wanted)
-        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        first, _, last = wanted.removeprefix("bytes=").partition("-") if wanted else ("0", "", "")
+        start, end = int(first), int(last) + 1 if last else len(data)
+        if wanted:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         until, how = self.server.breaks.pop(0) if self.server.breaks else (len(data), "")
-        self._send(data[start:], headers, 206 if start else 200, until - start)
+        if self.server.fills:
+            _fill(self.server.fills)
+        if how[:1].isdigit():
+            status, _, after = how.partition(" ")
+            return self._send(b"", {"Retry-After": after}, int(status))
+        if how in ("garble", "more"):
+            return self._send(os.urandom(end - start) if how == "garble" else data[start:end] + b"more", headers, 206)
+        self._send(data[start:end], headers, 206 if wanted else 200, max(until - start, 0))
         if how:
             self._break(how)
 
@@ -145,13 +157,20 @@ class Handler(BaseHTTPRequestHandler):
             os.close(self.connection.detach())
         elif how == "stall":
             self.server.stalled.set()
-            self.rfile.read(1)  # until the other side is gone
+            with contextlib.suppress(OSError):
+                self.rfile.read(1)  # until the other side is gone
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(b"", {"X-Error-Code": code}, status)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keeps quiet."""
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 def _listed(path: str, data: bytes) -> dict[str, Any]:
@@ -162,6 +181,13 @@ def _listed(path: str, data: bytes) -> dict[str, Any]:
         sha256 = hashlib.sha256(data).hexdigest()
         listed |= {"oid": sha256, "lfs": {"oid": sha256, "size": len(data), "pointerSize": 130}}
     return listed
+
+
+def _sibling(path: str, data: bytes) -> dict[str, Any]:
+    """A file as the hub describes it with a model."""
+    listed = _listed(path, data)
+    lfs = {"sha256": listed["oid"], "size": len(data), "pointerSize": 130} if "lfs" in listed else None
+    return {"rfilename": path, "size": len(data), "blobId": listed["oid"], "lfs": lfs}
 
 
 class Client:
@@ -259,6 +285,27 @@ def test_fetches_what_a_checkpoint_needs_and_once(hub: Hub, client: Client) -> N
     assert "taken from the cache" in client.said and hub.url in client.said
 
 
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_the_cache_is_shared_with_other_programs(hub: Hub, client: Client, first: str) -> None:
+    """Those that use ``huggingface_hub``, online and offline, whoever has fetched the model."""
+    code = "import sys; from huggingface_hub import snapshot_download\n"
+    code += f"print(snapshot_download('org/chat', allow_patterns={sorted(WANTED)}))"
+
+    def theirs(**env: str) -> Path:
+        ran = subprocess.run([sys.executable, "-c", code], env=client.environment | env, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return Path(ran.stdout.strip())
+
+    folder = theirs() if first == "theirs" else client.resolve()
+    assert contents(folder) == WANTED
+    assert theirs() == theirs(**OFFLINE) == client.resolve() == client.resolve(env=OFFLINE) == folder
+    assert client.said == ""
+    assert len(hub.ranges) == 1
+    (folder / WEIGHTS).unlink()  # its content is there still
+    assert client.resolve(env=OFFLINE) == folder
+    assert theirs(**OFFLINE) == folder
+
+
 def test_another_cache(client: Client, tmp_path: Path) -> None:
     assert client.resolve(cache_dir=str(tmp_path / "other")).is_relative_to(tmp_path / "other")
 
@@ -279,7 +326,8 @@ def test_resumes_where_a_connection_was_cut(hub: Hub, client: Client) -> None:
     hub.breaks = [(11_000_000, "close")]
     assert (client.resolve() / WEIGHTS).read_bytes() == weights
     first, again = hub.ranges
-    assert first is None and again is not None and int(again.removeprefix("bytes=").removesuffix("-")) > 0
+    assert first == "bytes=0-11999999" and again is not None
+    assert int(again.removeprefix("bytes=").partition("-")[0]) >= 10_000_000
 
 
 def test_starts_again_where_a_connection_was_reset(hub: Hub, client: Client) -> None:

@@ -28,7 +28,9 @@ import torch
 from checkpoints import SMALL, save
 from namespaces import Namespaces
 from serving import Served, workers_of
+from test_downloads import Command
 from test_executors import lost, request, run
+from test_hub import NEW, Hub
 from test_ranks import HEADS, OPTIONS, Failing, Grid, parallel, ranks, results, tokens
 from test_ranks import checkpoint as checkpoint  # the fixture
 from test_seed_paddlenlp import PORTS, SEVERAL, START, Terminal
@@ -36,7 +38,7 @@ from test_speculation import with_head
 from torch import Tensor
 from transformers import Qwen3Config
 
-from penstock import LLM, PenstockError
+from penstock import LLM, PenstockError, SamplingParams
 from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import Code
@@ -712,3 +714,43 @@ def test_fastdeploy_s_addresses_are_nodes(capsys: pytest.CaptureFixture[str]) ->
         assert tuple(found[name]["value"] for name in ("nnodes", "node_rank", "master_addr")) == expected
     assert main(["config", "--compat", "fastdeploy", "--ips", "198.51.100.1,198.51.100.2"]) == 2
     assert "none is an address of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_each_node_downloads_the_weights_of_its_stages_and_computes_with_them(
+    machines: Namespaces, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    config = SMALL | HEADS | {"vocab_size": 3584}
+    save(Qwen3Config(**config, head_dim=16, sliding_window=None), whole, max_shard_size="100KB")
+    hub = Hub()
+    hub.files[NEW] = {path.name: path.read_bytes() for path in whole.iterdir()}
+    command = Command(tmp_path, hub.url)
+    split, tensor_parallel = ("--pipeline-parallel-size", "2", "--dtype", "float32"), ("--tensor-parallel-size", "2")
+    try:
+        own = [
+            command.download("org/chat", "--dir", f"{rank}", "--nnodes", "2", "--node-rank", f"{rank}", *split)
+            for rank in (0, 1)
+        ]
+        status, all_files, said = command.run("org/chat", "--dir", "all", "--nnodes", "2", *tensor_parallel)
+    finally:
+        hub.stop()
+    assert status == 0 and "this node needs all weight files" in said
+    weights = [{path.name for path in folder.glob("*.safetensors")} for folder in (*own, Path(all_files), whole)]
+    assert weights[2] == weights[3] == weights[0] | weights[1]
+    assert weights[0] - weights[1] and weights[1] - weights[0]
+    options = options_of(own[0], (1, 2), 2)
+    sampling = SamplingParams(max_tokens=8, temperature=0)
+
+    def answer(llm: LLM) -> list[int]:
+        return llm.generate(["Hello"], sampling)[0].outputs[0].token_ids
+
+    expected = answer(LLM(whole, dtype="float32", max_model_len=256))
+    with nodes(machines, options | {"model": str(own[1])}):
+        with machines.inside(0):
+            llm = LLM(**options)
+        assert answer(llm) == expected
+        llm.engine.close()
+    with pytest.raises(PenstockError, match=r"lacks model-.* which its index names"):
+        LLM(own[0])

@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "answer over HTTP and gRPC, in OpenAI's protocol and six others",
     "chat": "talk to a model in the terminal",
     "generate": "continue a prompt, or answer a question with --chat",
+    "download": "fetch a model from a hub, an object store or a web server",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "build": "pack a model's weights once, into a folder that servers map",
     "convert": "rewrite a checkpoint as safetensors, in files of another size or numbers of another type",

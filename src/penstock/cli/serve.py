@@ -10,19 +10,26 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.cluster.deployment import with_rank_tables
 from penstock.config.addresses import join_address, split_address
-from penstock.config.options import Configuration, ServerOptions
+from penstock.config.options import Configuration, EngineOptions, ServerOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from .compat import model_repository, service_json
 from .flags import TITLES, add_options, configure
 from .served_models import served_models
+
+if TYPE_CHECKING:
+    from penstock.frontend.downloads import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -168,18 +175,34 @@ def download_model(configuration: Configuration) -> Configuration:
 
     Raises ``PenstockError`` where it cannot be downloaded.
     """
-    from penstock.frontend.hub import ALLOW_PATTERNS, resolve, resolve_draft
+    from penstock.frontend.hub import resolve, resolve_draft
 
     source = configuration.model
-    files = [each for each in ALLOW_PATTERNS if configuration.engine.role != "router" or each != "*.safetensors"]
-    folder = resolve(
+    fetch = partial(
+        resolve,
         configuration.engine.model,
         revision=source.revision,
         token=source.hf_token or None,
         cache_dir=source.download_dir or None,
+        hub=source.model_hub,
         progress=sys.stderr.isatty(),
-        files=files,
     )
+    if configuration.engine.role == "router" or configuration.engine.nnodes > 1:
+        folder = fetch(selection=_selection(configuration.engine, fetch))
+    else:
+        folder = fetch()
     draft = resolve_draft(configuration.engine.speculative_config)
     engine = msgspec.structs.replace(configuration.engine, model=str(folder), speculative_config=draft)
     return msgspec.structs.replace(configuration, engine=engine)
+
+
+def _selection(engine: EngineOptions, fetch: Callable[..., Path]) -> Selection:
+    """What a router, or one of several nodes, needs of a model."""
+    from penstock.frontend.downloads import NEEDED_FIRST, Selection, weight_files_of_node
+
+    if engine.role == "router":
+        return Selection(weights=False)
+    if engine.engine_address:  # instances compare their checkpoints, which have to be whole for that
+        return Selection()
+    folder = fetch(selection=Selection(include=NEEDED_FIRST))
+    return Selection(weight_filter=weight_files_of_node(folder, engine))

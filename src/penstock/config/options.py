@@ -454,9 +454,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     max_logprobs: Annotated[int, option("Maximum logprobs of a request.", ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
     enable_logprob: Annotated[bool, option("Return logprobs; without it, requests for them are refused.")] = True
+    model_hub: Annotated[Literal["huggingface", "modelscope"], option("Hub of models that are named org/name.")] = (
+        "huggingface"
+    )
     revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""
-    hf_token: Annotated[str, option("Token for the hub; nothing for the environment's HF_TOKEN.")] = ""
-    download_dir: Annotated[str, option("Where downloads are kept; nothing for Hugging Face's own cache.")] = ""
+    hf_token: Annotated[str, option("Token for the Hugging Face hub; nothing for the environment's HF_TOKEN.")] = ""
+    download_dir: Annotated[
+        str,
+        option(
+            "Where downloads are kept; nothing for Hugging Face's own cache, and ~/.cache/penstock/downloads for what "
+            "is not from its hub."
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         self.sampling()

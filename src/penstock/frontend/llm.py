@@ -32,7 +32,8 @@ class LLM:
     'The capital of Canada is Ottawa.'
 
     Args:
-        model: folder of a Hugging Face checkpoint, or its name on the hub; empty for the built-in model.
+        model: folder of a Hugging Face checkpoint, its name on the hub (``org/name@revision``), or a URI (``s3://`` …);
+            empty for the built-in model.
         tokenizer: folder to take the tokenizer from, where it is another.
         chat_template: a template to use instead of the checkpoint's.
         tool_call_parser: format of the model's tool calls, by vLLM's name; ``auto`` is the one that its chat
@@ -42,9 +43,10 @@ class LLM:
         generation_config: default sampling parameters: ``auto`` is the checkpoint's ``generation_config.json``,
             ``vllm`` is vLLM's defaults; None is ``auto``, or the default of ``compat``.
         enable_logprob: False refuses requests for logprobs; None is True, or the default of ``compat``.
+        model_hub: of names without a scheme, ``huggingface`` or ``modelscope``.
         revision: branch, tag or commit on the hub.
         hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
-        download_dir: where downloads are kept; by default Hugging Face's own cache.
+        download_dir: where downloads are kept; by default Hugging Face's own cache for models of its hub.
         compat: a system whose names and defaults are used for options: ``fastdeploy`` …
         options: ``EngineOptions`` by name.
 

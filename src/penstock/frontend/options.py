@@ -47,6 +47,7 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
         revision=model_options.revision,
         token=model_options.hf_token or None,
         cache_dir=model_options.download_dir or None,
+        hub=model_options.model_hub,
     )
     engine = _struct(result | {"model": str(folder)}, EngineOptions)
     return model_options, replace(engine, speculative_config=resolve_draft(engine.speculative_config))

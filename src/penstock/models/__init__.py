@@ -117,7 +117,7 @@ def load_model(
         built.check(folder, asked, ops.LAYOUT)
         weights = cache = EngineWeights(folder, built, built.stage_of(layers, config.num_layers), group.rank)
     else:
-        weights = checkpoint = _open_checkpoint(folder, config, log=group.rank == 0)
+        weights = checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
         if weight_cache_dir and not output:
             packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
             if layers:
@@ -149,11 +149,12 @@ def load_model(
     return model
 
 
-def _open_checkpoint(folder: Path, config: ModelConfig, log: bool) -> Checkpoint | GGUFCheckpoint:
+def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) -> Checkpoint | GGUFCheckpoint:
     """Open the weights of a checkpoint.
 
     Args:
         log: say what its format asks for and is not done.
+        whole: as of ``Checkpoint``.
     """
     if parts := find_gguf(folder):
         return GGUFCheckpoint(folder, parts, config.head_dim)
@@ -161,7 +162,7 @@ def _open_checkpoint(folder: Path, config: ModelConfig, log: bool) -> Checkpoint
     format = None if quantized is None else read_quantization_config(quantized)
     for note in format.notes if format and log else ():
         logger.info("%s", note)
-    return Checkpoint(folder, format)
+    return Checkpoint(folder, format, whole=whole)
 
 
 def compute_dtype(config: ModelConfig, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
@@ -16,7 +17,7 @@ INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 """Files with weights."""
 SAMPLE_BYTES, SPACING = 2**12, 2**24
-"""``checkpoint_digest`` reads a sample of each tensor, and one more for every ``SPACING`` bytes of it."""
+"""``file_digests`` reads a sample of each tensor, and one more for every ``SPACING`` bytes of it."""
 
 
 class _Tensor(msgspec.Struct):
@@ -26,38 +27,32 @@ class _Tensor(msgspec.Struct):
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Identifies the contents of a checkpoint wherever it lies, by ``config.json``, the index, and names, sizes,
-    headers and samples of its safetensors or GGUF files, or checksums in those of PyTorch.
-
-    Weights that were trained differ in nearly every number of a tensor; a few numbers that were changed by hand may be
-    missed. One sample takes a page of each 16 MiB, so that this takes milliseconds. An engine folder has the digest of
-    the checkpoint that it was built from.
-    """
+    """Identifies the contents of a checkpoint wherever it lies, by ``file_digests``. An engine folder has the
+    digest of the checkpoint that it was built from."""
     if built := read_engine_config(folder):
         return built.weights_version
     digest = hashlib.sha256()
-    files = weight_files(folder)
-    for path in [folder / "config.json", folder / INDEX, folder / PYTORCH_INDEX, *files]:
-        if not path.is_file():
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        if path.suffix == ".bin":
-            digest.update(_checksums(path))
-            continue
-        with path.open("rb") as file:
-            if path.suffix != ".safetensors":
-                digest.update(file.read())
-                continue
-            length = int.from_bytes(file.read(8), "little")
-            digest.update(header := file.read(min(length, size)))
-            for place in _sample_offsets(_spans(header)):
-                file.seek(min(8 + length + place, size))
-                digest.update(file.read(SAMPLE_BYTES))
-    for path in [] if files else sorted(folder.glob("*.gguf")):
-        digest.update(f"{path.name} ".encode())
-        for sample in _gguf_samples(path):
-            digest.update(sample)
+    for name, value in file_digests(folder).items():
+        digest.update(f"{name} {value} ".encode())
+    return digest.hexdigest()
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """A digest of each file of a checkpoint by its name: of ``config.json`` and the index whole, of safetensors and
+    GGUF files by size, header and samples, of PyTorch's by the checksums in them.
+
+    Weights that were trained differ in nearly every number of a tensor; a few numbers that were changed by hand may be
+    missed. One sample takes a page of each 16 MiB, so that this takes milliseconds.
+    """
+    weights = weight_files(folder) or sorted(folder.glob("*.gguf"))
+    paths = [folder / "config.json", folder / INDEX, folder / PYTORCH_INDEX, *weights]
+    return {path.name: _file_digest(path) for path in paths if path.is_file()}
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    for part in _SAMPLED.get(path.suffix, _whole)(path):
+        digest.update(part)
     return digest.hexdigest()
 
 
@@ -66,13 +61,26 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
 
 
-def _checksums(path: Path) -> bytes:
-    """CRC-32 of every part of a file of ``torch.save``; nothing where it is damaged, as its reader will tell."""
-    try:
-        with ZipFile(path) as parts:
-            return repr([(part.filename, part.CRC, part.file_size) for part in parts.infolist()]).encode()
-    except (BadZipFile, NotImplementedError, OSError, ValueError):
-        return b""
+def _whole(path: Path) -> Iterator[bytes]:
+    yield path.read_bytes()
+
+
+def _checksums(path: Path) -> Iterator[bytes]:
+    """Size, and CRC-32 of every part of a file of ``torch.save``, unless it is damaged, as its reader will tell."""
+    yield f"{path.stat().st_size} ".encode()
+    with suppress(BadZipFile, NotImplementedError, OSError, ValueError), ZipFile(path) as parts:
+        yield repr([(part.filename, part.CRC, part.file_size) for part in parts.infolist()]).encode()
+
+
+def _safetensors_samples(path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    yield f"{size} ".encode()
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        yield (header := file.read(min(length, size)))
+        for place in _sample_offsets(_spans(header)):
+            file.seek(min(8 + length + place, size))
+            yield file.read(SAMPLE_BYTES)
 
 
 def _gguf_samples(path: Path) -> Iterator[bytes]:
@@ -100,3 +108,7 @@ def _sample_offsets(spans: list[tuple[int, int]]) -> list[int]:
         room = max(end - begin - SAMPLE_BYTES, 0)
         offsets += [max(begin, 0) + room * (2 * sample + 1) // (2 * count) for sample in range(count)]
     return offsets
+
+
+_SAMPLED = {".safetensors": _safetensors_samples, ".bin": _checksums, ".gguf": _gguf_samples}
+"""What files are identified by; others by all of their contents."""

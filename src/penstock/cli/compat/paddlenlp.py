@@ -130,7 +130,7 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
     if name := os.environ.get(MODEL_NAME):
         folder = Path(os.environ.get("MODEL_DIR") or MODELS, name)
-        if not (folder / "config.json").exists():
+        if not (folder / "config.json").exists() or _is_incomplete(folder):
             _fetch(name, folder)
         command += ["--model", str(folder)]
     log_name = "console" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server"
@@ -270,14 +270,20 @@ def _download(args: argparse.Namespace) -> int:
     return 0
 
 
+def _is_incomplete(folder: Path) -> bool:
+    from penstock.frontend.downloads import missing_files
+
+    return bool(missing_files(folder))
+
+
 def _fetch(name: str, folder: Path) -> None:
-    from penstock.frontend.hub import download
+    from penstock.frontend.downloads import DownloadOptions, Selection, download, parse
 
     try:
         repository = str(model_named(name)["model"])
     except ValueError as error:
         raise invalid("model_name", f"{name!r} is wrong: {error}") from error
-    download(repository, folder, progress=sys.stderr.isatty())
+    download(parse(repository), Selection(), DownloadOptions(progress=sys.stderr.isatty()), folder)
 
 
 COMMANDS = {"start_server": start_server, "stop_server": stop_server, "download_model.py": download_model}

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, Any]:
     """Facts by name. Raises ``PenstockError`` where there is no such model, or no room for its cache."""
+    from penstock.frontend.downloads import Selection
     from penstock.frontend.hub import resolve
 
     options, source = configuration.engine, configuration.model
@@ -68,8 +69,9 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         revision=source.revision,
         token=source.hf_token or None,
         cache_dir=source.download_dir or None,
+        hub=source.model_hub,
         progress=sys.stderr.isatty(),
-        files=["config.json"],
+        selection=Selection(include=["config.json"]),
     )
     size = model_size_of(read_config_json(folder))
     if args.gpu_memory is None:

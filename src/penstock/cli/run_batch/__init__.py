@@ -97,7 +97,11 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
     """The service of a running engine, and the task that restarts the engine."""
     model, source = configuration.engine.model, configuration.model
     folder = resolve(
-        model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
+        model,
+        revision=source.revision,
+        token=source.hf_token or None,
+        cache_dir=source.download_dir or None,
+        hub=source.model_hub,
     )
     input_processor = InputProcessor(folder, source, configuration.engine.max_output_len)
     draft = resolve_draft(configuration.engine.speculative_config)

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.core.errors import invalid
 
 from . import COMBINED, Alias, Profile, Settings, ignored, one_of
-from .vllm import COLLECTIVES, FLAGS, LENGTHS
+from .vllm import COLLECTIVES, FLAGS, LENGTHS, VARIABLES
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
@@ -53,6 +53,7 @@ PROFILE = Profile(
         "use_v2_block_manager": ignored("there is one KV cache manager", switch=True),
     },
     variables={
+        **VARIABLES,
         "USE_OPENAI": Alias("require_model", one_of({"0": False, "1": True})),
         "GLOBAL_RANK_TABLE_FILE_PATH": Alias("global_rank_table"),
         "RANK_TABLE_FILE_PATH": Alias("rank_table"),

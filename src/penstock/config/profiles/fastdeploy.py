@@ -104,6 +104,12 @@ def _graph_optimization(text: str) -> Mapping[str, Any]:
     return cuda_graphs.read_json(text, "use_cudagraph", ("false",))
 
 
+def _hub(text: str) -> str:
+    if text.upper() == "AISTUDIO":
+        raise ValueError("AI Studio is not supported; HUGGINGFACE and MODELSCOPE are")
+    return str(one_of({"huggingface": "huggingface", "modelscope": "modelscope"})(text))
+
+
 def _ready_message(blocks: int, options: EngineOptions) -> str:
     admitting = int(blocks * options.kv_cache_ratio)
     return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
@@ -161,6 +167,10 @@ PROFILE = Profile(
         "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
         "enable_logprob": Alias("enable_logprob", on, switch=True),
         "workers": Alias("api_server_count"),
+    },
+    variables={
+        "FD_MODEL_SOURCE": Alias("model_hub", _hub),
+        "FD_MODEL_CACHE": Alias("download_dir"),
     },
     defaults_for=_defaults,
     together=_together,

@@ -18,6 +18,7 @@ LEVELS |= {"critical": "error"}
 BACKENDS = dict.fromkeys(("auto", "outlines", "lm-format-enforcer"), "auto") | {"xgrammar": "xgrammar"}
 BACKENDS |= {"guidance": "llguidance", "llguidance": "llguidance", "off": "off"}
 """Names of guided decoding backends → ours."""
+HUBS = ("huggingface", "modelscope")
 OF_BACKENDS = {
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
@@ -187,7 +188,10 @@ FLAGS: Mapping[str, Alias] = {
     "language_model_only": ignored(OF_TEXT, switch=True),
 }
 
-VARIABLES = {"VLLM_SERVER_DEV_MODE": Alias("server_dev_mode", one_of({"0": False, "1": True}))}
+VARIABLES: Mapping[str, Alias] = {
+    "VLLM_SERVER_DEV_MODE": Alias("server_dev_mode", one_of({"0": False, "1": True})),
+    "VLLM_USE_MODELSCOPE": Alias("model_hub", lambda text: HUBS[text.lower() in ("true", "1")]),
+}
 
 PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS, variables=VARIABLES)
 

@@ -17,8 +17,8 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
     node_rank: int
     options: EngineOptions
-    model: str
-    """Identifies the contents of its checkpoint."""
+    model: dict[str, str]
+    """Identifies the contents of each file of its checkpoint, which may lack weights of other nodes' stages."""
     host_name: str
     port: int
     """TCP port on which it accepts connections of nodes with higher numbers, at the address that it connects from."""

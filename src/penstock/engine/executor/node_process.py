@@ -49,7 +49,7 @@ from .rendezvous import (
     check_nodes,
     close_links,
     connect_links,
-    model_digest,
+    model_digests,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class NodeProcess:
         self._options = options
         self._logs = logs
         self._secret = read_secret(options.cluster_secret_file, make=False) if secret is None else secret
-        self._digest = model_digest(options)
+        self._digests = model_digests(options)
         self._master = options.master_addr, options.master_port
         self._where = f"node 0 at {options.master_addr}:{options.master_port}"
         self._stopped = threading.Event()
@@ -132,7 +132,7 @@ class NodeProcess:
         listener = Listener(link.socket.getsockname()[0], 0, self._secret)
         links: Links = defaultdict(list)
         try:
-            join = Join(self._options.node_rank, self._options, self._digest, socket.gethostname(), listener.port)
+            join = Join(self._options.node_rank, self._options, self._digests, socket.gethostname(), listener.port)
             link.send(encode(join))
             start = self._await_start(link)
             if start is None:

@@ -20,7 +20,7 @@ from penstock import demo
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.checkpoint_digest import checkpoint_digest
+from penstock.planning.checkpoint_digest import file_digests
 from penstock.version import __version__
 
 from .cluster_secret import read_secret
@@ -67,9 +67,9 @@ class UnreachableError(OSError):
     """Another node cannot be connected to. The message names it."""
 
 
-def model_digest(options: EngineOptions) -> str:
-    """Identifies the contents of a checkpoint wherever it lies. Raises ``PenstockError`` where there is none."""
-    return checkpoint_digest(Path(options.model) if options.model else demo.CHAT)
+def model_digests(options: EngineOptions) -> dict[str, str]:
+    """Identifies the contents of a checkpoint's files, wherever they lie."""
+    return file_digests(Path(options.model) if options.model else demo.CHAT)
 
 
 def check_nodes(options: EngineOptions) -> None:
@@ -203,12 +203,12 @@ def gather_nodes(
     Raises ``PenstockError`` where a node does not come within ``node_timeout``.
     """
     secret = read_secret(options.cluster_secret_file, make=True) if secret is None else secret
-    digest = model_digest(options)
+    digests = model_digests(options)
     listener = Listener(options.master_addr, options.master_port, secret)
     joined: dict[int, tuple[NodeLink, Join]] = {}
     links: Links = defaultdict(list)
     try:
-        _await_nodes(options, digest, listener, joined, check)
+        _await_nodes(options, digests, listener, joined, check)
         session = os.urandom(16)
         addresses = [("", 0)] + [(link.host, join.port) for link, join in (joined[rank] for rank in sorted(joined))]
         for link, join in joined.values():
@@ -237,7 +237,7 @@ def gather_nodes(
 
 def _await_nodes(
     options: EngineOptions,
-    digest: str,
+    digests: dict[str, str],
     listener: Listener,
     joined: dict[int, tuple[NodeLink, Join]],
     check: Callable[[], None],
@@ -259,7 +259,7 @@ def _await_nodes(
             continue
         try:
             join = _join(link)
-            if reason := _refusal(options, digest, joined, link, join):
+            if reason := _refusal(options, digests, joined, link, join):
                 host = link.host
                 retry = join is not None and reason == _taken(joined, join)
                 link.send(encode(Refused(reason, retry)), deadline=time.monotonic() + POLL)
@@ -307,7 +307,11 @@ def _join(link: NodeLink) -> Join | None:
 
 
 def _refusal(
-    options: EngineOptions, digest: str, joined: dict[int, tuple[NodeLink, Join]], link: NodeLink, join: Join | None
+    options: EngineOptions,
+    digests: dict[str, str],
+    joined: dict[int, tuple[NodeLink, Join]],
+    link: NodeLink,
+    join: Join | None,
 ) -> str:
     """Why a node cannot take part; empty where it can."""
     if link.version != __version__:
@@ -320,7 +324,7 @@ def _refusal(
             return f"{name} is {other!r} there and {own!r} on node 0: give all nodes the same"
     if not 0 < join.node_rank < options.nnodes:
         return f"node_rank is {join.node_rank}, and must be from 1 to {options.nnodes - 1}"
-    if join.model != digest:
+    if any(join.model[name] != digest for name, digest in digests.items() if name in join.model):
         return "its checkpoint has other contents than that of node 0"
     return _taken(joined, join)
 

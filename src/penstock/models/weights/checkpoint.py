@@ -26,11 +26,12 @@ class Checkpoint:
 
     Args:
         format: of its quantized matrices; None where it has none.
+        whole: whether all files of the index have to be there; a pipeline stage needs those of its layers only.
 
     Raises ``PenstockError`` (``invalid``) where files are missing or damaged, or have more than tensors.
     """
 
-    def __init__(self, folder: Path, format: CheckpointFormat | None = None) -> None:
+    def __init__(self, folder: Path, format: CheckpointFormat | None = None, whole: bool = True) -> None:
         self._folder = folder
         self._format = format
         self._files: dict[str, TensorFile] = {}
@@ -42,8 +43,8 @@ class Checkpoint:
             index, single = PYTORCH_INDEX, PYTORCH_SINGLE
         if (folder / index).exists():
             self._file_of = _read_index(folder / index, Path(single).suffix)
-            if missing := {file for file in self._file_of.values() if not (folder / file).is_file()}:
-                raise invalid("model", f"{folder} lacks {', '.join(sorted(missing))}, which its index names")
+            if whole and (missing := {file for file in self._file_of.values() if not (folder / file).is_file()}):
+                raise self._lacks(", ".join(sorted(missing)))
         elif (folder / single).exists():
             self._file_of = dict.fromkeys(self._open(single).names(), single)
         elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
@@ -125,8 +126,13 @@ class Checkpoint:
 
     def _open(self, file: str) -> TensorFile:
         if file not in self._files:
+            if not (self._folder / file).is_file():
+                raise self._lacks(file)
             self._files[file] = open_tensors(self._folder / file)
         return self._files[file]
+
+    def _lacks(self, files: str) -> Exception:
+        return invalid("model", f"{self._folder} lacks {files}, which its index names")
 
 
 class Index(msgspec.Struct):

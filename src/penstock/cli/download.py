@@ -1,0 +1,83 @@
+"""``penstock download``: fetches a model, or goes on with fetching it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from penstock.config.profiles import load
+from penstock.core.errors import invalid
+
+from .flags import add_options, configure
+
+OPTIONS = ("model_hub", "revision", "hf_token", "download_dir")
+NODE_OPTIONS = (
+    "nnodes",
+    "node_rank",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline_parallel_layers",
+    "quantization",
+    "dtype",
+)
+"""Of these it depends which weight files a node needs."""
+HUBS = {"hf": "huggingface", "huggingface": "huggingface", "modelscope": "modelscope", "ms": "modelscope"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name",
+        metavar="NAME|URI",
+        help="org/name, org/name@revision, org/name:Q4_K_M for a GGUF file; or hf://, modelscope://, s3://, oss://, "
+        "gs://, http://, https://",
+    )
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where to put the files (default: the cache)")
+    parser.add_argument(
+        "--include", nargs="+", default=[], metavar="PATTERN", help="paths to fetch (default: what a checkpoint needs)"
+    )
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="paths not to fetch")
+    parser.add_argument("--source", choices=sorted(HUBS), help="hub of org/name (default: --model-hub)")
+    parser.add_argument("--endpoint", default="", metavar="URL", help="address of the hub or object store")
+    parser.add_argument("--token", help="for the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
+    parser.add_argument("--max-workers", type=int, default=8, help="connections at the same time (default: 8)")
+    parser.add_argument("--compat", default="", help="system whose environment variables are read, too")
+    add_options(parser, (), OPTIONS + NODE_OPTIONS)
+
+
+def run(args: argparse.Namespace) -> int:
+    from penstock.frontend.downloads import (
+        NEEDED_FIRST,
+        DownloadOptions,
+        Selection,
+        download,
+        parse,
+        weight_files_of_node,
+    )
+
+    args.profile = load(args.compat)
+    configuration = configure(args).configuration
+    options = configuration.model
+    if args.max_workers < 1:
+        raise invalid("--max-workers", "must be 1 or more", 1)
+    name = parse(args.name, HUBS.get(args.source or "", options.model_hub), options.revision)
+    hub_token = options.hf_token if name.scheme == "huggingface" else ""
+    how = DownloadOptions(
+        token=args.token or hub_token or None,
+        endpoint=args.endpoint,
+        cache_dir=Path(options.download_dir) if options.download_dir else None,
+        max_workers=args.max_workers,
+        progress=sys.stderr.isatty(),
+    )
+    fetch = partial(download, name, options=how, folder=args.dir)
+    selection = Selection(args.include, args.exclude)
+    if configuration.engine.nnodes > 1 and not args.include:
+        folder = fetch(selection=Selection(NEEDED_FIRST))
+        weight_filter = weight_files_of_node(folder, configuration.engine)
+        if not weight_filter:
+            print("this node needs all weight files: ranks of tensor parallelism read each of them", file=sys.stderr)
+        selection = replace(selection, weight_filter=weight_filter)
+    print(fetch(selection=selection).absolute())
+    return 0

@@ -1,0 +1,134 @@
+"""The cache that programs share which use models of the Hugging Face hub, as the destination of a download.
+
+Its layout is documented with ``huggingface_hub`` ("Understand caching"): ``blobs`` has contents by their hash,
+``snapshots`` a folder of links to them for each commit, ``refs`` the commit of each branch and tag, and ``trees`` the
+listing of each commit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from .partial_file import SUFFIX, delete_leftovers
+from .remote import Listing, RemoteFile, check_paths
+from .state import locked, replace
+
+TREE_VERSION = 1
+
+
+class _Entry(msgspec.Struct, omit_defaults=True):
+    """A file in a listing."""
+
+    size: int
+    blob_id: str
+    lfs_sha256: str = ""
+    lfs_size: int = 0
+
+
+class _Tree(msgspec.Struct):
+    format_version: int
+    files: dict[str, _Entry]
+
+
+class HubCache:
+    """A ``Destination``: the snapshot of one commit.
+
+    Args:
+        cache: the folder of all models.
+    """
+
+    def __init__(self, cache: Path, repository: str, commit: str) -> None:
+        self._model = model_folder(cache, repository)
+        self._lock = cache / ".locks" / self._model.name / "penstock.lock"
+        self._commit = commit
+        self.folder = self._model / "snapshots" / commit
+
+    @contextmanager
+    def filling(self, listing: Listing) -> Iterator[None]:
+        """Lock the model and note what it consists of. Raises ``OSError``."""
+        with locked(self._lock):
+            tree = _Tree(TREE_VERSION, {file.path: _entry(file) for file in listing.files})
+            replace(self._tree, msgspec.json.encode(tree))
+            yield
+            delete_leftovers(self._model / "blobs", {self.partial_path(file) for file in listing.files})
+
+    def listing(self) -> Listing | None:
+        """The files of the commit, as far as that is known without the hub."""
+        try:
+            tree = msgspec.json.decode(self._tree.read_bytes(), type=_Tree)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        if tree.format_version != TREE_VERSION:
+            return None
+        files = [
+            RemoteFile(path, entry.size, entry.lfs_sha256, "" if entry.lfs_sha256 else entry.blob_id)
+            for path, entry in tree.files.items()
+        ]
+        check_paths(files, str(self._tree))
+        return Listing(files, self._commit)
+
+    def has(self, file: RemoteFile) -> bool:
+        """Also for a file whose content is there from another commit, which is then linked."""
+        link, blob = self.folder / file.path, self._blob(file)
+        with suppress(OSError):
+            return link.stat().st_size == file.size
+        with suppress(OSError):
+            if blob.stat().st_size == file.size:
+                self._link(link, blob)
+                return True
+        return False
+
+    def partial_path(self, file: RemoteFile) -> Path:
+        blob = self._blob(file)
+        return blob.with_name(blob.name + SUFFIX)
+
+    def put(self, file: RemoteFile, whole: Path) -> None:
+        whole.replace(self._blob(file))
+        self._link(self.folder / file.path, self._blob(file))
+
+    def name_revision(self, revision: str) -> None:
+        """Note that a branch or tag is this commit. A cache that cannot be written is left as it is."""
+        path = self._model / "refs" / revision
+        with suppress(OSError):
+            if not path.is_file() or path.read_text() != self._commit:
+                replace(path, self._commit.encode())
+
+    def _blob(self, file: RemoteFile) -> Path:
+        return self._model / "blobs" / (file.sha256 or file.git_sha1)
+
+    @property
+    def _tree(self) -> Path:
+        return self._model / "trees" / f"{self._commit}.json"
+
+    @staticmethod
+    def _link(link: Path, blob: Path) -> None:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        try:
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        except OSError:  # a file system without links
+            blob.replace(link)
+
+
+def model_folder(cache: Path, repository: str) -> Path:
+    """A model's folder in the cache."""
+    return cache / "--".join(["models", *repository.split("/")])
+
+
+def commit_of(cache: Path, repository: str, revision: str) -> str:
+    """The commit that a branch or tag was when it was last fetched; empty where it never was."""
+    try:
+        return (model_folder(cache, repository) / "refs" / revision).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _entry(file: RemoteFile) -> _Entry:
+    if file.sha256:
+        return _Entry(file.size, file.git_sha1 or file.sha256, file.sha256, file.size)
+    return _Entry(file.size, file.git_sha1)

@@ -1,0 +1,74 @@
+"""Names of models: ``org/name``, ``org/name:Q4_K_M``, ``org/name@revision``, and URIs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.core.errors import PenstockError, invalid
+
+HUBS = {"hf": "huggingface", "huggingface": "huggingface", "modelscope": "modelscope"}
+"""Schemes of names on hubs, and names of hubs → hub."""
+OBJECT_STORES = {"s3": "s3", "oss": "oss", "gs": "gs", "gcs": "gs"}
+"""Schemes of object stores → the extra of this package that reads them."""
+WEB = ("http", "https")
+URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+HUB_NAME = re.compile(r"(?P<repository>[^:@]+)(:(?P<quantization>[\w.-]+))?(@(?P<revision>[^:@]+))?")
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """A parsed name."""
+
+    scheme: str
+    """``huggingface``, ``modelscope``, ``file``, or a URI's scheme."""
+    path: str
+    """``org/name`` on a hub; else the whole URI, and of ``file`` the path."""
+    revision: str = ""
+    quantization: str = ""
+    """Of a GGUF file, such as ``Q4_K_M``."""
+
+    @property
+    def is_on_hub(self) -> bool:
+        return self.scheme in HUBS.values()
+
+
+def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
+    """Parse a name.
+
+    Args:
+        hub: of names without a scheme, ``huggingface`` or ``modelscope``.
+        revision: of a name that has none itself.
+
+    Raises ``PenstockError`` (``invalid``) for an unknown scheme, two different revisions, or what is no name.
+    """
+    if uri := URI.fullmatch(text):
+        scheme = uri[1].lower()
+        if scheme == "file":
+            return ModelName("file", _local(uri[2]))
+        if scheme in OBJECT_STORES or scheme in WEB:
+            if revision:
+                raise invalid("revision", f"is for models on a hub, and {scheme}:// has no revisions")
+            return ModelName(scheme, f"{scheme}://{uri[2].rstrip('/')}")
+        if scheme not in HUBS:
+            known = ", ".join(f"{name}://" for name in ("hf", "modelscope", *OBJECT_STORES, *WEB, "file"))
+            raise invalid("model", f"{scheme}:// is not supported; {known} are")
+        hub, text = HUBS[scheme], uri[2].rstrip("/")
+    found = HUB_NAME.fullmatch(text)
+    if not found:
+        raise not_a_name(text)
+    if revision and found["revision"] not in (None, revision):
+        raise invalid("revision", f"is {revision}, and the model's name says {found['revision']}; give one of them")
+    return ModelName(hub, found["repository"], found["revision"] or revision, found["quantization"] or "")
+
+
+def not_a_name(text: str) -> PenstockError:
+    """The error for a text that is no model's name."""
+    return invalid("model", f"{text!r} is neither an existing path nor a name on the hub (org/name)")
+
+
+def _local(rest: str) -> str:
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise invalid("model", f"file://{rest} is no path on this machine: write file:///folder")
+    return f"/{path}"

@@ -1,0 +1,69 @@
+"""Which weight files one of several nodes needs: those with tensors of its pipeline stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from penstock.config.options import EngineOptions
+from penstock.core.errors import invalid
+from penstock.engine.executor.layout import ranks_of
+from penstock.engine.executor.rendezvous import check_nodes
+from penstock.planning.checkpoint_digest import INDEX
+from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.model_size import model_size_of
+from penstock.planning.pipeline import split_layers
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+NEEDED_FIRST = (CONFIG, INDEX)
+"""Files by which the others are chosen."""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def stages_of_node(options: EngineOptions) -> set[int]:
+    """The pipeline stages of which ``node_rank`` has ranks. Raises ``PenstockError`` (``invalid``)."""
+    check_nodes(options)
+    ranks = ranks_of(options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes)
+    return {rank.stage for rank in ranks if rank.node == options.node_rank}
+
+
+def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str], bool] | None:
+    """Whether a node needs a weight file, by its path; None where it needs all.
+
+    Args:
+        folder: with the files of ``NEEDED_FIRST``, as far as the checkpoint has them.
+
+    With tensor parallelism alone every node reads a part of every tensor, and needs all files.
+
+    Raises ``PenstockError`` (``invalid``) for numbers that do not fit, or a damaged index.
+    """
+    stages = stages_of_node(options)
+    if len(stages) == options.pipeline_parallel_size or not (folder / INDEX).exists():
+        return None
+    size = model_size_of(read_config_json(folder))
+    quantization = size.quantization if options.quantization == "none" else options.quantization
+    split = split_layers(
+        size, options.pipeline_parallel_size, options.pipeline_parallel_layers, quantization, options.dtype
+    )
+    layers = {layer for stage in stages for layer in split[stage]}
+    at_an_end = 0 in layers or size.num_layers - 1 in layers
+    try:
+        tensors = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
+    except msgspec.MsgspecError as error:
+        raise invalid("model", f"{folder / INDEX} is damaged ({error}): fetch it again") from error
+
+    def is_needed(name: str) -> bool:
+        layer = LAYER.search(name)
+        if not layer:
+            return at_an_end  # embedding, last norm and language model head
+        return min(int(layer[1]), size.num_layers - 1) in layers  # layers for multi-token prediction are at the end
+
+    needed = {file for name, file in tensors.items() if is_needed(name)}
+    known = set(tensors.values())
+    return lambda path: path in needed or path not in known

@@ -1,0 +1,144 @@
+"""Models at ``http://`` and ``https://`` addresses: a folder with a checkpoint, or a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
+
+import httpx2
+import msgspec
+
+from penstock.core.errors import Code, PenstockError, invalid
+from penstock.planning.checkpoint_digest import INDEX
+
+from .downloader import MAX_WORKERS
+from .http import HTTPRanges, content_range, get_json, status_of, without_secrets
+from .names import ModelName
+from .remote import InterruptedTransferError, Listing, RemoteFile, check_paths, unavailable
+from .selection import SHARD
+
+CONFIG, SINGLE = "config.json", "model.safetensors"
+OPTIONAL = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "modules.json",
+    "1_Pooling/config.json",
+    INDEX,
+)
+"""Files that a checkpoint may have: a web server has no listing that programs can read."""
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip", ".7z")
+FILES_OF_A_FOLDER = (".json", ".safetensors")
+MAX_INDEX_BYTES = 2**26
+ABSENT = (403, 404, 410)
+"""Object stores behind web servers answer 403 for what is not there."""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class Web:
+    """A ``Source``: an address.
+
+    The address is that of a folder, of one of the files ``config.json``, ``model.safetensors`` and
+    ``model.safetensors.index.json`` in it, or of a GGUF file.
+
+    Raises ``PenstockError`` (``invalid``) for an archive.
+    """
+
+    def __init__(self, name: ModelName, max_workers: int = MAX_WORKERS) -> None:
+        try:
+            address = httpx2.URL(name.path)
+        except httpx2.InvalidURL as error:
+            raise invalid("model", f"{name.path} is no address ({error})") from error
+        self.name = without_secrets(name.path)
+        path = address.path
+        if path.lower().endswith(ARCHIVES):
+            raise invalid("model", f"{self.name} is an archive: unpack it, and give the folder of the checkpoint")
+        is_file = path.lower().endswith((*FILES_OF_A_FOLDER, ".gguf"))
+        folder, _, self._file = path.rpartition("/") if is_file else (path.rstrip("/"), "/", "")
+        self._folder = address.copy_with(path=f"{folder}/")
+        self._max_workers = max_workers
+        self._ranges = HTTPRanges(max_connections=max_workers)
+
+    def list_files(self) -> Listing:
+        if self._file.lower().endswith(".gguf"):
+            return Listing(self._required(_gguf_parts(self._file)))
+        files = self._required([CONFIG]) + self._present(OPTIONAL)
+        if any(file.path == INDEX for file in files):
+            return Listing(files + self._required(self._shards()))
+        return Listing(files + self._required([SINGLE]))
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        etag = file.version if file.version.startswith(('"', "W/")) else ""
+        return self._ranges.read(self._url(file.path), start, end, file.size, etag)
+
+    def _url(self, path: str) -> str:
+        return str(self._folder.copy_with(path=self._folder.path + quote(path)))
+
+    def _shards(self) -> Sequence[str]:
+        """The weight files that the index names."""
+        try:
+            _, index = get_json(self._ranges, self._url(INDEX), MAX_INDEX_BYTES)
+            names = sorted(set(msgspec.convert(index, type=_Index).weight_map.values()))
+        except InterruptedTransferError as error:
+            raise unavailable(self.name, error) from error
+        except msgspec.ValidationError as error:
+            raise invalid("model", f"{self.name} has an {INDEX} that is damaged ({error})") from error
+        check_paths([RemoteFile(name, 0) for name in names], f"{INDEX} of {self.name}")
+        return names
+
+    def _required(self, paths: Sequence[str]) -> list[RemoteFile]:
+        files = self._present(paths)
+        if lacking := set(paths) - {file.path for file in files}:
+            words = f"model: {self.name} has no {min(lacking)}: give the address of a folder with a Hugging Face "
+            raise PenstockError(Code.NOT_FOUND, f"{words}checkpoint, or of a GGUF file", "model")
+        return files
+
+    def _present(self, paths: Sequence[str]) -> list[RemoteFile]:
+        """Those of the files that are there."""
+        with ThreadPoolExecutor(self._max_workers) as pool:
+            return [file for file in pool.map(self._probe, paths) if file]
+
+    def _probe(self, path: str) -> RemoteFile | None:
+        """Size and version of a file, by its first byte: signed addresses of object stores allow no HEAD."""
+        try:
+            with self._ranges.open(self._url(path), {"Range": "bytes=0-0"}) as response:
+                return self._probed(path, response)
+        except InterruptedTransferError as error:
+            raise unavailable(self.name, error) from error
+
+    def _probed(self, path: str, response: httpx2.Response) -> RemoteFile | None:
+        if response.status_code in ABSENT or "html" in response.headers.get("Content-Type", ""):
+            return None  # or a page that lists, or excuses
+        _, size = content_range(response)
+        if response.status_code == 200 and (length := response.headers.get("Content-Length", "")).isdecimal():
+            size = int(length)
+        elif response.status_code not in (200, 206, 416):
+            raise unavailable(self.name, status_of(response))
+        if size is None:
+            raise invalid("model", f"{self.name} sends {path} without its size, so that a part would look whole")
+        version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+        return RemoteFile(path, size, version=version)
+
+
+def _gguf_parts(file: str) -> list[str]:
+    """All parts of a GGUF file, of which one is named."""
+    if not (shard := SHARD.search(file)):
+        return [file]
+    base, total = file[: shard.start()], int(shard[2])
+    if total > 1000:
+        raise invalid("model", f"{file} names {total} parts")
+    return [f"{base}-{number:05}-of-{shard[2]}.gguf" for number in range(1, total + 1)]
