@@ -86,19 +86,24 @@ class Checkpoint:
         """
         if (stored_shape := self.shape(name)) != shape:
             raise invalid("model", f"tensor {name} has shape {stored_shape}, config.json wants {shape}")
-        tensor = self._file(name).read(self._stored_name(name), rows if rows and rows != (0, shape[0]) else None)
+        tensor = self._file(name).read(self.stored_name(name), rows if rows and rows != (0, shape[0]) else None)
         if not as_stored and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
             words = "and 16-bit or 32-bit floating-point numbers are wanted"
             raise invalid("model", f"tensor {name} is of {tensor.dtype}, {words}")
         self.bytes_read += tensor.nbytes
         return tensor
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, as ``read`` takes them."""
+        return [f"model.{name}" if self._unprefixed else name for name in self._file_of]
+
     def has(self, name: str) -> bool:
-        return self._stored_name(name) in self._file_of
+        return self.stored_name(name) in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As ``quant.TensorSource.shape``."""
-        return self._file(name).shape(self._stored_name(name))
+        return self._file(name).shape(self.stored_name(name))
 
     def format_of(self, name: str) -> Format:
         """As ``layers.Weights.format_of``."""
@@ -109,13 +114,14 @@ class Checkpoint:
         assert self._format
         return self._format.read(self, name, outputs, inputs, rows)
 
-    def _stored_name(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
+        """The name of a tensor in the files."""
         return name.removeprefix("model.") if self._unprefixed else name
 
     def _file(self, name: str) -> TensorFile:
         if not self.has(name):
-            raise invalid("model", f"{self._folder} has no tensor {self._stored_name(name)}")
-        return self._open(self._file_of[self._stored_name(name)])
+            raise invalid("model", f"{self._folder} has no tensor {self.stored_name(name)}")
+        return self._open(self._file_of[self.stored_name(name)])
 
     def _open(self, file: str) -> TensorFile:
         if file not in self._files:
