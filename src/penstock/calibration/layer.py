@@ -75,14 +75,14 @@ def quantize_layer(
         stored: its tensors as the checkpoint has them.
         observed: statistics, which are changed.
     """
-    work = _Layer(ops, config, options, prefix, stored, observed)
+    layer = LayerQuantizer(ops, config, options, prefix, stored, observed)
     if options.method in ("awq", "smoothquant"):
-        work.scale()
-    return work.round()
+        layer.scale()
+    return layer.round()
 
 
-class _Layer:
-    """A layer while it is quantized: all its tensors in float32."""
+class LayerQuantizer:
+    """A layer while it is quantized. Arguments as of ``quantize_layer``."""
 
     def __init__(
         self,
@@ -101,24 +101,23 @@ class _Layer:
         self._stored = stored
         self._observed = observed
         self._original = {name: tensor.float() for name, tensor in stored.items() if tensor.is_floating_point()}
-        self._tensors = dict(self._original)
+        self.tensors = dict(self._original)
+        """All its tensors in float32."""
 
     def scale(self) -> None:
-        """Scale the inputs of matrices, and the outputs of the modules before them, where that makes rounding
-        better."""
+        """Scale the inputs of matrices, and the outputs of the modules before them, where that makes rounding better.
+        Without rounding, the layer computes what it did."""
         for names, statistics in self._observed.items():
-            weights = [self._tensors[f"{name}.weight"] for name in self._chosen(names)]
-            producer = producer_of(names, self._prefix, self._tensors, self._config)
+            weights = [self.tensors[f"{name}.weight"] for name in self._chosen(names)]
+            producer = producer_of(names, self._prefix, self.tensors, self._config)
             if not weights or producer is None:
                 continue
             scales = self._search(weights, statistics, producer)
             if scales is None:
                 continue
-            wide = producer.expand(
-                producer.divide(self._tensors, scales, self._stored[f"{producer.name}.weight"].dtype)
-            )
+            wide = producer.expand(producer.divide(self.tensors, scales, self._stored[f"{producer.name}.weight"].dtype))
             for name in names:
-                self._tensors[f"{name}.weight"] = self._tensors[f"{name}.weight"] * wide
+                self.tensors[f"{name}.weight"] = self.tensors[f"{name}.weight"] * wide
             statistics.divide(wide)
 
     def _search(self, weights: list[Tensor], statistics: InputStatistics, producer: Producer) -> Tensor | None:
@@ -129,6 +128,7 @@ class _Layer:
         return smoothing_scales(weights, statistics, self._options.smoothing_strength)
 
     def round(self) -> QuantizedLayer:
+        """Quantize the matrices as they are now."""
         layer = QuantizedLayer()
         for names, statistics in self._observed.items():
             chosen = self._chosen(names)
@@ -136,11 +136,11 @@ class _Layer:
             if chosen and statistics.hessian is not None:
                 factor = gptq.factorize(statistics.hessian, self._options.act_order != "none")
             for name in chosen:
-                weight = self._tensors[f"{name}.weight"]
+                weight = self.tensors[f"{name}.weight"]
                 layer.quantized[name] = rounded = self._round(name, weight, statistics, factor)
                 change = awq.squared_products(self._ops, statistics.samples, rounded.dequantize() - weight)
                 layer.errors[name] = change / max(awq.squared_products(self._ops, statistics.samples, weight), 1e-30)
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             if tensor is not self._original[name] and name.removesuffix(".weight") not in layer.quantized:
                 layer.changed[name] = tensor.to(self._stored[name].dtype)
         return layer

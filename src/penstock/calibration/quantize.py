@@ -58,7 +58,11 @@ def quantize(
     if config.quantization_config is not None:
         raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
     checkpoint = Checkpoint(model)
-    job = {"penstock": __version__, "checkpoint": checkpoint.version, **msgspec.to_builtins(options)}
+    job = {
+        "penstock": __version__,
+        "checkpoint": checkpoint.version,
+        **msgspec.json.decode(msgspec.json.encode(options)),
+    }
     if (report := finished_report(output, job)) is not None:
         return report
     state = RunState(output, job, {"threads": threads or usable_cores()})

@@ -16,7 +16,7 @@ def round_to_nearest(weight: Tensor, format: Format) -> QuantizedWeight:
     """``[out, in]`` float32 rounded as the ops do it when a model is loaded (``ops.reference.pack``)."""
     if format.floating:
         maximum = weight.abs().amax(1, keepdim=True)
-        inverse = torch.where(maximum > MIN_MAGNITUDE, MAX_FP8 / maximum, 0)
+        inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, MAX_FP8) / maximum, 0)
         values = (weight * inverse).clamp(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
         return QuantizedWeight(values, maximum / MAX_FP8, format)
     groups = to_groups(weight, format)

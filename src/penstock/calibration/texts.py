@@ -133,6 +133,9 @@ def _render(record: Mapping[str, Any], tokenizer: Tokenizer) -> str:
         if tokenizer.template_source is None:
             return "".join(f"{message.get('content')}\n" for message in messages)
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        return tokenizer.render(given, tools=record.get("tools"), add_generation_prompt=False)
+        try:
+            return tokenizer.render(given, tools=record.get("tools"), add_generation_prompt=False)
+        except PenstockError as error:
+            raise invalid(FIELD, f"the chat template refuses a record ({error})") from error
     answer = next((record[name] for name in ANSWERS if isinstance(record.get(name), str)), "")
     return f"{record['prompt']}{answer}"
