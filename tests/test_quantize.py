@@ -305,7 +305,7 @@ def test_the_report_is_one_page(small: Path, tmp_path: Path, capsys: pytest.Capt
         ("--method wint4 --group-size 40", "--group-size: 40 does not divide the 256 inputs of model.layers.0."),
         ("--method awq --calib-size 0", "--calib-size: must be at least 1, is 0"),
         ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: must be from 0 to 1, is 2.0"),
-        ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: there is no file cnn_dailymail: give one"),
+        ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: there is no cnn_dailymail: give a file"),
         ("--method awq --output-dir FULL", "holds file already: name a folder that is empty or new, or delete it"),
         ("--method awq --output-dir MODEL", "holds another checkpoint: name a folder that is empty or new"),
         ("--method awq --output-dir FULL/file", "cannot be written (File exists): name another folder"),

@@ -13,6 +13,7 @@ from penstock.ops import Ops, QuantizedWeight
 from .fold import Producer
 from .rounding import round_between, to_groups
 from .statistics import InputStatistics
+from .threads import map_in_threads
 
 GRID = 20
 """Exponents of the activations' magnitude that are tried, from 0 to below 1."""
@@ -23,7 +24,7 @@ MIN_MAGNITUDE = 1e-4
 
 
 def search_scales(
-    ops: Ops, weights: Sequence[Tensor], statistics: InputStatistics, producer: Producer, format: Format
+    ops: Ops, weights: Sequence[Tensor], statistics: InputStatistics, producer: Producer, format: Format, threads: int
 ) -> Tensor:
     """The scales ``[outputs of the producer]`` for which rounding of matrices of one input changes their products
     least, in squares summed over the sampled tokens.
@@ -34,15 +35,20 @@ def search_scales(
     weight = torch.cat(list(weights))
     samples = statistics.samples
     magnitude = producer.shrink(statistics.mean).clamp(min=MIN_MAGNITUDE)
-    best, least = torch.ones_like(magnitude), float("inf")
-    for step in range(GRID):
+
+    def change(step: int) -> tuple[Tensor, Tensor]:
+        """The scales of a step, and what rounding changes then."""
         scales = magnitude ** (step / GRID)
         scales = scales / (scales.max() * scales.min()).sqrt()
         wide = producer.expand(scales)
         groups = to_groups(weight * wide, format)
         values, steps, offsets = round_between(groups, groups.amin(-1), groups.amax(-1), format.bits)
-        rounded = (values * steps[..., None] + offsets[..., None]).flatten(1) / wide
-        loss = squared_products(ops, samples, rounded - weight)
+        rounded = (values * steps[..., None] + offsets[..., None]).flatten(1)
+        return scales, (rounded / wide - weight).to(samples.dtype)
+
+    best, least = torch.ones_like(magnitude), float("inf")
+    for scales, changed in map_in_threads(change, range(GRID), threads):
+        loss = squared_products(ops, samples, changed)
         if loss < least:
             best, least = scales, loss
     return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from .options import QuantizeOptions
 from .rounding import round_to_nearest
 from .smoothquant import smoothing_scales
 from .statistics import InputStatistics
+from .threads import map_in_threads, torch_threads
 
 UNCLIPPED = ("q_proj", "k_proj")
 """Matrices that AWQ does not clip, as it cannot tell what their errors do to the products of queries and keys."""
@@ -67,6 +69,7 @@ def quantize_layer(
     prefix: str,
     stored: Mapping[str, Tensor],
     observed: Observations,
+    threads: int = 1,
 ) -> QuantizedLayer:
     """Quantize a layer's matrices.
 
@@ -74,8 +77,9 @@ def quantize_layer(
         prefix: of the names of its tensors.
         stored: its tensors as the checkpoint has them.
         observed: statistics, which are changed.
+        threads: to search with.
     """
-    layer = LayerQuantizer(ops, config, options, prefix, stored, observed)
+    layer = LayerQuantizer(ops, config, options, prefix, stored, observed, threads)
     if options.method in ("awq", "smoothquant"):
         layer.scale()
     return layer.round()
@@ -92,6 +96,7 @@ class LayerQuantizer:
         prefix: str,
         stored: Mapping[str, Tensor],
         observed: Observations,
+        threads: int = 1,
     ) -> None:
         self._ops = ops
         self._config = config
@@ -100,6 +105,7 @@ class LayerQuantizer:
         self._prefix = prefix
         self._stored = stored
         self._observed = observed
+        self._threads = threads
         self._original = {name: tensor.float() for name, tensor in stored.items() if tensor.is_floating_point()}
         self.tensors = dict(self._original)
         """All its tensors in float32."""
@@ -122,7 +128,7 @@ class LayerQuantizer:
 
     def _search(self, weights: list[Tensor], statistics: InputStatistics, producer: Producer) -> Tensor | None:
         if self._options.method == "awq":
-            return awq.search_scales(self._ops, weights, statistics, producer, self._format)
+            return awq.search_scales(self._ops, weights, statistics, producer, self._format, self._threads)
         if not producer.is_norm:
             return None  # the paper smooths behind norms alone
         return smoothing_scales(weights, statistics, self._options.smoothing_strength)
@@ -131,13 +137,14 @@ class LayerQuantizer:
         """Quantize the matrices as they are now."""
         layer = QuantizedLayer()
         for names, statistics in self._observed.items():
-            chosen = self._chosen(names)
-            factor = None
+            chosen, factor = self._chosen(names), None
             if chosen and statistics.hessian is not None:
-                factor = gptq.factorize(statistics.hessian, self._options.act_order != "none")
-            for name in chosen:
+                with torch_threads(self._threads):  # a few large operations, whose sums depend on their number
+                    factor = gptq.factorize(statistics.hessian, self._options.act_order != "none")
+            rounding = partial(self._round, statistics, factor)
+            for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self._threads), strict=True):
                 weight = self.tensors[f"{name}.weight"]
-                layer.quantized[name] = rounded = self._round(name, weight, statistics, factor)
+                layer.quantized[name] = rounded
                 change = awq.squared_products(self._ops, statistics.samples, rounded.dequantize() - weight)
                 layer.errors[name] = change / max(awq.squared_products(self._ops, statistics.samples, weight), 1e-30)
         for name, tensor in self.tensors.items():
@@ -145,9 +152,8 @@ class LayerQuantizer:
                 layer.changed[name] = tensor.to(self._stored[name].dtype)
         return layer
 
-    def _round(
-        self, name: str, weight: Tensor, statistics: InputStatistics, factor: gptq.Factor | None
-    ) -> QuantizedWeight:
+    def _round(self, statistics: InputStatistics, factor: gptq.Factor | None, name: str) -> QuantizedWeight:
+        weight = self.tensors[f"{name}.weight"]
         match self._options.method:
             case "awq":
                 return awq.round_clipped(weight, statistics, self._format, not name.endswith(UNCLIPPED))

@@ -64,7 +64,9 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
     smoothing_strength: float = 0.5
     """How much of the activations' range SmoothQuant moves to the weights (alpha in the paper)."""
     calib_dataset: str = ""
-    """File of texts; empty is the built-in one."""
+    """File or folder of texts; empty is the built-in one."""
+    calib_texts: tuple[str, ...] = ()
+    """Texts in place of a data set."""
     calib_size: int = 512
     """Samples."""
     calib_seq_len: int = 512
@@ -106,9 +108,6 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
                 raise invalid(f"--{name.replace('_', '-')}", f"must be at least {least}, is {value}", least)
         if not (math.isfinite(self.smoothing_strength) and 0 <= self.smoothing_strength <= 1):
             raise invalid("--smoothing-strength", f"must be from 0 to 1, is {self.smoothing_strength}", 1)
-        if self.calib_dataset and not Path(self.calib_dataset).is_file():
-            raise invalid(
-                "--calib-dataset",
-                f"there is no file {self.calib_dataset}: give one (.jsonl, .parquet or plain text), or leave it out "
-                "for the built-in texts",
-            )
+        if self.calib_dataset and not Path(self.calib_dataset).exists():
+            advice = "give a file or folder (.jsonl, .parquet or plain text), or leave it out for the built-in texts"
+            raise invalid("--calib-dataset", f"there is no {self.calib_dataset}: {advice}")

@@ -31,6 +31,7 @@ from .stage import CPU, ChangedWeights, build_stage, hidden_states, run_stage
 from .state import RunState, finished_report
 from .statistics import InputObserver
 from .texts import read_samples, split_samples
+from .threads import torch_threads
 from .writer import CheckpointWriter, encode_layer, read_tensors
 
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
@@ -67,7 +68,8 @@ def quantize(
         return report
     state = RunState(output, job, {"threads": threads or usable_cores()})
     run = _Run(model, options, config, checkpoint, state)
-    run.quantize_layers(progress)
+    with torch_threads(1):
+        run.quantize_layers(progress)
     layers = [layer for number in range(config.num_layers) if (layer := state.layer(number))]
     writer = CheckpointWriter(model, output, config, checkpoint, options, state)
     report = make_report(job, layers, run.sizes, writer.write_weights())
@@ -89,8 +91,8 @@ class _Run:
         self._checkpoint = checkpoint
         self._state = state
         self._ops: Ops = ops.backend(CPU)
-        self._ops.set_threads(state.details["threads"])
-        torch.set_num_threads(state.details["threads"])
+        self._threads = state.details["threads"]
+        self._ops.set_threads(self._threads)
         self._dtype = torch.bfloat16 if config.dtype is torch.float16 else config.dtype
         self._kv_quantization = KV_QUANTIZATION[options.kv_cache_dtype]
         has_kernels = not options.format.activation_bits or self._ops.supports(options.format, self._dtype)
@@ -106,7 +108,8 @@ class _Run:
         """Token ids by stream."""
         options, config = self._options, self._config
         count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
-        samples = read_samples(options.calib_dataset, Tokenizer(model), count, length, options.seed)
+        texts = options.calib_texts or options.calib_dataset
+        samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
         if int(samples.max()) >= config.vocab_size:
             raise invalid("model", f"{model} has a tokenizer with more tokens than the model's {config.vocab_size}")
         calibration, measured = split_samples(samples, options.calib_size, options.eval_size)
@@ -137,9 +140,10 @@ class _Run:
         observed = self._run_original(number, before, after, progress)
         prefix = f"model.layers.{number}."
         stored = read_tensors(self._checkpoint, prefix)
-        layer = quantize_layer(self._ops, self._config, self._options, prefix, stored, observed)
+        layer = quantize_layer(self._ops, self._config, self._options, prefix, stored, observed, self._threads)
         stage, backend = self._build(number, self._quantized_ops, layer), self._quantized_ops
-        run_stage(stage, backend, before[QUANTIZED], after[QUANTIZED], self._kv_quantization, progress)
+        with torch_threads(self._threads if backend is reference else 1):
+            run_stage(stage, backend, before[QUANTIZED], after[QUANTIZED], self._kv_quantization, progress)
         if sequential and not is_last:
             run_stage(stage, backend, before[CALIBRATION], after[CALIBRATION], "", progress)
         found: dict[str, Any] = {"error": relative_error(after[ORIGINAL], after[QUANTIZED]), "matrices": layer.errors}

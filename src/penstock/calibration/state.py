@@ -90,6 +90,7 @@ class RunState:
         """
         unfinished = self.folder / "unfinished"
         write(unfinished)
+        unfinished.chmod(0o644)  # safetensors' own are for the user alone
         os.replace(unfinished, path)
 
     def close(self) -> None:

@@ -25,17 +25,20 @@ FIELDS = ("text", "messages", "prompt")
 ANSWERS = ("response", "completion")
 WINDOW_CHARACTERS = 8
 """Plain text is cut into records of so many characters for each token of a sample, more than it has."""
+KINDS = (".json", ".jsonl", ".parquet", ".txt")
+"""Files that are read of a folder."""
 FIELD = "--calib-dataset"
 
 
-def read_samples(dataset: str, tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Tensor:
+def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Tensor:
     """Draw samples of a data set.
 
     Records are shuffled, encoded one after the other, and joined until a sample is full; what is left of its last
     record is dropped.
 
     Args:
-        dataset: a file of JSON lines (``.jsonl``), Parquet (``.parquet``) or text; empty is the built-in one.
+        dataset: a file of JSON lines (``.jsonl``), Parquet (``.parquet``) or text, or a folder of such files; or texts;
+            empty is the built-in one.
         tokens: of a sample.
 
     Returns:
@@ -44,7 +47,10 @@ def read_samples(dataset: str, tokenizer: Tokenizer, count: int, tokens: int, se
 
     Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
     """
-    records = _read(Path(dataset) if dataset else BUILT_IN, tokens)
+    if isinstance(dataset, str):
+        records = _read(Path(dataset) if dataset else BUILT_IN, tokens)
+    else:
+        records = [{"text": text} for text in dataset]
     Random(seed).shuffle(records)
     samples: list[list[int]] = []
     sample: list[int] = []
@@ -56,7 +62,7 @@ def read_samples(dataset: str, tokenizer: Tokenizer, count: int, tokens: int, se
         if len(samples) == count:
             break
     if not samples and len(sample) < 2:
-        raise invalid(FIELD, f"{dataset} has no text")
+        raise invalid(FIELD, f"{dataset or 'the data set'} has no text")
     return torch.tensor(samples or [sample])
 
 
@@ -70,6 +76,9 @@ def split_samples(samples: Tensor, calib_size: int, eval_size: int) -> tuple[Ten
 
 
 def _read(path: Path, tokens: int) -> list[Mapping[str, Any]]:
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix in KINDS)
+        return [record for file in files for record in _read(file, tokens)]
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path)

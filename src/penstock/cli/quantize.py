@@ -76,19 +76,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, name) for name in QuantizeOptions.__struct_fields__ if hasattr(args, name)}
+    options = QuantizeOptions(**given | {"ignore": tuple(args.ignore)})
+    write_quantized(args.model, args.output_dir, options, args.threads)
+    if options.kv_cache_dtype != "auto":
+        print(DYNAMIC_KV_CACHE.format(options.kv_cache_dtype))
+    return 0
+
+
+def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, threads: int = 0) -> None:
+    """Quantize a checkpoint, with a progress bar, and print what the report says.
+
+    Args:
+        model: a folder, or a name on the hub.
+        output, options, threads: as of ``calibration.quantize.quantize``, which says what is raised.
+    """
+    options.check()
     from penstock.calibration.quantize import quantize
     from penstock.calibration.report import PAGE, summary
     from penstock.frontend.hub import resolve
 
-    names = QuantizeOptions.__struct_fields__
-    options = QuantizeOptions(
-        **{name: getattr(args, name) for name in names if name != "ignore"}, ignore=(*args.ignore,)
-    )
-    options.check()
     started = time.monotonic()
-    report = quantize(resolve(args.model), args.output_dir, options, threads=args.threads)
+    report = quantize(resolve(model), output, options, threads=threads)
     print(summary(report))
-    if options.kv_cache_dtype != "auto":
-        print(DYNAMIC_KV_CACHE.format(options.kv_cache_dtype))
-    print(f"{args.output_dir} is ready after {time.monotonic() - started:.0f} s; see {args.output_dir / PAGE}")
-    return 0
+    print(f"{output} is ready after {time.monotonic() - started:.0f} s; see {output / PAGE}")
