@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import calibration
+import outliers
 import pytest
 import torch
 from checkpoints import SMALL, save
@@ -98,23 +99,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, computing the same, with outliers: a few channels of each norm are larger, and the weights that
-    multiply them smaller. By powers of two, so that nothing is rounded."""
+    """The model, computing the same, with outliers in its activations."""
     folder = tmp_path_factory.mktemp("planted")
-    shutil.copytree(model, folder, dirs_exist_ok=True)
-    tensors, rng = load_file(folder / "model.safetensors"), Random(0)
-    consumers = {
-        "input_layernorm": [f"self_attn.{part}_proj" for part in "qkv"],
-        "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
-    }
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        for norm, following in consumers.items():
-            channels = rng.sample(range(256), 4)
-            tensors[f"{prefix}{norm}.weight"][channels] *= 64
-            for name in following:
-                tensors[f"{prefix}{name}.weight"][:, channels] /= 64
-    save_file(tensors, folder / "model.safetensors")
+    outliers.plant(model, folder)
     return folder
 
 
