@@ -6,8 +6,8 @@ python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the demo 
 
 For each format that weights are rounded to when they are loaded, each method of ``penstock quantize``, and int8 KV
 caches: the perplexity of held-out answers, the Kullback-Leibler divergence of the next-token distribution from that in
-bfloat16, averaged over the answers' tokens, the share of tokens with the same top token, the share of held-out questions
-that are answered right, and the bytes of the layers.
+bfloat16, averaged over the answers' tokens, the share of tokens with the same top token, the share of held-out
+questions that are answered right, and the bytes of the layers.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -202,6 +203,29 @@ def test_shards_have_an_index(small: Path, tmp_path: Path, monkeypatch: pytest.M
     merged = {name: tensor for shard in tensors for name, tensor in shard.items()}
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     assert merged.keys() == whole.keys() and all(torch.equal(merged[name], whole[name]) for name in whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].file_format == "compressed-tensors"])
+def test_transformers_reads_it(tmp_path: Path, method: str) -> None:
+    """With the library compressed-tensors, in a folder of its own: to the perplexity in the report."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
+    subprocess.run([*pip, "compressed-tensors>=0.20", "loguru"], check=True)
+    report = quantized(demo.CHAT, tmp_path / "made", method)
+    samples = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[:1]
+    torch.save(samples, tmp_path / "samples.pt")
+    script = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model, ids = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16), torch.load(sys.argv[2])
+with torch.no_grad():
+    print(model(ids, labels=ids).loss.item())
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "made"), str(tmp_path / "samples.pt")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) == pytest.approx(math.log(report["perplexity_quantized"]), rel=0.01)
 
 
 # --- Runs that are cut off --------------------------------------------------------------------------------------------

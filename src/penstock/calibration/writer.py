@@ -241,7 +241,13 @@ def _compressed_config(format: Format, ignored: list[str]) -> dict[str, Any]:
     if format.group_size:
         weights["group_size"] = format.group_size
     activations = _arguments(8, kind, "token", True) if format.activation_bits else None
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+        "format": layout,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
