@@ -75,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
 
     texts = list(answers(args.texts))
-    found: dict[str, dict[str, Any]] = {}
+    found: list[dict[str, Any]] = []
     with TemporaryDirectory() as scratch:
         model = demo.CHAT
         if args.planted:
@@ -85,8 +85,8 @@ def main() -> None:
             own = compare(expected, distributions(variant, texts), texts)
             if args.questions:
                 own["right"] = share_right(variant, args.questions)
-            own |= {"made": variant.made, "bytes": layer_bytes(variant)}
-            found[f"{variant.label} {variant.kv_cache_dtype}"] = own
+            named = {"weights": variant.label, "made": variant.made, "kv_cache_dtype": variant.kv_cache_dtype}
+            found.append(named | own | {"bytes": layer_bytes(variant)})
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{sum(own for _, own in texts)} tokens of answers, {args.questions} questions a skill\n")
@@ -181,18 +181,16 @@ def share_right(variant: Variant, count: int) -> float:
     return sum(map(evaluate.is_right, given, asked)) / len(asked)
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(found: Sequence[dict[str, Any]]) -> str:
     lines = [
         "| weights | quantized | KV cache | perplexity | KL, nats | same top token | right answers | bytes |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
-    for key, one in found.items():
-        name, _, kept = key.rpartition(" ")
+    for one in found:
         right = f"{one['right']:.1%}" if "right" in one else "–"
-        lines.append(
-            f"| `{name}` | {one['made']} | `{kept}` | {one['perplexity']:.4f} | {one['divergence']:.4f} | "
-            f"{one['same_top_token']:.2%} | {right} | {one['bytes']:,} |"
-        )
+        names = f"`{one['weights']}` | {one['made']} | `{one['kv_cache_dtype']}`"
+        figures = f"{one['perplexity']:.4f} | {one['divergence']:.4f} | {one['same_top_token']:.2%}"
+        lines.append(f"| {names} | {figures} | {right} | {one['bytes']:,} |")
     return "\n".join(lines)
 
 
