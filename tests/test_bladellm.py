@@ -471,13 +471,14 @@ def test_other_algorithms_write_a_checkpoint(
 
 
 @pytest.mark.row("bladellm", "blade_llm_split")
-def test_a_split_folder_leads_to_the_checkpoint(shell: Shell) -> None:
-    words = "split: leads to the checkpoint, of which each rank reads its own part (--tensor_parallel_size)\n"
+def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
+    words = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-1\n"
     for _ in range(2):
         command = f"blade_llm_split --tensor_parallel_size 2 --model {demo.CHAT} --output_dir split"
         assert shell.says(command) == words
-    found = {file.name: file.resolve() for file in (shell.folder / "split").iterdir()}
-    assert found == {file.name: file.resolve() for file in demo.CHAT.iterdir()}
+    assert {file.name for file in (shell.folder / "split").iterdir()} > {"rank_0", "rank_1", "tokenizer.json"}
+    said = shell.run(f"blade_llm_split --tensor_parallel_size 0 --model {demo.CHAT} --output_dir other")
+    assert said.stderr.startswith("blade_llm_split: tensor_parallel_size: Expected `int` >= 1") and said.returncode == 2
 
 
 @pytest.mark.parametrize(

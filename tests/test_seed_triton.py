@@ -213,6 +213,7 @@ def test_fp8_is_quantized(workspace: Path) -> None:
     said = bash(workspace, BUILD_QUANTIZED.rstrip() + " \\\n--use_fp8_context_fmha enable\n")
     assert said.returncode == 0, said.stderr
     assert "--use_fp8_context_fmha has no meaning here and is ignored: attention uses the KV cache" in said.stderr
+    assert "asks for keys and values in FP8: 8-bit integers are used" in said.stderr
     engine = workspace / "models" / "Qwen1.5-14B-Chat-1tp-fp8-kvfp8-trt-engine-2"
     found = json.loads((engine / "config.json").read_text())["pretrained_config"]["quantization"]
     assert found == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -224,7 +225,6 @@ def test_fp8_is_quantized(workspace: Path) -> None:
     said = subprocess.run([*config, "--model-repository", repository], capture_output=True, text=True)
     settings = json.loads(said.stdout)
     assert (settings["quantization"]["value"], settings["kv_cache_dtype"]["value"]) == ("none", "int8")
-    assert "asks for keys and values in FP8: 8-bit integers are used" in said.stderr
 
 
 def curl(served: Served, text: str) -> str:

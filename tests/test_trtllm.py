@@ -28,7 +28,10 @@ def made(command: str, folder: Path, **flags: Any) -> tuple[dict[str, Any], str]
     """The ``config.json`` that it writes, and what it says to standard error."""
     said = run(command, output_dir=folder, **flags)
     assert said.returncode == 0, said.stderr
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    files = {path.name for path in folder.iterdir()}
+    assert (
+        files == {"config.json"} if command != "trtllm-build" else files > {"config.json", "tokenizer.json", "rank_0"}
+    )
     return json.loads((folder / "config.json").read_text()), said.stderr
 
 
@@ -57,7 +60,8 @@ def test_formats_are_those_of_the_server(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, qformat: str, algorithm: str | None, quantization: str
 ) -> None:
     calibration = {"calib_size": 512, "calib_dataset": "/workspace/datas"}
-    flags = {"model_dir": demo.CHAT, "qformat": qformat, "kv_cache_dtype": "int8", "dtype": "float32", **calibration}
+    dtype = "bfloat16" if quantization.startswith("wint") else "float32"
+    flags = {"model_dir": demo.CHAT, "qformat": qformat, "kv_cache_dtype": "int8", "dtype": dtype, **calibration}
     found, said = made("quantize.py", tmp_path / "checkpoint", **flags)
     assert found["quantization"] == {"quant_algo": algorithm, "kv_cache_quant_algo": "INT8"}
     for name in calibration:
@@ -65,8 +69,8 @@ def test_formats_are_those_of_the_server(
     made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint")
     repository = filled(write_templates(tmp_path / "models"), tmp_path / "engine")
     settings = config(capsys, "--model-repository", str(repository))
-    expected = {"model": str(demo.CHAT), "quantization": quantization, "kv_cache_dtype": "int8", "dtype": "float32"}
-    assert settings.items() >= expected.items()
+    expected = {"quantization": quantization, "kv_cache_dtype": "int8", "dtype": dtype}
+    assert settings.items() >= {"model": str(tmp_path / "engine"), **expected}.items()
 
 
 @pytest.mark.row("triton", "quantize.py --model_dir --output_dir", "--qformat", "--calib_size", "--calib_dataset")
@@ -101,7 +105,7 @@ def test_formats_that_calibrate_are_quantized(
     made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint")
     repository = filled(write_templates(tmp_path / "models"), tmp_path / "engine")
     settings = config(capsys, "--model-repository", str(repository))
-    assert (settings["model"], settings["quantization"]) == (found["checkpoint"], quantization)
+    assert (settings["model"], settings["quantization"]) == (str(tmp_path / "engine"), quantization)
     assert LLM(settings["model"], quantization=quantization, num_gpu_blocks_override=40)
 
 
@@ -134,14 +138,14 @@ def test_limits_act(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 SWITCHES = {
-    **{"gpt_attention_plugin": "bfloat16", "gemm_plugin": "disable", "context_fmha": "enable", "workers": "2"},
+    **{"gpt_attention_plugin": "bfloat16", "gemm_plugin": "disable", "context_fmha": "enable"},
     **{"use_custom_all_reduce": "enable", "reduce_fusion": "enable", "use_paged_context_fmha": "enable"},
     **{"multiple_profiles": "enable", "gather_all_token_logits": True},
 }
 
 
 @pytest.mark.row("triton", "--gpt_attention_plugin", "--gemm_plugin", "--context_fmha", "--use_custom_all_reduce")
-@pytest.mark.row("triton", "--reduce_fusion", "--use_paged_context_fmha", "--multiple_profiles", "--workers")
+@pytest.mark.row("triton", "--reduce_fusion", "--use_paged_context_fmha", "--multiple_profiles")
 @pytest.mark.row("triton", "--gather_all_token_logits", "--gather_context_logits", "--gather_generation_logits")
 def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
     made("convert_checkpoint.py", tmp_path / "checkpoint", model_dir=demo.CHAT)
@@ -154,14 +158,16 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
     assert said.count("requests ask for logits") == 2
 
 
-@pytest.mark.row("triton", "--tp_size", "--pp_size")
+@pytest.mark.row("triton", "--tp_size", "--pp_size", "--workers")
 @pytest.mark.parametrize("command", ["convert_checkpoint.py", "quantize.py"])
 def test_ranks_and_stages_are_those_of_the_server(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
+    workers = 2 if command == "quantize.py" else 1
     found, _ = made(command, tmp_path / "checkpoint", model_dir=demo.CHAT, tp_size=2, pp_size=3)
     assert found["mapping"] == {"world_size": 6, "tp_size": 2, "pp_size": 3}
-    made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint", tp_size=2)
+    made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint", tp_size=2, workers=workers)
+    assert len(list((tmp_path / "engine").glob("rank_*/*"))) == 6
     repository = str(filled(write_templates(tmp_path / "models"), tmp_path / "engine"))
     for size in ("1", "6"):
         settings = config(capsys, "--model-repository", repository, "--world_size", size)
@@ -186,7 +192,9 @@ def test_ranks_and_stages_are_those_of_the_server(
         ("trtllm-build", {"tp_size": 2}, "--tp_size: is 2, and the checkpoint was converted for 1"),
         ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "is none that convert_checkpoint.py or quantize.py"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),
-        ("trtllm-build", {"output_dir": demo.CHAT}, "already; name a folder that is empty or new"),
+        ("trtllm-build", {"workers": 0}, "--workers: must be at least 1, is 0"),
+        ("trtllm-build", {"output_dir": demo.CHAT}, "is the model's own folder; name another"),
+        ("trtllm-build", {"output_dir": demo.CHAT.parent}, "already; name a folder that is empty or new"),
     ],
 )
 def test_what_cannot_be_is_named(tmp_path: Path, command: str, flags: dict[str, Any], words: str) -> None:

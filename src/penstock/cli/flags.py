@@ -15,6 +15,7 @@ from penstock.config.profiles import Alias, Profile, load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import Setting, settings
 from penstock.config.sources import ResolvedConfiguration, read
+from penstock.planning.engine_config import engine_defaults
 
 from .parser import Parser
 
@@ -69,7 +70,7 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
     profile_flags = {name: PROFILE_PREFIX + name for name in profile.flags} if profile else {}
     typed = {name: getattr(args, dest) for name, dest in profile_flags.items() if hasattr(args, dest)}
     aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
-    result = read(flags, args.config, profile=profile, aliases=aliases)
+    result = read(flags, args.config, profile=profile, aliases=aliases, model_defaults=engine_defaults)
     if process:
         logs.set_up(result.configuration.log, process)
     for name, why in result.ignored.items():

@@ -21,6 +21,8 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "generate": "continue a prompt, or answer a question with --chat",
     "run-batch": "answer a file of requests in OpenAI's batch format",
+    "build": "pack a model's weights once, into a folder that servers map",
+    "convert": "rewrite a checkpoint as safetensors, in files of another size or numbers of another type",
     "bench": "measure latency or throughput of a model or a server",
     "pd": "start separate prefill and decode instances with their router, or show those that run",
     "ranktable": "write down who computes what where prefill and decode are apart, and join what machines say",

@@ -13,6 +13,7 @@ from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
+from penstock.planning.engine_config import engine_defaults
 from penstock.serve.models.messages import DEFAULT_NAME, ServedModel
 
 DEMO = "penstock-demo"
@@ -54,9 +55,12 @@ def _additional_model(configuration: Configuration, name: str, given: Mapping[st
     known = {key: setting for key, setting in settings().items() if setting.section in ("model", "engine")}
     kserve = given.get("kserve", {})
     changes: dict[str, dict[str, Any]] = {"model": {}, "engine": {}}
-    for key in CHECKPOINT_OPTIONS:
+    first = configuration.engine
+    built = {key for key, value in engine_defaults(first.model).items() if getattr(first, key) == value}
+    for key in CHECKPOINT_OPTIONS | built:  # what the first model's engine folder brought along is its own, too
         changes[known[key].section][key] = known[key].default
-    for key, value in given.items():
+    folder = given.get("model", "")
+    for key, value in {**engine_defaults(folder if isinstance(folder, str) else ""), **given}.items():
         option = key.replace("-", "_")
         if option == "kserve":
             continue

@@ -1,4 +1,5 @@
-"""The sources of options, in rising precedence: defaults, a profile, a YAML file, the environment, flags."""
+"""The sources of options, in rising precedence: defaults, a profile, the model's own folder, a YAML file, the
+environment, flags."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class ResolvedConfiguration:
 
     configuration: Configuration
     sources: Mapping[str, str]
-    """By option: ``default``, the profile, the file, the variable or the flag."""
+    """By option: ``default``, the profile, the model, the file, the variable or the flag."""
     ignored: Mapping[str, str]
     """Flags and variables without effect, with the reason."""
 
@@ -44,6 +45,7 @@ def read(
     environment: Mapping[str, str] = os.environ,
     profile: Profile | None = None,
     aliases: Mapping[str, str] | None = None,
+    model_defaults: Callable[[str], Mapping[str, Any]] = lambda model: {},
 ) -> ResolvedConfiguration:
     """Resolve the configuration from all sources.
 
@@ -52,18 +54,21 @@ def read(
         aliases: values of the profile's flags, as text.
         file: a YAML file of options by name, with ``_`` or ``-``, at the top level or under their section.
         environment: ``PENSTOCK_`` and the name in capitals; several values separated by commas.
+        model_defaults: returns options that the folder of a model brings along.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
     known = settings()
     ignored: dict[str, str] = {}
     given: list[tuple[str, Any, str]] = []
+    num_defaults = 0
     if profile:
         variables = {name: environment[name] for name in profile.variables if environment.get(name)}
         together = variables | {flag(name): text for name, text in (aliases or {}).items()}
         profile.check(together)
         defaults = {**profile.defaults, **profile.defaults_for(together)}
         given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
+        num_defaults = len(given)
         given += _file_settings(file)
         given += translate(profile.variables, variables, str, ignored)
         given += _environment_settings(environment)
@@ -73,6 +78,8 @@ def read(
         given += _file_settings(file)
         given += _environment_settings(environment)
     given += [(name, value, known[name].flag) for name, value in flags.items()]
+    model = next((str(value) for name, value, _ in reversed(given) if name == "model"), "")
+    given[num_defaults:num_defaults] = [(name, value, model) for name, value in model_defaults(model).items()]
     chosen = profile.name if profile else ""
     if chosen or any(name == "api_key" for name, _, _ in given):
         given.insert(0, ("host", ALL_ADDRESSES, f"the profile {chosen}" if chosen else "api_key is given"))

@@ -29,6 +29,7 @@ from penstock.core.errors import invalid
 from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import ModelConfig, read_config
+from penstock.planning.engine_config import DECIDED, engine_config_of
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
@@ -75,6 +76,8 @@ class Engine:
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
         folder = Path(options.model) if options.model else demo.CHAT
         config = read_config(folder)
+        if built := engine_config_of(config.raw, folder):
+            built.check(folder, {name: getattr(options, name) for name in DECIDED})
         self.max_model_len = options.max_model_len or config.max_model_len
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         lora_modules = parse_lora_modules(options.lora_modules)

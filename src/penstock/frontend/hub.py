@@ -18,6 +18,7 @@ from tqdm import tqdm
 from penstock import demo
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import Code, PenstockError, invalid
+from penstock.planning.engine_config import UNFINISHED
 
 from .gguf_folder import checkpoint_folder, gguf_in
 
@@ -31,6 +32,7 @@ PADDLE_GRAPH = "model.pdiparams"
 """Weights of a static graph that Paddle has exported."""
 ADVICE = "give the folder of a Hugging Face checkpoint, a GGUF file, or a name on the hub (org/name)"
 NO_CHECKPOINTS = {
+    UNFINISHED: "so it is a folder that penstock build or convert has not finished: run the same command again",
     "adapter_config.json": "a LoRA adapter: give the model that it is for, and this with --lora-modules NAME=FOLDER",
     "params.json": f"weights as their makers have them (params.json): {ADVICE}, where they are converted",
     "openvino_model.xml": f"a model that was converted for OpenVINO: {ADVICE}, which it was made from",

@@ -16,6 +16,7 @@ from penstock.config.profiles import flag, load, translate
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
+from penstock.planning.engine_config import engine_defaults
 
 from .hub import resolve, resolve_draft
 
@@ -34,7 +35,8 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    result = translate_options(compat, {name: value for name, value in plain.items() if value is not None})
+    present = {name: value for name, value in plain.items() if value is not None}
+    result = translate_options(compat, present, engine_defaults(str(model)))
     of_model, of_engine = ([field.name for field in fields(schema)] for schema in (ModelOptions, EngineOptions))
     for name in result:
         if name not in (*of_model, *of_engine):
@@ -59,8 +61,13 @@ def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
         raise invalid(path.rstrip("`") or "options", message) from error
 
 
-def translate_options(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def translate_options(
+    compat: str, given: Mapping[str, Any], model_defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Translate another system's options, with its defaults; by default vLLM's.
+
+    Args:
+        model_defaults: those of the model, which override the system's.
 
     What has no meaning here, or in no server, is said in the log. Raises ``PenstockError`` (``invalid``) for an unknown
     system, and for values that are wrong or not possible here.
@@ -76,6 +83,7 @@ def translate_options(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
     profile.check(together)
     ignored: dict[str, str] = {}
     with_sources = [(name, value, "") for name, value in {**profile.defaults, **profile.defaults_for(together)}.items()]
+    with_sources += [(name, value, "") for name, value in (model_defaults or {}).items()]
     with_sources += [*translate(profile.flags, theirs, str, ignored), *profile.together(together)]
     with_sources += [(name, value, name) for name, value in ours.items()]
     options = {}

@@ -5,6 +5,7 @@ Nothing is pickled: the file is safetensors, which the workers map, and is remov
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.engine_config import model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +55,8 @@ def as_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
     try:
         shared = _without_sharing(tensors)
         save_file(shared, folder / "model.safetensors")
-        shutil.copy((Path(model) if model else demo.CHAT) / "config.json", folder)
+        config = model_config(read_config_json(Path(model) if model else demo.CHAT))
+        (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

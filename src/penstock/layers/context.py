@@ -69,6 +69,20 @@ class PackedWeights(Protocol):
     def add(self, name: str, tensors: dict[str, Tensor]) -> None: ...
 
 
+class PackedOutput(Protocol):
+    """Takes all weights that layers use, so that a model can be built of them without its checkpoint
+    (``models.weights.engine_output``)."""
+
+    def has(self, name: str) -> bool:
+        """Whether a matrix or tensor of this name was added."""
+        ...
+
+    def add(self, name: str, tensors: dict[str, Tensor]) -> None: ...
+    def add_tensor(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor that ``Weights.read`` is to read: this rank's rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class BuildContext:
     """Shared by all layers while a model is built."""
@@ -85,6 +99,8 @@ class BuildContext:
     """Numbers of the layers of this pipeline stage; None for all."""
     scheme: Scheme = field(default_factory=Scheme)
     weight_cache: PackedWeights | None = None
+    output: PackedOutput | None = None
+    """Gets all weights. Layers then keep no matrices: the model is built to be written, and cannot compute."""
     check_finite: bool = False
     """Whether weights with values that are not finite are refused, as those of a model that is in use should be."""
     max_loras: int = 0
@@ -104,12 +120,18 @@ class BuildContext:
 
         Arguments as for ``Weights.read``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
         """
-        tensor = self.weights.read(name, *shape, rows=rows, as_stored=as_stored)
-        if self.check_finite and tensor.is_floating_point() and not is_finite(tensor):
-            raise invalid("model", f"tensor {name} has values that are not finite numbers")
+        tensor = self._read_tensor(name, *shape, rows=rows, as_stored=as_stored)
+        if self.output:
+            self.output.add_tensor(name, tensor)
         if tensor.dim() == 1:  # vectors are used as they are: the file may be replaced meanwhile
             tensor = tensor.clone()
         return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)
+
+    def _read_tensor(self, name: str, *shape: int, rows: tuple[int, int] | None, as_stored: bool = False) -> Tensor:
+        tensor = self.weights.read(name, *shape, rows=rows, as_stored=as_stored)
+        if self.check_finite and tensor.is_floating_point() and not is_finite(tensor):
+            raise invalid("model", f"tensor {name} has values that are not finite numbers")
+        return tensor
 
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
         """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it."""
@@ -193,6 +215,8 @@ class BuildContext:
         """A packed matrix, from the weight cache if it is there; None where matrices of a checkpoint cannot be stacked,
         as their inputs are ordered differently."""
         cache, key = self.weight_cache, "+".join(names)
+        if self.output and (self.output.has(key) or all(self.output.has(f"{name}.weight") for name in names)):
+            return PackedMatrix(self.ops, None)
         if cache and (cached := cache.find(key)):
             cached = {name: tensor.to(self.device) for name, tensor in cached.items()}
             outputs = sum(shard.size for shard in shards)
@@ -200,7 +224,10 @@ class BuildContext:
                 return PackedMatrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
                 logger.warning("%s is packed again: %s", key, error)
+        matrices: list[Tensor] = []
         if as_stored:
+            if names[1:] and self._is_packed:  # one by one, as they could not be stacked
+                return None
             weights = [
                 self._read_quantized(name, inputs, shard, format) for name, shard in zip(names, shards, strict=True)
             ]
@@ -210,15 +237,28 @@ class BuildContext:
         else:
             matrices = [self._read(name, inputs, shard) for name, shard in zip(names, shards, strict=True)]
             packed = self.ops.pack(matrices, bias, format)
-        if cache:
-            cache.add(key, {name: tensor.cpu() for name, tensor in self.ops.packed_tensors(packed).items()})
-        return PackedMatrix(self.ops, packed)
+        tensors = self.ops.packed_tensors(packed) if cache or self.output else {}
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        if self.output and tensors:
+            self.output.add(key, tensors)
+        elif self.output:  # this backend uses matrices as they are
+            for name, matrix in zip(names, matrices, strict=True):
+                self.output.add_tensor(f"{name}.weight", matrix.cpu())
+        elif cache:
+            cache.add(key, tensors)
+        return PackedMatrix(self.ops, None if self.output else packed)
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether the weights are those of an engine folder, packed already."""
+        weights: object = self.weights
+        return weights is self.weight_cache
 
     def _read(self, name: str, inputs: int, shard: Shard) -> Tensor:
         """A rank's outputs of a matrix in the model's dtype, dequantized if need be."""
         stored = self.weights.format_of(name)
         if not stored.bits:
-            return self.read_weight(f"{name}.weight", shard.total, inputs, rows=shard.rows)
+            return self._read_tensor(f"{name}.weight", shard.total, inputs, rows=shard.rows).to(self.device, self.dtype)
         weight = self.weights.read_quantized(name, shard.total, inputs, shard.rows)
         if isinstance(weight, QuantizedWeight):
             weight = self._on_device(weight, name, 0).dequantize()

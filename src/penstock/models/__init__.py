@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -10,9 +11,10 @@ import torch
 
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
-from penstock.layers import BuildContext
+from penstock.layers import BuildContext, PackedWeights, Weights
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
+from penstock.planning.engine_config import read_engine_config
 from penstock.quant import read_quantization_config
 
 from . import llama, mistral, qwen2, qwen3
@@ -23,6 +25,8 @@ from .registry import Family, find_family, register
 from .weights import (
     Checkpoint,
     DummyWeights,
+    EngineOutput,
+    EngineWeights,
     GGUFCheckpoint,
     LoRAAdapter,
     WeightCache,
@@ -34,12 +38,15 @@ from .weights import (
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "Checkpoint",
+    "EngineOutput",
     "Family",
     "LoRAAdapter",
     "MTPHead",
     "Model",
     "ModelConfig",
     "cache_folder",
+    "compute_dtype",
     "load_lora",
     "load_model",
     "read_config",
@@ -69,12 +76,13 @@ def load_model(
     group: Group = SINGLE_RANK,
     layers: range | None = None,
     check_finite: bool = False,
+    output: Callable[[Weights], EngineOutput] | None = None,
 ) -> Model:
-    """Build the model of a checkpoint.
+    """Build the model of a checkpoint, or of an engine folder.
 
     Args:
         config: of ``read_config(folder)``, where the caller has it.
-        dtype: to compute in; None is the checkpoint's, but bfloat16 for a float16 checkpoint on a CPU.
+        dtype: to compute in; None is as ``compute_dtype`` says, of an engine folder what it was built for.
         max_len: tokens that a sequence may have; None is the model's ``max_model_len``, which it must not exceed.
         seed: of dummy weights.
         quantization: to quantize the weights to, a name of ``SCHEMES``.
@@ -86,6 +94,7 @@ def load_model(
         group: the rank whose part of the model is built.
         layers: numbers of the layers of the pipeline stage that is built; None for all.
         check_finite: refuse weights with values that are not finite, where they are not in the cache.
+        output: makes what gets all weights of the checkpoint; the model then keeps none of them, and cannot compute.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or not supported.
     """
@@ -93,28 +102,27 @@ def load_model(
     if max_len and max_len > config.max_model_len:
         message = f"this model has a context of {config.max_model_len} tokens"
         raise invalid("max_model_len", message, config.max_model_len)
-    device = device or torch.device("cpu")
-    if dtype is None and config.dtype is torch.float16 and device.type == "cpu":
-        logger.info("the checkpoint is in float16, and is computed in bfloat16")
-        dtype = torch.bfloat16
-    dtype = dtype or config.dtype
-    weights: DummyWeights | Checkpoint | GGUFCheckpoint
+    device, built = device or torch.device("cpu"), read_engine_config(folder)
+    if dtype is None and built:
+        dtype = getattr(torch, built.dtype)
+    dtype = compute_dtype(config, dtype, device)
+    scheme = SCHEMES[quantization]
+    weights: Weights
+    cache: PackedWeights | None = None
     if load_format == "dummy":
         weights = DummyWeights(folder, dtype, seed, device)
-    elif parts := find_gguf(folder):
-        weights = GGUFCheckpoint(folder, parts, config.head_dim)
+    elif built:
+        sizes = {"tensor_parallel_size": group.size}
+        asked = {"dtype": str(dtype).removeprefix("torch."), "quantization": quantization, **sizes}
+        built.check(folder, asked, ops.LAYOUT)
+        weights = cache = EngineWeights(folder, built, built.stage_of(layers, config.num_layers), group.rank)
     else:
-        quantized = config.quantization_config
-        format = None if quantized is None else read_quantization_config(quantized)
-        for note in format.notes if format and group.rank == 0 else ():
-            logger.info("%s", note)
-        weights = Checkpoint(folder, format)
-    scheme, cache = SCHEMES[quantization], None
-    if weight_cache_dir and not isinstance(weights, DummyWeights):
-        packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
-        if layers:
-            packing += f" layers {layers.start} to {layers.stop}"
-        cache = WeightCache(weight_cache_dir, folder, packing, weights.state, weight_cache_size)
+        weights = checkpoint = _open_checkpoint(folder, config, log=group.rank == 0)
+        if weight_cache_dir and not output:
+            packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
+            if layers:
+                packing += f" layers {layers.start} to {layers.stop}"
+            cache = WeightCache(weight_cache_dir, folder, packing, checkpoint.state, weight_cache_size)
     context = BuildContext(
         ops,
         weights,
@@ -125,6 +133,7 @@ def load_model(
         layers=layers,
         scheme=scheme,
         weight_cache=cache,
+        output=output(weights) if output else None,
         check_finite=check_finite,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -133,6 +142,29 @@ def load_model(
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
     for stored, size in context.dequantized_bytes.items():
         logger.info("%s are dequantized to %s, %.2f GiB", stored, dtype, size / 2**30)
-    if cache:
+    if isinstance(cache, WeightCache):
         cache.save()
     return model
+
+
+def _open_checkpoint(folder: Path, config: ModelConfig, log: bool) -> Checkpoint | GGUFCheckpoint:
+    """Open the weights of a checkpoint.
+
+    Args:
+        log: say what its format asks for and is not done.
+    """
+    if parts := find_gguf(folder):
+        return GGUFCheckpoint(folder, parts, config.head_dim)
+    quantized = config.quantization_config
+    format = None if quantized is None else read_quantization_config(quantized)
+    for note in format.notes if format and log else ():
+        logger.info("%s", note)
+    return Checkpoint(folder, format)
+
+
+def compute_dtype(config: ModelConfig, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; None is the checkpoint's, but bfloat16 for a float16 checkpoint on a CPU."""
+    if dtype is None and config.dtype is torch.float16 and device.type == "cpu":
+        logger.info("the checkpoint is in float16, and is computed in bfloat16")
+        return torch.bfloat16
+    return dtype or config.dtype

@@ -9,6 +9,7 @@ from zipfile import BadZipFile, ZipFile
 
 import msgspec
 
+from .engine_config import read_engine_config
 from .gguf_file import GGUFFile
 
 INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -29,8 +30,11 @@ def checkpoint_digest(folder: Path) -> str:
     headers and samples of its safetensors or GGUF files, or checksums in those of PyTorch.
 
     Weights that were trained differ in nearly every number of a tensor; a few numbers that were changed by hand may be
-    missed. One sample takes a page of each 16 MiB, so that this takes milliseconds.
+    missed. One sample takes a page of each 16 MiB, so that this takes milliseconds. An engine folder has the digest of
+    the checkpoint that it was built from.
     """
+    if built := read_engine_config(folder):
+        return built.weights_version
     digest = hashlib.sha256()
     files = weight_files(folder)
     for path in [folder / "config.json", folder / INDEX, folder / PYTORCH_INDEX, *files]:

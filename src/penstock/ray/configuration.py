@@ -15,6 +15,7 @@ from penstock.config.sources import read
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EXIT_TIMEOUT
+from penstock.planning.engine_config import engine_defaults
 
 LISTENS = "Ray Serve's proxies listen for a deployment; set their http_options"
 ONE_MODEL = "a deployment has one model; deploy an application for each"
@@ -56,7 +57,7 @@ def configuration_of(given: Mapping[str, Any]) -> Configuration:
     for name in named:
         if name not in settings():
             raise invalid(name, f"no such option{did_you_mean(name, settings())}")
-    resolved = read(named, file, profile=profile, aliases=aliases)
+    resolved = read(named, file, profile=profile, aliases=aliases, model_defaults=engine_defaults)
     for name, reason in REFUSED.items():
         source = resolved.sources[name]
         if source != "default" and not source.startswith("the profile") and source != "api_key is given":

@@ -1,8 +1,9 @@
 """BladeLLM's offline tools: ``blade_llm_quantize`` and ``blade_llm_split``.
 
-Rounding (``minmax``) happens when weights are loaded, and nothing is split in advance. So both commands write a folder
-of links to the checkpoint, which ``--model`` accepts like any other; its ``config.json`` names the quantization. Other
-algorithms and FP8 write a checkpoint as ``penstock quantize`` does.
+Rounding (``minmax``) happens when weights are loaded. So ``blade_llm_quantize`` then writes a folder of links to the
+checkpoint, which ``--model`` accepts like any other; its ``config.json`` names the quantization. Other algorithms and
+FP8 write a checkpoint as ``penstock quantize`` does. ``blade_llm_split`` writes an engine folder (``penstock build``),
+with the weights of each rank packed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.model_size import QUANT_METHOD, quantization_of
 
+from ..build_folder import build, described, engine_options
 from ..parser import Parser
 from ..quantize import write_quantized
 
@@ -66,9 +68,9 @@ def quantize() -> int:
 
 
 def split() -> int:
-    """Write a folder that links to the checkpoint; returns the exit status."""
-    parser = _parser("blade_llm_split", "Lead to a checkpoint, which needs no splitting before it is served.")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="any: nothing is split in advance (1)")
+    """Write an engine folder; returns the exit status."""
+    parser = _parser("blade_llm_split", "Pack each rank's part of a checkpoint, which servers then map.")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each layer (1)")
     return _run(parser, _split)
 
 
@@ -124,11 +126,14 @@ def _write_quantized(args: argparse.Namespace) -> None:
 
 
 def _split(args: argparse.Namespace) -> None:
-    _link_checkpoint(args)
-    print(f"{args.output_dir}: leads to the checkpoint, of which each rank reads its own part (--tensor_parallel_size)")
+    from penstock.frontend.hub import resolve
+
+    options = {"model": str(resolve(args.model)), "tensor_parallel_size": args.tensor_parallel_size}
+    built = build(engine_options(options, "the command"), args.output_dir)
+    print(f"{args.output_dir}: {described(built)}")
 
 
-def _link_checkpoint(args: argparse.Namespace, quantization: str = "") -> None:
+def _link_checkpoint(args: argparse.Namespace, quantization: str) -> None:
     """Fill the folder with links, and a configuration that names the quantization."""
     from penstock.frontend.hub import resolve
 
@@ -141,7 +146,7 @@ def _link_checkpoint(args: argparse.Namespace, quantization: str = "") -> None:
         output.mkdir(parents=True, exist_ok=True)
         for file in model.iterdir():
             place = output / file.name
-            if quantization and file.name == CONFIG:
+            if file.name == CONFIG:
                 _configure(file, place, quantization)
             elif not place.is_symlink() and not place.exists():
                 place.symlink_to(file)

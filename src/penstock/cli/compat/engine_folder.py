@@ -1,7 +1,8 @@
 """The folders that TensorRT-LLM's commands write: the checkpoint, its quantization and limits.
 
-Checkpoints are served without conversion. So these folders hold a ``config.json`` alone, with TensorRT-LLM's names:
-``pretrained_config`` is written by ``convert_checkpoint.py`` and ``quantize.py``, ``build_config`` by ``trtllm-build``.
+Checkpoints are served without conversion. So the folder of ``convert_checkpoint.py`` and ``quantize.py`` holds a
+``config.json`` alone, with TensorRT-LLM's names. That of ``trtllm-build`` is an engine folder (``penstock build``);
+its ``config.json`` has them, too: ``pretrained_config`` and ``build_config``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.planning.engine_config import KEY, engine_defaults
 from penstock.planning.model_size import model_size_of
 from penstock.version import __version__
 
@@ -118,21 +120,31 @@ def converted(folder: Path) -> dict[str, Any]:
 
 
 def settings_of(engine: Path) -> dict[str, Any]:
-    """Settings here by what the folder of an engine says; those of TensorRT's own say limits alone."""
+    """Settings here by what the folder of an engine says; those of TensorRT's own say limits alone, and those that were
+    built here bring their own along, too (``planning.engine_config``)."""
     config = _read(engine) or {}
-    built, result = config.get("build_config", {}), {}
-    if "checkpoint" in (pretrained := config.get("pretrained_config", {})):
-        quantization = pretrained["quantization"]
-        if quantization["kv_cache_quant_algo"] == "FP8":
-            logger.warning("%s asks for keys and values in FP8: 8-bit integers are used (int8)", engine)
-        result = {"model": pretrained["checkpoint"], "dtype": pretrained["dtype"]}
-        result["quantization"] = QUANTIZATION[quantization["quant_algo"]]
-        result["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
-        mapping = pretrained["mapping"]
-        result |= {setting: mapping[name] for name, setting in MAPPING.items() if mapping[name] != 1}
-    result |= {setting: built[limit] for limit, setting in LIMITS.items() if built.get(limit)}
+    result = {**engine_defaults(str(engine)), "model": str(engine)} if KEY in config else {}
+    return result | limits_of(config.get("build_config", {}))
+
+
+def limits_of(built: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings here by a ``build_config``."""
+    result = {setting: built[limit] for limit, setting in LIMITS.items() if built.get(limit)}
     length = built.get("max_seq_len") or (built.get("max_input_len") or 0) + (built.get("max_output_len") or 0)
     return result | ({"max_model_len": length} if length else {})
+
+
+def checkpoint_settings(pretrained: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings here by a ``pretrained_config`` that was written here."""
+    quantization = pretrained["quantization"]
+    if quantization["kv_cache_quant_algo"] == "FP8":
+        words = "%s asks for keys and values in FP8: 8-bit integers are used (int8)"
+        logger.warning(words, pretrained["checkpoint"])
+    result = {"model": pretrained["checkpoint"], "dtype": pretrained["dtype"]}
+    result["quantization"] = QUANTIZATION[quantization["quant_algo"]]
+    result["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
+    mapping = pretrained["mapping"]
+    return result | {setting: mapping[name] for name, setting in MAPPING.items() if mapping[name] != 1}
 
 
 def _read(folder: Path) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 """TensorRT-LLM's offline tools: ``convert_checkpoint.py``, ``quantize.py`` and ``trtllm-build``.
 
-Checkpoints are served as they are. So nothing is converted or compiled: each command checks what it is asked for and
-writes it down (``engine_folder.py``) for ``tritonserver``. Formats that calibrate are quantized as by ``penstock
-quantize``, to a checkpoint beside that; others are rounded when the weights are loaded.
+Checkpoints are served as they are. So nothing is converted or compiled: the first two commands check what they are
+asked for and write it down (``engine_folder.py``), and ``trtllm-build`` packs the weights (``penstock build``) for
+``tritonserver``. Formats that calibrate are quantized as by ``penstock quantize``, to a checkpoint beside that; others
+are rounded when weights are packed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from penstock.calibration.options import QuantizeOptions
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.version import __version__
+from penstock.planning.engine_config import RECORDED
 
+from ..build_folder import build as build_folder
+from ..build_folder import described, engine_options
 from ..quantize import write_quantized
 from . import engine_folder
 
@@ -55,8 +58,9 @@ SIZES = {
     "pp_size": "pipeline stages, which compute consecutive layers",
 }
 ALWAYS_PAGED = "the KV cache is always paged"
+ABOUT_ENGINE = "Made by penstock: weights that are packed for its kernels."
 NO_KERNELS = "kernels are chosen when the server starts"
-NO_BUILD = "nothing is built"
+NO_BUILD = "nothing is compiled"
 BUILD_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len", "max_output_len", "max_seq_len", "max_beam_width")
 BUILD_ONLY = {
     "paged_kv_cache": ("enable", ALWAYS_PAGED),
@@ -71,7 +75,7 @@ BUILD_IGNORED = {
         ),
         NO_KERNELS,
     ),
-    **dict.fromkeys(("workers", "log_level", "input_timing_cache", "output_timing_cache"), NO_BUILD),
+    **dict.fromkeys(("log_level", "input_timing_cache", "output_timing_cache"), NO_BUILD),
     "use_fp8_context_fmha": "attention uses the KV cache's type",
     "tokens_per_block": "set --block-size of the server",
     "opt_num_tokens": NO_KERNELS,
@@ -112,9 +116,10 @@ def quantize() -> int:
 
 def build() -> int:
     """The engine's folder is what ``engine_dir`` of a model repository names."""
-    parser = _parser("trtllm-build", "Record the limits with which to serve a checkpoint.")
+    parser = _parser("trtllm-build", "Pack a checkpoint's weights, and record the limits with which to serve it.")
     parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder of the command before")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write config.json into")
+    parser.add_argument("--output_dir", type=Path, required=True, help="the engine folder")
+    parser.add_argument("--workers", type=int, default=1, help="processes that pack ranks at the same time (1)")
     for name in BUILD_LIMITS:
         parser.add_argument(f"--{name}", type=int, help="limit of the server")
     for name, about in SIZES.items():
@@ -217,15 +222,13 @@ def _build(args: argparse.Namespace) -> str:
         if given[name] is not None:
             _print_ignored(name, why)
     plugins = {name: value for name, value in given.items() if value is not None}
-    built = {**limits, "plugin_config": plugins}
-    config = {
-        "version": __version__,
-        "about": engine_folder.ABOUT,
-        "pretrained_config": result,
-        "build_config": built,
-    }
-    engine_folder.write(args.output_dir, config)
-    return f"{args.output_dir} is an engine_dir for the checkpoint {result['checkpoint']}: nothing is compiled"
+    _check_at_least_one("workers", args.workers)
+    notes = {"about": ABOUT_ENGINE, "pretrained_config": result, "build_config": {**limits, "plugin_config": plugins}}
+    settings = engine_folder.checkpoint_settings(result) | engine_folder.limits_of(limits)
+    recorded = {name: value for name, value in settings.items() if name in RECORDED and value != "auto"}
+    options = engine_options(settings, "the command or its checkpoint_dir")
+    built = build_folder(options, args.output_dir, recorded=recorded, notes=notes, workers=args.workers)
+    return f"{args.output_dir} is an engine_dir: {described(built)}"
 
 
 def _check_at_least_one(name: str, value: int) -> None:

@@ -53,7 +53,7 @@ def load_models(
     Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
     """
     folder = Path(options.model) if options.model else demo.CHAT
-    device = _device(options.device)
+    device = device_of(options.device)
     if group.size > 1 and device.type != "cpu":
         from penstock.parallel.device_group import DeviceGroup
 
@@ -150,7 +150,8 @@ def _config_of(folder: Path, config: ModelConfig) -> ModelConfig:
     return replace(config, raw={**config.raw, **stored})
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that the option ``device`` names. Raises ``PenstockError`` (``invalid``) where there is none such."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,15 +1,19 @@
-"""Sources of weights: checkpoints, the cache of packed weights, LoRA adapters, and dummy weights."""
+"""Sources of weights: checkpoints, the cache of packed weights, engine folders, LoRA adapters, and dummy weights."""
 
 from .cache import WeightCache
 from .cache_folder import cache_folder
 from .checkpoint import Checkpoint
 from .dummy import DummyWeights
+from .engine_output import EngineOutput
+from .engine_weights import EngineWeights
 from .gguf import GGUFCheckpoint, find_gguf
 from .lora import LoRAAdapter, load_lora
 
 __all__ = [
     "Checkpoint",
     "DummyWeights",
+    "EngineOutput",
+    "EngineWeights",
     "GGUFCheckpoint",
     "LoRAAdapter",
     "WeightCache",

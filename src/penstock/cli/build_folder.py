@@ -1,0 +1,45 @@
+"""What ``penstock build`` and the commands of other systems that build engine folders share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.config.options import EngineOptions
+from penstock.config.settings import settings
+from penstock.config.sources import convert_setting
+from penstock.planning.engine_config import EngineConfig
+
+
+def engine_options(values: Mapping[str, Any], source: str) -> EngineOptions:
+    """Options of an engine by name, for commands of other systems; what is none of these is left out.
+
+    Raises ``PenstockError`` (``invalid``) for a wrong value.
+    """
+    known = {name: setting for name, setting in settings().items() if setting.section == "engine"}
+    return EngineOptions(
+        **{name: convert_setting(known[name], value, source) for name, value in values.items() if name in known}
+    )
+
+
+def build(options: EngineOptions, output: Path, **arguments: Any) -> EngineConfig:
+    """``engine_folder.build_engine`` with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    from penstock.engine.engine_folder import build_engine
+
+    with tqdm(unit="B", unit_scale=True, desc="packed", disable=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = max(total, done)
+            bar.update(done - bar.n)
+
+        return build_engine(options, output, progress=progress, **arguments)
+
+
+def described(config: EngineConfig) -> str:
+    ranks = f"{config.world_size} ranks" if config.world_size > 1 else "1 rank"
+    formats = config.dtype if config.quantization == "none" else f"{config.quantization}, {config.dtype}"
+    return f"an engine folder for {ranks}, {formats}, kernels of the layout {config.layout}"

@@ -1,0 +1,18 @@
+"""Sizes on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {f"{unit[0]}iB".upper(): 2 ** (10 * power) for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}
+
+
+def byte_size(text: str) -> int:
+    """Bytes of a size as ``5GB``, ``500 MB`` or ``1GiB``; a number alone is bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    size = int(float(found[1]) * UNITS.get(found[2].upper(), 0)) if found else 0
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number and a unit, as 5GB or 500MB")
+    return size

@@ -1,0 +1,56 @@
+"""``penstock convert``: rewrites a checkpoint as safetensors, in shards of another size or numbers of another type."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .byte_size import byte_size
+from .flags import add_options, configure
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model; or an engine folder")
+    parser.add_argument("--output-dir", "--output_dir", type=Path, required=True, help="folder of the new checkpoint")
+    parser.add_argument(
+        "--max-shard-size",
+        "--max_shard_size",
+        type=byte_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="size that a file may have, as 5GB or 500MiB (default: 5GB)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of floating-point numbers; those of quantized matrices stay as they are (default: as they are)",
+    )
+    parser.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (default: safetensors)")
+    add_options(parser, (), ("model", "revision", "hf_token", "download_dir"))
+
+
+def run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from .serve import download_model
+
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    folder = Path(download_model(configure(args, "convert").configuration).engine.model)
+    import torch
+
+    from penstock.models.convert import convert
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    with tqdm(unit="B", unit_scale=True, desc="written", disable=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = max(total, done)
+            bar.update(done - bar.n)
+
+        count = convert(folder, args.output_dir, dtype=dtype, max_shard_size=args.max_shard_size, progress=progress)
+    print(f"{args.output_dir}: a checkpoint in {count} {'file' if count == 1 else 'files'} of safetensors")
+    return 0

@@ -1,0 +1,251 @@
+"""Rewrites checkpoints as safetensors in shards of another size or dtype; also those that engine folders were built
+from, where nothing was rounded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.planning.checkpoint_digest import INDEX, checkpoint_digest
+from penstock.planning.config_json import read_config_json
+from penstock.planning.engine_config import model_config, read_engine_config
+
+from .engine_source import EngineSource
+from .output_folder import OutputFolder, new_file, sync_folder, write_atomically
+from .weights import Checkpoint, find_gguf
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in safetensors."""
+OWN = "penstock_convert"
+"""Entry of a file's metadata: a hash of all that it was made from."""
+PIECE = 2**26
+"""Bytes of a tensor that are converted at a time."""
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Sink = Callable[[str, int, Tensor], None]
+"""Takes rows of a tensor: its name, the first row, and the rows as they are stored."""
+
+
+class Source(Protocol):
+    """Tensors by name."""
+
+    def describe(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each, in a fixed order."""
+        ...
+
+    def read(self, names: Collection[str], sink: Sink) -> None:
+        """Give these tensors to the sink, in pieces of rows."""
+        ...
+
+
+class CheckpointSource:
+    """The tensors of a checkpoint, quantized ones as they are."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def describe(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """As ``Source.describe``."""
+        tensors = {(name := self._checkpoint.stored_name(each)): self._tensor(name) for each in self._checkpoint.names}
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+    def read(self, names: Collection[str], sink: Sink) -> None:
+        """As ``Source.read``."""
+        for name in names:
+            sink(name, 0, self._tensor(name))
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._checkpoint.read(name, *self._checkpoint.shape(name), as_stored=True)  # pages are read when used
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the output."""
+
+    name: str
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """In the order in which they lie in the file: those of larger numbers first, so that all are aligned."""
+    state: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in self.tensors.items()}
+
+    def layout(self) -> tuple[bytes, dict[str, int]]:
+        """The header of the file, and the offset of each tensor in the file."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", OWN: self.state}}
+        at, sizes, offsets = 0, self.sizes, {}
+        for name, (dtype, shape) in self.tensors.items():
+            offsets[name] = at
+            entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (at, at := at + sizes[name])}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        header = text.ljust(-(-len(text) // 8) * 8)
+        start = 8 + len(header)
+        return len(header).to_bytes(8, "little") + header, {name: start + offset for name, offset in offsets.items()}
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether a file is what was planned, as its names are given to whole files only."""
+        header, _ = self.layout()
+        try:
+            with path.open("rb") as file:
+                return (
+                    path.stat().st_size == len(header) + sum(self.sizes.values()) and file.read(len(header)) == header
+                )
+        except OSError:
+            return False
+
+
+def convert(
+    folder: Path,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 * 10**9,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> int:
+    """Write a checkpoint of safetensors. The same arguments give the same bytes, also after a run that was killed,
+    whose whole files are kept.
+
+    Args:
+        folder: a checkpoint of safetensors or of PyTorch's files, or an engine folder that is not quantized.
+        dtype: of floating-point tensors that are not part of a quantized matrix; None leaves them as they are.
+        max_shard_size: bytes that a file may have, unless it is a single tensor.
+        progress: called with the bytes that are written, and those of all.
+
+    Returns:
+        The number of files.
+
+    Raises ``PenstockError`` with one sentence where the checkpoint is broken, cannot be turned back, or has numbers
+    that ``dtype`` cannot express.
+    """
+    config = read_config_json(folder)
+    quantized = bool(config.get("quantization_config"))
+    source: Source
+    if built := read_engine_config(folder):
+        source, dtype = EngineSource(folder, built), dtype or getattr(torch, built.dtype)
+    elif find_gguf(folder):
+        words = f"{folder} has a GGUF file, which is served and built as it is, and not converted"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    else:
+        source = CheckpointSource(Checkpoint(folder))
+    described = {
+        name: (_target(name, stored, dtype, quantized), shape) for name, (stored, shape) in source.describe().items()
+    }
+    what = checkpoint_digest(folder), str(dtype), max_shard_size, bool(built), 1
+    shards = _plan(described, max_shard_size, sha256(repr(what).encode()).hexdigest())
+    config = model_config(config)
+    if dtype:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    names = {shard.name for shard in shards} | ({INDEX} if len(shards) > 1 else set())
+    total = sum(sum(shard.sizes.values()) for shard in shards)
+    with OutputFolder(output, folder, text, _is_own).filling(names):
+        done = 0
+
+        def add(size: int) -> None:
+            nonlocal done
+            progress(done := done + size, total)
+
+        for shard in shards:
+            if shard.is_whole(output / shard.name):
+                add(sum(shard.sizes.values()))
+            else:
+                _write(source, shard, output / shard.name, add)
+        if len(shards) > 1:
+            weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_atomically(output / INDEX, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+    return len(shards)
+
+
+def _target(name: str, stored: torch.dtype, dtype: torch.dtype | None, quantized: bool) -> torch.dtype:
+    """The dtype that a tensor gets. Scales and the like of quantized matrices stay as they are."""
+    if stored not in NAMES:
+        raise invalid("model", f"tensor {name} is of {stored}, which safetensors does not have")
+    part_of_matrix = quantized and not name.endswith((".weight", ".bias"))
+    return dtype if dtype and stored in FLOATS and not part_of_matrix else stored
+
+
+def _plan(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int, state: str) -> list[Shard]:
+    groups: list[list[str]] = [[]]
+    room = max_bytes
+    for name, (dtype, shape) in tensors.items():
+        size = dtype.itemsize * prod(shape)
+        if size > room and groups[-1]:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(name)
+        room -= size
+    shards = []
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
+        ordered = sorted(group, key=lambda name: (-tensors[name][0].itemsize, name))
+        shards.append(Shard(name, {name: tensors[name] for name in ordered}, state))
+    return shards
+
+
+def _write(source: Source, shard: Shard, path: Path, progress: Callable[[int], None]) -> None:
+    header, offsets = shard.layout()
+    with new_file(path) as part, part.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(shard.sizes.values()))
+
+        def write_rows(name: str, first: int, rows: Tensor) -> None:
+            dtype, shape = shard.tensors[name]
+            row_bytes = dtype.itemsize * prod(shape[1:])
+            file.seek(offsets[name] + first * row_bytes)
+            for piece in rows.split(max(PIECE // row_bytes, 1)) if rows.dim() and row_bytes else [rows]:
+                file.write(_bytes(_converted(name, piece, dtype)))
+                progress(piece.numel() * dtype.itemsize)
+
+        source.read(shard.tensors, write_rows)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+
+
+def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is dtype:
+        return tensor
+    result = tensor.to(dtype)
+    narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and (result.isinf() & tensor.isfinite()).any():
+        raise invalid("dtype", f"tensor {name} has numbers that {str(dtype).removeprefix('torch.')} cannot express")
+    return result
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether ``convert`` has made a folder."""
+    try:
+        with safe_open(next(folder.glob("model*.safetensors")), framework="pt") as file:
+            return OWN in (file.metadata() or {})
+    except (StopIteration, OSError, SafetensorError):
+        return False

@@ -1,0 +1,125 @@
+"""The tensors of the checkpoint that an engine folder was built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock import ops
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.quantization import SCHEMES, Format
+from penstock.layers import BuildContext
+from penstock.parallel import Shard, SingleRank
+from penstock.planning.engine_config import EngineConfig
+from penstock.quant import Matrix, PackedMatrix
+
+from .read_config import read_config
+from .registry import find_family
+from .weights import EngineWeights
+
+CPU = torch.device("cpu")
+Description = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
+Rows = Callable[[str, Shard, Description, Callable[[], Tensor]], None]
+"""Takes a tensor's name, the rank's rows, the whole tensor's description, and what reads the rows."""
+
+
+class EngineSource:
+    """A ``convert.Source``: builds the model of the folder, and reads its matrices' rows back.
+
+    Raises ``PenstockError`` (``unsupported``) where these were rounded to fewer bits, or packed for a GPU.
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        self._folder = folder
+        self._config = config
+        self._model = read_config(folder)
+        if config.quantization != "none" or self._model.quantization_config is not None:
+            words = f"{folder} has quantized weights, which cannot be turned back: convert the checkpoint that it was"
+            raise PenstockError(Code.UNSUPPORTED, f"{words} built from ({config.checkpoint})", "model")
+        backends = [each for each in (ops.backend(CPU), ops.reference) if config.layout == each.LAYOUT]
+        if not backends:
+            raise invalid("model", f"{folder} was built for kernels of the layout {config.layout}, which are not here")
+        self._ops = backends[0]
+
+    def describe(self) -> dict[str, Description]:
+        """As ``convert.Source.describe``."""
+        described: dict[str, Description] = {}
+        self._build(lambda name, shard, description, read: described.update({name: description}))
+        return described
+
+    def read(self, names: Collection[str], sink: Callable[[str, int, Tensor], None]) -> None:
+        """As ``convert.Source.read``."""
+
+        def give(name: str, shard: Shard, description: Description, read: Callable[[], Tensor]) -> None:
+            if name in names:
+                sink(name, shard.first, read())
+
+        self._build(give)
+
+    def _build(self, rows: Rows) -> None:
+        config, model, first = self._config, self._model, 0
+        for stage, count in enumerate(config.layers):
+            for rank in range(config.tensor_parallel_size):
+                weights = EngineWeights(self._folder, config, stage, rank)
+                context = _UnpackContext(
+                    self._ops,
+                    weights,
+                    getattr(torch, config.dtype),
+                    CPU,
+                    1,
+                    group=SingleRank(rank, config.tensor_parallel_size),
+                    layers=range(first, first + count),
+                    scheme=SCHEMES[config.quantization],
+                    weight_cache=weights,
+                    rows=rows,
+                )
+                family = find_family(model.architecture, model.architecture)
+                family.build(context, model, model.num_mtp_layers if config.mtp else 0)
+            first += count
+
+
+def _ignore(name: str, shard: Shard, description: Description, read: Callable[[], Tensor]) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _UnpackContext(BuildContext):
+    """Gives all that layers take to ``rows``."""
+
+    rows: Rows = _ignore
+
+    def read_weight(
+        self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False
+    ) -> Tensor:
+        tensor = super().read_weight(name, *shape, rows=rows, as_stored=as_stored)
+        self.rows(name, Shard(*(rows or (0, shape[0])), shape[0]), (tensor.dtype, shape), lambda: tensor)
+        return tensor
+
+    def matrix(
+        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
+    ) -> Matrix:
+        matrix = super().matrix(names, inputs, shards, format, bias)
+        assert isinstance(matrix, PackedMatrix)  # which those of one format are
+        self._unpack(matrix, names, inputs, shards)
+        return matrix
+
+    def vocabulary_matrix(self, name: str, inputs: int, shard: Shard) -> PackedMatrix:
+        matrix = super().vocabulary_matrix(name, inputs, shard)
+        self._unpack(matrix, [name], inputs, [shard])
+        return matrix
+
+    def _unpack(self, matrix: PackedMatrix, names: list[str], inputs: int, shards: list[Shard]) -> None:
+        """Outputs of a matrix are what an embedding of their numbers is."""
+        first = 0
+        for name, shard in zip(names, shards, strict=True):
+            numbers = torch.arange(first, first + shard.size)
+            description = self.dtype, (shard.total, inputs)
+            self.rows(f"{name}.weight", shard, description, partial(matrix.embedding, numbers))
+            first += shard.size

@@ -1,0 +1,377 @@
+"""Engine folders: the bits of their checkpoint without it, limits that act, builds that are killed, broken folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from checkpoints import SMALL, save
+from quantized import KINDS, quantize
+from serving import Served
+from test_lora import adapter
+from test_speculation import with_head
+from transformers import Qwen2Config
+from xxhash import xxh3_64_intdigest
+
+from penstock import LLM, PenstockError, SamplingParams, demo
+from penstock.cli.main import main
+from penstock.config.options import EngineOptions
+from penstock.core.lora import LoRARequest
+from penstock.engine.engine_folder import build_engine
+
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60, "weight_cache_dir": "none"}
+PROMPTS = [list(range(5 * i, 5 * i + 40)) for i in range(3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a family with biases, and a head of its own."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(Qwen2Config(**SMALL, tie_word_embeddings=False), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    build(checkpoint, folder, recorded={"max_num_seqs": 7, "max_model_len": 200})
+    return folder
+
+
+def build(
+    checkpoint: Path, folder: Path, workers: int = 1, recorded: dict[str, int | str] | None = None, **options: Any
+) -> None:
+    build_engine(EngineOptions(model=str(checkpoint), **options), folder, workers=workers, recorded=recorded)
+
+
+def answers(folder: Path, **options: Any) -> tuple[str, list[Any]]:
+    """The version of the weights, and what is generated, to the bit."""
+    llm = LLM(folder, **OPTIONS | options)
+    with closing(llm.engine):
+        return llm.engine.info.weights_version, generated(llm)
+
+
+def generated(llm: LLM, **options: Any) -> list[Any]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, **options)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "w4a8"},
+        {"dtype": "float32", "ops": "reference"},
+        {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "pipeline_parallel_layers": "1,2",
+            "quantization": "w8a8",
+        },
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_the_checkpoint_which_is_gone(
+    checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    build(tmp_path / "checkpoint", tmp_path / "engine", workers=options.get("pipeline_parallel_size", 1), **options)
+    shutil.rmtree(tmp_path / "checkpoint")
+    sizes = [options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")]
+    assert len(list((tmp_path / "engine").glob("rank_*"))) == sizes[0] * sizes[1]
+    alike = {name: value for name, value in options.items() if name in ("quantization", "dtype", "ops")}
+    ops = {name: value for name, value in options.items() if name == "ops"}
+    assert answers(tmp_path / "engine", **ops) == answers(checkpoint, **alike)
+
+
+@pytest.mark.parametrize("ops", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", ["gptq asymmetric, act-order, v2", "fp8 blocks"])
+def test_checkpoints_that_are_quantized_already(tmp_path: Path, kind: str, ops: str) -> None:
+    if ops == "cpu":
+        pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    quantize(tmp_path / "checkpoint", KINDS[kind])
+    build(tmp_path / "checkpoint", tmp_path / "engine", ops=ops)
+    assert answers(tmp_path / "engine", ops=ops) == answers(tmp_path / "checkpoint", ops=ops)
+
+
+def test_replicas_of_a_server_share_the_pages(engine: Path) -> None:
+    flags = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "20")
+    with Served(str(engine), *flags) as served:
+        prompt = {"model": str(engine), "prompt": PROMPTS[0], "max_tokens": 3}
+        assert httpx.post(f"{served.url}/completions", json=prompt, timeout=60).status_code == 200
+        mapped = [mapping(pid, engine / "rank_0" / "weights-00000.packed") for pid in served.pids["engine"]]
+    assert len(mapped) == 2
+    assert all(sizes["Rss"] > 0 == sizes["Private_Dirty"] + sizes["Private_Clean"] for sizes in mapped)
+
+
+def mapping(pid: int, file: Path) -> dict[str, int]:
+    """Sizes of the mapping of a file in a process, in KiB."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    begin = re.search(rf"^\S+ r--s .* {file.stat().st_ino} +{file}$", text, re.MULTILINE)
+    assert begin, text
+    return {
+        name: int(size)
+        for name, size in re.findall(r"^(\w+): +(\d+) kB$", text[begin.end() :].split("VmFlags")[0], re.MULTILINE)
+    }
+
+
+def test_adapters_drafts_and_changes_of_weights(checkpoint: Path, tmp_path: Path) -> None:
+    adapter(checkpoint, tmp_path / "adapter")
+    other = with_head(tmp_path / "head", knowing=True)
+    build(other, tmp_path / "engine", dtype="float32")
+    shutil.copytree(other, tmp_path / "new")
+    changed = (tmp_path / "new" / "model.safetensors").read_bytes()
+    (tmp_path / "new" / "model.safetensors").write_bytes(changed[:-400] + bytes(400))
+    expected = answers(other, dtype="float32")
+    for speculative in (
+        {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False},
+        {"method": "draft_model", "model": str(tmp_path / "engine"), "adaptive": False},
+    ):
+        llm = LLM(tmp_path / "engine", speculative_config=speculative, **OPTIONS)
+        assert (llm.engine.info.weights_version, generated(llm)) == expected
+        assert llm.engine.scheduler.speculation and llm.engine.scheduler.speculation.stats.accepted_tokens
+    llm = LLM(tmp_path / "engine", **OPTIONS)
+    llm.update_weights(tmp_path / "new")
+    assert generated(llm) == answers(tmp_path / "new", dtype="float32")[1]
+    llm.update_weights(tmp_path / "engine")
+    llm.sleep(2)
+    llm.wake_up()
+    assert (llm.engine.info.weights_version, generated(llm)) == expected
+    build(checkpoint, tmp_path / "plain")
+    lora = {"lora_request": LoRARequest("a", 1, str(tmp_path / "adapter"))}
+    found = [generated(LLM(folder, enable_lora=True, **OPTIONS), **lora) for folder in (tmp_path / "plain", checkpoint)]
+    assert found[0] == found[1]
+
+
+def test_limits_are_defaults(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def configured(*flags: str) -> dict[str, Any]:
+        assert main(["config", "--json", *flags]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+    found = configured("--model", str(engine))
+    assert found["max_num_seqs"] == {**found["max_num_seqs"], "value": 7, "source": str(engine)}
+    assert (found["max_model_len"]["value"], found["dtype"]["value"]) == (200, "float32")
+    assert configured("--model", str(engine), "--max-num-seqs", "3")["max_num_seqs"]["value"] == 3
+    assert configured("--compat", "paddlenlp", "--model", str(engine))["max_num_seqs"]["value"] == 7
+    llm = LLM(engine, compat="fastdeploy", **OPTIONS)
+    assert (llm.options.max_num_seqs, llm.engine.max_model_len) == (7, 200)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: is 2, and .* was built for 1: leave it out, or build"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is 2, and .* was built for 1"),
+        ({"quantization": "w8a8"}, "quantization: is w8a8, and .* was built for none"),
+        ({"dtype": "bfloat16"}, "dtype: is bfloat16, and .* was built for float32"),
+        ({"ops": "reference"}, "was built for kernels of the layout cpu-1, and those here have reference-1; build it"),
+    ],
+)
+def test_options_that_contradict_a_build_are_refused(engine: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PenstockError, match=words) as refused:
+        LLM(engine, **OPTIONS | options)
+    assert "\n" not in str(refused.value)
+
+
+def configured(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Breaks a folder by a change of its ``config.json``."""
+
+    def broken(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config["engine_config"])
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return broken
+
+
+def on_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def broken(folder: Path) -> None:
+        shard = folder / "rank_0" / "weights-00000.packed"
+        shard.write_bytes(change(shard.read_bytes()))
+
+    return broken
+
+
+def with_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Breaks a shard by a change of its header, whose checksum is right."""
+
+    def changed(data: bytes) -> bytes:
+        length = int.from_bytes(data[8:16], "little")
+        header = msgspec.json.decode(data[24 : 24 + length])
+        change(header["entries"])
+        text = msgspec.json.encode(header).ljust(length)
+        numbers = b"".join(number.to_bytes(8, "little") for number in (len(text), xxh3_64_intdigest(text)))
+        return data[:8] + numbers + text + data[24 + length :]
+
+    return on_shard(changed)
+
+
+def flipped(data: bytes) -> bytes:
+    changed, draw = bytearray(data), random.Random(0)
+    for _ in range(300):
+        changed[draw.randrange(2**21, len(data))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def shard_is_a_fifo(folder: Path) -> None:
+    (folder / "rank_0" / "weights-00000.packed").unlink()
+    os.mkfifo(folder / "rank_0" / "weights-00000.packed")
+
+
+AGAIN = r": run the same penstock build again \(the checkpoint was /.*\)$"
+BROKEN = {
+    "cut": (on_shard(lambda data: data[:-100]), "cannot be used .it is not of its full length." + AGAIN),
+    "cut in its header": (on_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + AGAIN),
+    "empty": (on_shard(lambda data: b""), "cannot be used .it is no" + ".*" + AGAIN),
+    "bits flipped": (on_shard(flipped), " is damaged" + AGAIN),
+    "other header": (on_shard(lambda data: data.replace(b"float32", b"float23")), "its header is damaged.*" + AGAIN),
+    "other file": (on_shard(lambda data: b"x" * len(data)), "cannot be used" + ".*" + AGAIN),
+    "fifo": (shard_is_a_fifo, "it is no regular file.*" + AGAIN),
+    "missing shard": (
+        lambda folder: (folder / "rank_0" / "weights-00000.packed").unlink(),
+        "is missing or empty" + AGAIN,
+    ),
+    "missing rank": (lambda folder: shutil.rmtree(folder / "rank_0"), "rank_0 is missing or empty" + AGAIN),
+    "missing tensor": (
+        with_header(lambda entries: entries.pop("model.norm.weight")),
+        "lacks model.norm.weight" + AGAIN,
+    ),
+    "other shape": (
+        with_header(lambda entries: entries["model.norm.weight"][""].update(shape=[63])),
+        "is damaged" + AGAIN,
+    ),
+    "outside the file": (
+        with_header(
+            lambda entries: entries.pop("model.norm.weight") and entries["lm_head"]["values"].update(offset=2**40)
+        ),
+        "its header says what cannot be.*" + AGAIN,
+    ),
+    "between bytes": (
+        with_header(
+            lambda entries: entries["lm_head"]["values"].update(offset=entries["lm_head"]["values"]["offset"] + 1)
+        ),
+        "its header says what cannot be.*" + AGAIN,
+    ),
+    "other version": (configured(lambda built: built.update(producer="9.9")), "by Penstock 9.9, and this is"),
+    "other layout": (
+        configured(lambda built: built.update(layout="cpu-9")),
+        "of the layout cpu-9, and those here have",
+    ),
+    "other weights": (
+        configured(lambda built: built.update(weights_version="x")),
+        "is of another build than" + ".*" + AGAIN,
+    ),
+    "other layers": (configured(lambda built: built.update(layers=[2])), "stages of these numbers of layers: 2"),
+    "no sizes": (
+        configured(lambda built: built.update(tensor_parallel_size=0)),
+        "says what cannot be; build the folder",
+    ),
+    "strange options": (
+        configured(lambda built: built.update(options={"chat_template": "/etc/passwd"})),
+        "says what cannot be; build the folder",
+    ),
+    "text for a size": (configured(lambda built: built.update(layers="../..")), "has a damaged engine_config"),
+    "unfinished": (
+        lambda folder: (folder / "config.json").rename(folder / "config.json.part"),
+        "has not finished: run the same command again",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_folders_are_refused_in_one_sentence(engine: Path, tmp_path: Path, how: str) -> None:
+    shutil.copytree(engine, tmp_path / "engine")
+    change, words = BROKEN[how]
+    change(tmp_path / "engine")
+    with pytest.raises(PenstockError) as refused:
+        LLM(tmp_path / "engine", **OPTIONS)
+    assert re.search(words, str(refused.value)) and "\n" not in str(refused.value), refused.value
+
+
+def digest(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+BUILD = [sys.executable, "-m", "penstock.cli.main", "build", "--tensor-parallel-size", "2", "--quantization", "wint8"]
+BUILD += ["--max-shard-size", "200KB"]
+
+
+@pytest.mark.parametrize(("workers", "kills"), [(1, 1), pytest.param(2, 20, marks=pytest.mark.thorough)])
+def test_a_build_that_was_killed_is_gone_on_with(tmp_path: Path, workers: int, kills: int) -> None:
+    assert main([*BUILD[3:], "--output-dir", str(tmp_path / "whole")]) == 0
+    expected, folder, draw = digest(tmp_path / "whole"), tmp_path / "killed", random.Random(workers)
+    command = [*BUILD, "--workers", str(workers), "--output-dir", str(folder)]
+    for _ in range(kills):
+        number = draw.randrange(2 * len(expected))
+        building = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while building.poll() is None and written(folder) < number:
+            pass
+        building.kill()
+        building.wait()
+        if (folder / "config.json").exists():  # it was killed behind its end
+            assert digest(folder) == expected
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.packed")}
+    assert main(command[3:]) == 0
+    assert digest(folder) == expected
+    assert all(path.stat().st_mtime_ns == times[path] for path in times)
+
+
+def written(folder: Path) -> int:
+    """Number of files, those twice that are whole."""
+    return sum(2 - path.name.endswith(".part") for path in folder.rglob("*.*"))
+
+
+def test_another_build_into_the_same_folder_replaces_it(tmp_path: Path) -> None:
+    for options in ({"quantization": "w8a8", "tensor_parallel_size": 2}, {}):
+        build(demo.CHAT, tmp_path / "engine", **options)
+    build(demo.CHAT, tmp_path / "new")
+    assert digest(tmp_path / "engine") == digest(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--output-dir OTHER", "output_dir: OTHER holds notes.txt already; name a folder that is empty or new"),
+        (
+            "--output-dir CHECKPOINT --model CHECKPOINT",
+            "output_dir: CHECKPOINT is the model's own folder; name another",
+        ),
+        ("--output-dir NOTES", "output_dir: NOTES cannot be written: File exists"),
+        ("--output-dir NEW --model ENGINE", "model: ENGINE is an engine folder already: name the checkpoint"),
+        ("--output-dir NEW --tensor-parallel-size 7", "tensor_parallel_size: "),
+        ("--output-dir NEW --pipeline-parallel-size 32", "pipeline_parallel_size: 32 stages cannot share"),
+        ("--output-dir NEW --max-model-len 999999", "max_model_len: this model has a context of"),
+        ("--output-dir NEW --workers 0", "workers: must be at least 1, is 0"),
+        ("--output-dir NEW --max-shard-size 5XB", "'5XB' is no size: give a number and a unit, as 5GB or 500MB"),
+    ],
+)
+def test_what_cannot_be_built(
+    engine: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    paths = {"OTHER": "other", "NOTES": "other/notes.txt", "NEW": "new"}
+    names = {name: tmp_path / path for name, path in paths.items()} | {"ENGINE": engine, "CHECKPOINT": checkpoint}
+    for name, path in names.items():
+        flags, words = flags.replace(name, str(path)), words.replace(name, str(path))
+    try:
+        status: object = main(["build", *flags.split()])
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    assert status == 2 and words in said.err, said.err
+    assert not (tmp_path / "new").exists()
