@@ -1,10 +1,13 @@
 """The quality that quantization costs, measured with the demo model on held-out text and questions.
 
 python benchmarks/quantization_quality.py
+python benchmarks/quantization_quality.py --planted                  # a model with outliers in its activations
+python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the demo model as another tool has quantized it
 
-For each format of weights and KV cache: the Kullback-Leibler divergence of its next-token distribution from that in
-bfloat16, averaged over the tokens of held-out answers, the share of tokens with the same top token, and the share of
-held-out questions that are answered right.
+For each format that weights are rounded to when they are loaded, each method of ``penstock quantize``, and int8 KV
+caches: the perplexity of held-out answers, the Kullback-Leibler divergence of the next-token distribution from that in
+bfloat16, averaged over the answers' tokens, the share of tokens with the same top token, the share of held-out
+questions that are answered right, and the bytes of the layers.
 """
 
 from __future__ import annotations
@@ -12,48 +15,110 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
 from penstock import demo, ops
+from penstock.calibration.options import METHODS, QuantizeOptions
+from penstock.calibration.quantize import quantize
 from penstock.core.quantization import SCHEMES
 from penstock.models import Model, load_model
 from penstock.ops import AttentionMetadata, Batch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo_model"))
 import evaluate
+import outliers
 
 BLOCK = 64
 ON_CPUS = [name for name, scheme in SCHEMES.items() if not scheme.layers.floating]
+WRITTEN = {
+    **{name: QuantizeOptions(name) for name in METHODS},
+    "awq -g32": QuantizeOptions("awq", group_size=32),
+    "gptq -g32": QuantizeOptions("gptq", group_size=32),
+    "gptq desc_act": QuantizeOptions("gptq", act_order="group"),
+    "gptq 8 bits": QuantizeOptions("gptq", bits=8, group_size=-1),
+}
+"""What ``penstock quantize`` writes."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The model as it is measured."""
+
+    label: str
+    made: str
+    folder: Path
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quantization", nargs="+", choices=ON_CPUS, default=ON_CPUS, help="(default: all)")
-    parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", "int8"], default=["auto", "int8"])
+    parser.add_argument("--quantization", nargs="*", choices=ON_CPUS, default=ON_CPUS, help="at load (default: all)")
+    parser.add_argument("--method", nargs="*", choices=WRITTEN, default=[*WRITTEN], help="(default: all)")
+    parser.add_argument("--checkpoint", nargs="*", default=[], metavar="NAME=FOLDER", help="others to measure")
+    parser.add_argument("--planted", action="store_true", help="plant outliers first (examples/demo_model/outliers.py)")
+    parser.add_argument("--calib-size", type=int, default=128, help="samples of 512 tokens (default: 128)")
     parser.add_argument("--texts", type=int, default=8, help="held-out answers a skill for the divergence (default: 8)")
     parser.add_argument("--questions", type=int, default=48, help="questions a skill; 0 asks none (default: 48)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
 
     texts = list(answers(args.texts))
-    expected = list(distributions("none", "auto", texts))
-    found: dict[str, dict[str, float]] = {}
-    for name, kept in product(args.quantization, args.kv_cache_dtype):
-        own = divergence(expected, distributions(name, kept, texts))
-        if args.questions:
-            own["right"] = share_right(name, kept, args.questions)
-        found[f"{name} {kept}"] = own
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    found: list[dict[str, Any]] = []
+    with TemporaryDirectory() as scratch:
+        model = demo.CHAT
+        if args.planted:
+            outliers.plant(model, model := Path(scratch) / "planted")
+        expected = list(distributions(Variant("", "", model), texts))
+        for variant in variants(args, model, Path(scratch)):
+            own = compare(expected, distributions(variant, texts), texts)
+            if args.questions:
+                own["right"] = share_right(variant, args.questions)
+            named = {"weights": variant.label, "made": variant.made, "kv_cache_dtype": variant.kv_cache_dtype}
+            found.append(named | own | {"bytes": layer_bytes(variant)})
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{sum(own for _, own in texts)} tokens of answers, {args.questions} questions a skill\n")
     print(table(found))
+
+
+def variants(args: argparse.Namespace, model: Path, scratch: Path) -> Iterator[Variant]:
+    """Those that were asked for; what ``penstock quantize`` makes is made when it comes to its turn."""
+    for name in args.quantization:
+        yield Variant(name, "at load", model, name)
+    for name in (name for name in ("none", "w8a8") if name in args.quantization):
+        yield Variant(name, "at load", model, name, "int8")
+    for number, name in enumerate(args.method):
+        options = msgspec.structs.replace(WRITTEN[name], calib_size=args.calib_size, eval_size=1)
+        quantize(model, scratch / str(number), options)
+        yield Variant(name, "penstock quantize", scratch / str(number))
+    for given in args.checkpoint:
+        name, _, folder = given.partition("=")
+        yield Variant(name, "elsewhere", Path(folder))
+
+
+def layer_bytes(variant: Variant) -> int:
+    """Bytes of the layers' tensors in the checkpoint, or, of weights that are rounded at load, of what they are rounded
+    to."""
+    tensors = [load_file(file) for file in sorted(variant.folder.glob("*.safetensors"))]
+    layers = [(name, tensor) for file in tensors for name, tensor in file.items() if ".layers." in name]
+    format = SCHEMES[variant.quantization].layers
+    if not format.bits:
+        return sum(tensor.nbytes for _, tensor in layers)
+    matrices = [tensor for _, tensor in layers if tensor.dim() == 2]
+    groups = [len(tensor) * -(-tensor.shape[1] // (format.group_size or tensor.shape[1])) for tensor in matrices]
+    return sum(tensor.numel() * format.bits // 8 for tensor in matrices) + 4 * sum(groups)
 
 
 def answers(count: int) -> Iterator[tuple[list[int], int]]:
@@ -69,13 +134,13 @@ def answers(count: int) -> Iterator[tuple[list[int], int]]:
             yield tokenizer.encode(prompt) + own, len(own)
 
 
-def distributions(name: str, kept: str, texts: list[tuple[list[int], int]]) -> Iterator[Tensor]:
+def distributions(variant: Variant, texts: Sequence[tuple[list[int], int]]) -> Iterator[Tensor]:
     """Log probabilities of each answer's tokens, ``[tokens, vocabulary]`` float32."""
     backend = ops.backend(torch.device("cpu"))
-    model = load_model(demo.CHAT, backend, quantization=name)
-    longest = max(len(ids) for ids, _ in texts)
-    cache = backend.new_kv_cache(model.kv_specs(BLOCK, kept == "int8"), -(-longest // BLOCK), torch.device("cpu"))
-    for ids, own in tqdm(texts, desc=f"{name} {kept}", unit="text", leave=False):
+    model = load_model(variant.folder, backend, quantization=variant.quantization)
+    longest, kept = max(len(ids) for ids, _ in texts), variant.kv_cache_dtype.replace("auto", "")
+    cache = backend.new_kv_cache(model.kv_specs(BLOCK, kept), -(-longest // BLOCK), torch.device("cpu"))
+    for ids, own in tqdm(texts, desc=f"{variant.label} {variant.kv_cache_dtype}", unit="text", leave=False):
         yield log_probabilities(model, cache, ids, own)
 
 
@@ -95,32 +160,37 @@ def log_probabilities(model: Model, cache: list[Any], ids: list[int], own: int) 
     return model.logits(model.forward(batch, cache)).log_softmax(-1)
 
 
-def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, float]:
-    total, agree, tokens = 0.0, 0, 0
-    for before, after in zip(expected, found, strict=True):
+def compare(
+    expected: Sequence[Tensor], found: Iterator[Tensor], texts: Sequence[tuple[list[int], int]]
+) -> dict[str, Any]:
+    total, agree, tokens, loss = 0.0, 0, 0, 0.0
+    for before, after, (ids, own) in zip(expected, found, texts, strict=True):
         total += float((before.exp() * (before - after)).sum())
         agree += int((before.argmax(-1) == after.argmax(-1)).sum())
+        loss -= float(after.gather(1, torch.tensor(ids[-own:])[:, None]).sum())
         tokens += len(before)
-    return {"divergence": total / tokens, "same_top_token": agree / tokens}
+    return {"perplexity": exp(loss / tokens), "divergence": total / tokens, "same_top_token": agree / tokens}
 
 
-def share_right(name: str, kept: str, count: int) -> float:
+def share_right(variant: Variant, count: int) -> float:
     """Of held-out questions, asked through ``LLM``."""
     drawn = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
     asked = [c for c in drawn if c.check is not evaluate.Check.FREE]
-    given = evaluate.Penstock(demo.CHAT, quantization=name, kv_cache_dtype=kept).ask(asked)
+    options = {"quantization": variant.quantization, "kv_cache_dtype": variant.kv_cache_dtype}
+    given = evaluate.Penstock(variant.folder, **options).ask(asked)
     return sum(map(evaluate.is_right, given, asked)) / len(asked)
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def table(found: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| weights | KV cache | KL divergence, nats | same top token | right answers |",
-        "|---|---|---:|---:|---:|",
+        "| weights | quantized | KV cache | perplexity | KL, nats | same top token | right answers | bytes |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
     ]
-    for key, one in found.items():
-        name, kept = key.split()
+    for one in found:
         right = f"{one['right']:.1%}" if "right" in one else "–"
-        lines.append(f"| `{name}` | `{kept}` | {one['divergence']:.4f} | {one['same_top_token']:.2%} | {right} |")
+        names = f"`{one['weights']}` | {one['made']} | `{one['kv_cache_dtype']}`"
+        figures = f"{one['perplexity']:.4f} | {one['divergence']:.4f} | {one['same_top_token']:.2%}"
+        lines.append(f"| {names} | {figures} | {right} | {one['bytes']:,} |")
     return "\n".join(lines)
 
 

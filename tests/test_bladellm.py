@@ -442,6 +442,34 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         assert f"--{name} has no meaning here and is ignored: " in ran.stderr
 
 
+@pytest.mark.row("bladellm", "--quant_algo", "--quant_dtype", "--calib_data", "--calib_data_file", "--block_wise_quant")
+@pytest.mark.parametrize(
+    ("flags", "job"),
+    [
+        ("--quant_algo awq --bit 4 --block_wise_quant", {"method": "awq", "group_size": 32}),
+        ("--quant_algo gptq --bit 8 --calib_data_file FILE", {"method": "gptq", "bits": 8, "group_size": -1}),
+        ("--quant_algo smoothquant --quant_mode act_and_weight_quant", {"method": "smoothquant"}),
+        ("--quant_dtype fp8 --quant_mode act_and_weight_quant --cpu_offload", {"method": "fp8"}),
+    ],
+)
+def test_other_algorithms_write_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, job: dict[str, Any]
+) -> None:
+    texts = ["Tell me about a tiger.", "Tell me about a lion."]
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    arguments = ["--model", str(demo.CHAT), "--output_dir", str(tmp_path / "out"), *flags.split()]
+    arguments = [part.replace("FILE", str(tmp_path / "texts.jsonl")) for part in arguments]
+    if "FILE" not in flags:
+        arguments += ["--calib_data", *texts]
+    monkeypatch.setattr(sys, "argv", ["blade_llm_quantize", *arguments])
+    assert quantize() == 0
+    said = capsys.readouterr()
+    assert "KL divergence" in said.out and ("--cpu_offload has no meaning here" in said.err) == ("cpu" in flags)
+    report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    assert report["job"].items() >= job.items() and report["sample_tokens"] < 60
+    assert LLM(tmp_path / "out", num_gpu_blocks_override=40).engine
+
+
 @pytest.mark.row("bladellm", "blade_llm_split")
 def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
     words = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-1\n"
@@ -456,8 +484,15 @@ def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--quant_algo gptq", "--quant_algo: gptq is not supported yet; minmax is, which needs no data"),
-        ("--quant_dtype fp8", "--quant_dtype: fp8 is not supported yet; int is"),
+        (
+            "--quant_algo gptq --bit 4 --quant_mode act_and_weight_quant",
+            "--quant_algo: gptq for int with act_and_weight",
+        ),
+        ("--quant_algo smoothquant", "smoothquant has act_and_weight_quant with --bit 8"),
+        ("--quant_algo awq", "awq has weight_only_quant with --bit 4"),
+        ("--quant_algo smoothquant+", "argument --quant_algo: invalid choice: 'smoothquant+'"),
+        ("--quant_dtype fp8", "fp8 has act_and_weight_quant with --bit 8"),
+        ("--quant_algo gptq --bit 4 --calib_data a --calib_data_file b", "calib_data_file exclude each other"),
         ("--quant_mode act_and_weight_quant --bit 4", "--quant_mode: act_and_weight_quant with --bit 4"),
         (
             "--block_wise_quant",

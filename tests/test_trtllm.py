@@ -12,7 +12,7 @@ from serving import Said, within
 from test_triton_profile import config, filled
 from triton_templates import write_templates
 
-from penstock import demo
+from penstock import LLM, demo
 from penstock.cli.compat.trtllm import COMMANDS
 
 
@@ -48,14 +48,12 @@ def test_a_checkpoint_is_named(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.row("triton", "quantize.py --model_dir --output_dir", "--qformat", "--kv_cache_dtype")
-@pytest.mark.row("triton", "--calib_size", "--calib_dataset")
 @pytest.mark.parametrize(
     ("qformat", "algorithm", "quantization"),
     [
         ("full_prec", None, "none"),
         ("int8_wo", "W8A16", "wint8"),
         ("int4_wo", "W4A16", "wint4"),
-        ("int8_sq", "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN", "w8a8"),
     ],
 )
 def test_formats_are_those_of_the_server(
@@ -73,6 +71,42 @@ def test_formats_are_those_of_the_server(
     settings = config(capsys, "--model-repository", str(repository))
     expected = {"quantization": quantization, "kv_cache_dtype": "int8", "dtype": dtype}
     assert settings.items() >= {"model": str(tmp_path / "engine"), **expected}.items()
+
+
+@pytest.mark.row("triton", "quantize.py --model_dir --output_dir", "--qformat", "--calib_size", "--calib_dataset")
+@pytest.mark.row("triton", "--calib_max_seq_length", "--awq_block_size", "--batch_size")
+@pytest.mark.parametrize(
+    ("qformat", "algorithm", "method", "quantization"),
+    [
+        ("int8_sq", "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN", "smoothquant", "none"),
+        ("w4a8_awq", "W4A8_AWQ", "awq", "w4a8"),
+    ],
+)
+def test_formats_that_calibrate_are_quantized(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, qformat: str, algorithm: str, method: str, quantization: str
+) -> None:
+    """Once with texts of the user's, in a folder as the document has it; the command may be repeated."""
+    (tmp_path / "datas").mkdir()
+    lines = [json.dumps({"text": f"Tell me about number {number}."}) for number in range(60)]
+    (tmp_path / "datas" / "texts.jsonl").write_text("\n".join(lines))
+    flags = {"model_dir": demo.CHAT, "qformat": qformat, "calib_size": 2, "calib_dataset": tmp_path / "datas"}
+    flags |= {"calib_max_seq_length": 64, "batch_size": 8, "output_dir": tmp_path / "checkpoint"}
+    if method == "awq":
+        flags["awq_block_size"] = 64
+    for _ in range(2):
+        said = run("quantize.py", **flags)
+        assert said.returncode == 0, said.stderr
+    assert "--batch_size has no meaning here and is ignored" in said.stderr and "KL divergence" in said.stdout
+    found = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert found["quantization"] == {"quant_algo": algorithm, "kv_cache_quant_algo": None}
+    assert found["checkpoint"] == str(tmp_path / "checkpoint" / "checkpoint")
+    job = json.loads((tmp_path / "checkpoint" / "checkpoint" / "quantization_report.json").read_text())["job"]
+    assert (job["method"], job["calib_size"], job["group_size"]) == (method, 2, 64 if method == "awq" else 0)
+    made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint")
+    repository = filled(write_templates(tmp_path / "models"), tmp_path / "engine")
+    settings = config(capsys, "--model-repository", str(repository))
+    assert (settings["model"], settings["quantization"]) == (str(tmp_path / "engine"), quantization)
+    assert LLM(settings["model"], quantization=quantization, num_gpu_blocks_override=40)
 
 
 LIMITS = {
@@ -150,7 +184,7 @@ def test_ranks_and_stages_are_those_of_the_server(
         ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere holds no checkpoint"),
         ("convert_checkpoint.py", {"model_dirs": "x"}, "did you mean --model_dir?"),
         ("quantize.py", {"qformat": "fp4"}, "--qformat: 'fp4' is not supported"),
-        ("quantize.py", {"qformat": "int4_awq"}, "int4_wo keeps weights in 4 bits"),
+        ("quantize.py", {"qformat": "int4_awq", "calib_dataset": "cnn_mail"}, "--calib_dataset: there is no cnn_mail"),
         ("quantize.py", {"qformat": "int8_w0"}, "did you mean int8_wo?"),
         ("quantize.py", {"kv_cache_dtype": "fp4"}, "--kv_cache_dtype: 'fp4' is not supported, only int8 and fp8"),
         ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache is always paged"),

@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": "measure latency or throughput of a model or a server",
     "pd": "start separate prefill and decode instances with their router, or show those that run",
     "ranktable": "write down who computes what where prefill and decode are apart, and join what machines say",
+    "quantize": "write a quantized checkpoint: rounded, AWQ, GPTQ, SmoothQuant, FP8",
     "plan": "tell what a model will take of memory, before it runs",
     "shims": "write commands of other systems, which start this one",
     "config": "show every option, its value and where it comes from",

@@ -1,8 +1,9 @@
 """BladeLLM's offline tools: ``blade_llm_quantize`` and ``blade_llm_split``.
 
-Weights are quantized when they are loaded. So the first writes a folder of links to the checkpoint, which ``--model``
-accepts like any other; its ``config.json`` names the quantization. The second writes an engine folder (``penstock
-build``), with the weights of each rank packed.
+Rounding (``minmax``) happens when weights are loaded. So ``blade_llm_quantize`` then writes a folder of links to the
+checkpoint, which ``--model`` accepts like any other; its ``config.json`` names the quantization. Other algorithms and
+FP8 write a checkpoint as ``penstock quantize`` does. ``blade_llm_split`` writes an engine folder (``penstock build``),
+with the weights of each rank packed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
+from penstock.calibration.options import QuantizeOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.model_size import QUANT_METHOD, quantization_of
 
 from ..build_folder import build, described, engine_options
 from ..parser import Parser
+from ..quantize import write_quantized
 
 CONFIG = "config.json"
 MODES = ("weight_only_quant", "act_and_weight_quant")
@@ -30,6 +35,17 @@ FORMATS = {
     ("act_and_weight_quant", 8, "false"): "w8a8",
 }
 """(mode, bits, block-wise scales) → ``--quantization``."""
+ALGORITHMS = ("minmax", "gptq", "awq", "smoothquant")
+METHODS: dict[tuple[str, str, int, str], QuantizeOptions] = {
+    ("gptq", MODES[0], 4, "false"): QuantizeOptions("gptq"),
+    ("gptq", MODES[0], 4, "true"): QuantizeOptions("gptq", group_size=32),
+    ("gptq", MODES[0], 8, "false"): QuantizeOptions("gptq", bits=8, group_size=-1),
+    ("awq", MODES[0], 4, "false"): QuantizeOptions("awq"),
+    ("awq", MODES[0], 4, "true"): QuantizeOptions("awq", group_size=32),
+    ("smoothquant", MODES[1], 8, "false"): QuantizeOptions("smoothquant"),
+    ("fp8", MODES[1], 8, "false"): QuantizeOptions("fp8"),
+}
+"""(algorithm, or ``fp8``; mode; bits; block-wise scales) → ``penstock quantize``."""
 UNUSED = {
     "calib_data": "minmax looks at no data",
     "calib_data_file": "minmax looks at no data",
@@ -38,15 +54,15 @@ UNUSED = {
 
 
 def quantize() -> int:
-    """Write a folder whose checkpoint is quantized when it is loaded; returns the exit status."""
-    parser = _parser("blade_llm_quantize", "Have a checkpoint's weights rounded when they are loaded.")
+    """Write a folder whose checkpoint is quantized, or rounded when it is loaded; returns the exit status."""
+    parser = _parser("blade_llm_quantize", "Quantize a checkpoint, or have it rounded when it is loaded (minmax).")
     parser.add_argument("--bit", type=int, choices=(8, 4), default=8, help="bits of a weight (8)")
     parser.add_argument("--quant_mode", choices=MODES, default=MODES[0], help="of weights, or of activations, too")
-    parser.add_argument("--quant_dtype", default="int", help="int; fp8 formats are not there yet")
-    parser.add_argument("--quant_algo", default="minmax", help="minmax; those that need data are not there yet")
+    parser.add_argument("--quant_dtype", default="int", choices=("int", "fp8"), help="of weights (int)")
+    parser.add_argument("--quant_algo", default="minmax", choices=ALGORITHMS, help="minmax rounds to nearest (minmax)")
     parser.add_argument("--block_wise_quant", nargs="?", const="true", default="false", help="more scales (4 bits)")
-    parser.add_argument("--calib_data", nargs="*", help="not needed")
-    parser.add_argument("--calib_data_file", help="not needed")
+    parser.add_argument("--calib_data", nargs="*", help="texts to calibrate on (built in)")
+    parser.add_argument("--calib_data_file", help="file of such texts")
     parser.add_argument("--cpu_offload", nargs="?", const="true", help="not needed")
     return _run(parser, _quantize)
 
@@ -76,10 +92,8 @@ def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], N
 
 def _quantize(args: argparse.Namespace) -> None:
     """Raises ``PenstockError``: ``unsupported`` for formats that are not there, ``invalid`` for wrong folders."""
-    if args.quant_dtype != "int":
-        raise _not_yet("quant_dtype", args.quant_dtype, "int is")
-    if args.quant_algo != "minmax":
-        raise _not_yet("quant_algo", args.quant_algo, "minmax is, which needs no data")
+    if args.quant_algo != "minmax" or args.quant_dtype == "fp8":
+        return _write_quantized(args)
     kind = (args.quant_mode, args.bit, args.block_wise_quant.lower())
     if kind not in FORMATS:
         known = "; ".join(f"{mode} with --bit {bit}" for mode, bit, blocks in FORMATS if blocks == "false")
@@ -90,6 +104,25 @@ def _quantize(args: argparse.Namespace) -> None:
             print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
     _link_checkpoint(args, FORMATS[kind])
     print(f"{args.output_dir}: weights are rounded to {FORMATS[kind]} when they are loaded")
+
+
+def _write_quantized(args: argparse.Namespace) -> None:
+    algorithm = "fp8" if args.quant_dtype == "fp8" else args.quant_algo
+    kind = (algorithm, args.quant_mode, args.bit, args.block_wise_quant.lower())
+    if kind not in METHODS or (algorithm == "fp8" and args.quant_algo != "minmax"):
+        given = (
+            f"{args.quant_dtype} with {args.quant_mode}, --bit {args.bit}, --block_wise_quant {args.block_wise_quant}"
+        )
+        known = "; ".join(f"{mode} with --bit {bit}" for name, mode, bit, _ in METHODS if name == algorithm)
+        raise _not_yet("quant_algo", f"{args.quant_algo} for {given}", f"{algorithm} has {known}")
+    if args.cpu_offload is not None:
+        print(f"--cpu_offload has no meaning here and is ignored: {UNUSED['cpu_offload']}", file=sys.stderr)
+    texts, file = tuple(args.calib_data or ()), args.calib_data_file or ""
+    if texts and file:
+        raise invalid("calib_data", "and calib_data_file exclude each other: give one of them")
+    write_quantized(
+        args.model, args.output_dir, msgspec.structs.replace(METHODS[kind], calib_texts=texts, calib_dataset=file)
+    )
 
 
 def _split(args: argparse.Namespace) -> None:

@@ -21,15 +21,21 @@ from penstock.version import __version__
 logger = logging.getLogger(__name__)
 
 NAME = "config.json"
+QUANTIZED = "checkpoint"
+"""Folder of the quantized checkpoint, below that of ``quantize.py``."""
 ABOUT = "Made by penstock. It holds no weights: those of the checkpoint are served as they are."
 QUANTIZATION = {
     None: "none",
     "W8A16": "wint8",
     "W4A16": "wint4",
-    "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": "w8a8",
-    "FP8": "w8a8",
+    "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": "none",
+    "FP8": "none",
+    "W4A16_AWQ": "none",
+    "W4A8_AWQ": "w4a8",
+    "W4A16_GPTQ": "none",
 }
-"""``quant_algo`` → quantization at load. FP8 is not supported; 8-bit integers are the nearest."""
+"""``quant_algo`` → quantization at load, of checkpoints that ``quantize.py`` has quantized to what they hold, or with
+activations of 8 bits."""
 KV_CACHE = {None: "auto", "INT8": "int8", "FP8": "int8"}
 """``kv_cache_quant_algo`` → ``kv_cache_dtype``."""
 MAPPING = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size"}
@@ -77,12 +83,25 @@ def pretrained_config(
     }
 
 
-def write(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ``PenstockError`` (``invalid``) where the folder cannot be written, or holds something else."""
+def check(folder: Path, beside: str = "") -> None:
+    """Make a folder to write to. Raises ``PenstockError`` (``invalid``) where that cannot be done, or where it holds
+    something else.
+
+    Args:
+        beside: what it may hold besides the configuration.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if other := next((path for path in folder.iterdir() if path.name != NAME), None):
+        if other := next((path for path in folder.iterdir() if path.name not in (NAME, beside)), None):
             raise invalid("output_dir", f"{folder} holds {other.name} already; name a folder that is empty or new")
+    except OSError as error:
+        raise invalid("output_dir", f"{folder} cannot be written: {error.strerror}") from error
+
+
+def write(folder: Path, config: Mapping[str, Any], beside: str = "") -> None:
+    """Write the configuration. Arguments and errors as of ``check``."""
+    check(folder, beside)
+    try:
         (folder / NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
     except OSError as error:
         raise invalid("output_dir", f"{folder} cannot be written: {error.strerror}") from error
@@ -118,8 +137,8 @@ def limits_of(built: Mapping[str, Any]) -> dict[str, Any]:
 def checkpoint_settings(pretrained: Mapping[str, Any]) -> dict[str, Any]:
     """Settings here by a ``pretrained_config`` that was written here."""
     quantization = pretrained["quantization"]
-    if "FP8" in quantization.values():
-        words = "%s asks for FP8, which is not supported: 8-bit integers are used (w8a8, int8)"
+    if quantization["kv_cache_quant_algo"] == "FP8":
+        words = "%s asks for keys and values in FP8: 8-bit integers are used (int8)"
         logger.warning(words, pretrained["checkpoint"])
     result = {"model": pretrained["checkpoint"], "dtype": pretrained["dtype"]}
     result["quantization"] = QUANTIZATION[quantization["quant_algo"]]

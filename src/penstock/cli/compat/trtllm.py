@@ -1,8 +1,9 @@
 """TensorRT-LLM's offline tools: ``convert_checkpoint.py``, ``quantize.py`` and ``trtllm-build``.
 
-Checkpoints are served as they are, and weights are rounded when they are packed. So nothing is converted, calibrated or
-compiled: the first two commands check what they are asked for and write it down (``engine_folder.py``), and
-``trtllm-build`` packs the weights (``penstock build``) for ``tritonserver``.
+Checkpoints are served as they are. So nothing is converted or compiled: the first two commands check what they are
+asked for and write it down (``engine_folder.py``), and ``trtllm-build`` packs the weights (``penstock build``) for
+``tritonserver``. Formats that calibrate are quantized as by ``penstock quantize``, to a checkpoint beside that; others
+are rounded when weights are packed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.calibration.options import QuantizeOptions
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
@@ -19,6 +21,7 @@ from penstock.planning.engine_config import RECORDED
 
 from ..build_folder import build as build_folder
 from ..build_folder import described, engine_options
+from ..quantize import write_quantized
 from . import engine_folder
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -28,21 +31,33 @@ ALGORITHMS = {
     "int4_wo": "W4A16",
     "int8_sq": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",
     "fp8": "FP8",
+    "int4_awq": "W4A16_AWQ",
+    "w4a8_awq": "W4A8_AWQ",
+    "int4_gptq": "W4A16_GPTQ",
 }
 """``quant_algo`` by the format's name."""
+METHODS = {
+    "int8_sq": "smoothquant",
+    "fp8": "fp8",
+    "int4_awq": "awq",
+    "w4a8_awq": "awq",
+    "int4_gptq": "gptq",
+}
+"""Formats → methods of ``penstock quantize``; the others are not quantized here, or rounded when they are loaded."""
 CACHES = {None: None, "int8": "INT8", "fp8": "FP8"}
 """``kv_cache_quant_algo`` by the format's name."""
-INSTEAD = {
-    "int4_awq": "int4_wo keeps weights in 4 bits",
-    "w4a8_awq": "int4_wo keeps weights in 4 bits",
+CALIBRATION = {
+    "calib_size": "calib_size",
+    "calib_dataset": "calib_dataset",
+    "calib_max_seq_length": "calib_seq_len",
+    "awq_block_size": "group_size",
 }
-"""Unsupported formats → the nearest supported one."""
+"""Flags of calibration → options of ``penstock quantize``."""
 SIZES = {
     "tp_size": "tensor-parallel ranks, which share each layer",
     "pp_size": "pipeline stages, which compute consecutive layers",
 }
 ALWAYS_PAGED = "the KV cache is always paged"
-INTEGERS = "FP8 is not supported; {} are quantized to 8-bit integers"
 ABOUT_ENGINE = "Made by penstock: weights that are packed for its kernels."
 NO_KERNELS = "kernels are chosen when the server starts"
 NO_BUILD = "nothing is compiled"
@@ -83,13 +98,18 @@ def convert_checkpoint() -> int:
 
 
 def quantize() -> int:
-    """Weights are rounded when the server loads them."""
-    parser = _parser("quantize.py", "Record the quantization of a checkpoint's weights and KV cache.")
+    """Quantizes where the format is calibrated, or cannot be made by rounding when weights are loaded."""
+    parser = _parser(
+        "quantize.py", "Quantize a checkpoint, or record how its weights are rounded when they are loaded."
+    )
     parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
     parser.add_argument("--qformat", default="full_prec", help=f"one of {', '.join(ALGORITHMS)}")
     parser.add_argument("--kv_cache_dtype", help="int8 or fp8; as it is computed where nothing is said")
-    parser.add_argument("--calib_size", help="is ignored")
-    parser.add_argument("--calib_dataset", help="is ignored")
+    parser.add_argument("--calib_size", type=int, help="samples to calibrate on (512)")
+    parser.add_argument("--calib_dataset", help="file or folder of texts (built in)")
+    parser.add_argument("--calib_max_seq_length", type=int, help="tokens of a sample (512)")
+    parser.add_argument("--awq_block_size", type=int, help="inputs that share a scale in 4 bits (128)")
+    parser.add_argument("--batch_size", help="is ignored")
     _add_common(parser)
     return _run(parser, _quantize)
 
@@ -143,28 +163,45 @@ def _convert(args: argparse.Namespace) -> str:
 
 def _quantize(args: argparse.Namespace) -> str:
     if args.qformat not in ALGORITHMS:
-        hint = f"; {INSTEAD[args.qformat]}" if args.qformat in INSTEAD else did_you_mean(args.qformat, ALGORITHMS)
+        hint = did_you_mean(args.qformat, ALGORITHMS)
         raise invalid("--qformat", f"{args.qformat!r} is not supported, only {', '.join(ALGORITHMS)}{hint}")
     if args.kv_cache_dtype not in CACHES:
         raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not supported, only int8 and fp8")
-    for name, what in (("qformat", "weights and activations"), ("kv_cache_dtype", "keys and values")):
-        if getattr(args, name) == "fp8":
-            print(f"--{name} fp8: {INTEGERS.format(what)}", file=sys.stderr)
-    for name in ("calib_size", "calib_dataset"):
-        if getattr(args, name) is not None:
-            _print_ignored(name, "weights are rounded to nearest, without calibration")
-    return _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
+    if args.kv_cache_dtype == "fp8":
+        print("--kv_cache_dtype fp8: keys and values are quantized to 8-bit integers on CPUs", file=sys.stderr)
+    if args.batch_size is not None:
+        _print_ignored("batch_size", "samples are computed a few thousand tokens at a time")
+    if args.qformat not in METHODS:
+        for name in CALIBRATION:
+            if getattr(args, name) is not None:
+                _print_ignored(name, "weights are rounded to nearest, without calibration")
+        return _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
+    _check_common(args)
+    if args.calib_dataset and not Path(args.calib_dataset).exists():
+        raise invalid("--calib_dataset", f"there is no {args.calib_dataset}: give a file or folder of texts")
+    engine_folder.pretrained_config(args.model_dir, args.dtype, None, None)  # refuses what is no checkpoint
+    engine_folder.check(args.output_dir, engine_folder.QUANTIZED)
+    given = {setting: value for name, setting in CALIBRATION.items() if (value := getattr(args, name)) is not None}
+    checkpoint = args.output_dir / engine_folder.QUANTIZED
+    write_quantized(args.model_dir, checkpoint, QuantizeOptions(METHODS[args.qformat], **given))
+    args.model_dir = checkpoint
+    _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype], engine_folder.QUANTIZED)
+    return f"{args.output_dir} has the quantized checkpoint"
 
 
-def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None) -> str:
+def _check_common(args: argparse.Namespace) -> None:
     if args.dtype not in DTYPES:
         raise invalid("--dtype", f"{args.dtype!r} is not one of {', '.join(DTYPES)}")
     for name in SIZES:
         _check_at_least_one(name, getattr(args, name))
+
+
+def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None, beside: str = "") -> str:
+    _check_common(args)
     config = engine_folder.pretrained_config(
         args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo, args.tp_size, args.pp_size
     )
-    engine_folder.write(args.output_dir, config)
+    engine_folder.write(args.output_dir, config, beside)
     return f"{args.output_dir} names the checkpoint {args.model_dir}, which is served as it is: nothing is converted"
 
 

@@ -1,0 +1,113 @@
+"""What ``penstock quantize`` can be told: methods, and options with their defaults. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.core.quantization import Format
+
+FileFormat = Literal["awq", "compressed-tensors", "gptq"]
+"""``quant_method`` of the written ``config.json``."""
+ActOrder = Literal["none", "static", "group"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How matrices are quantized and written."""
+
+    about: str
+    format: Format
+    """With the default number of bits and group size."""
+    file_format: FileFormat = "compressed-tensors"
+    bits: tuple[int, ...] = ()
+    """Numbers of bits to choose from; empty where there is no choice."""
+    calibrates: bool = True
+    """Whether it looks at activations."""
+    sequential: bool = False
+    """Whether a layer is calibrated on what the quantized layers before it give, in place of the original ones."""
+
+
+METHODS: dict[str, Method] = {
+    "wint8": Method("8-bit weights, rounded to nearest", Format(8), calibrates=False),
+    "wint4": Method("4-bit weights, rounded to nearest", Format(4, 128), calibrates=False),
+    "w8a8": Method("8-bit weights and activations, rounded", Format(8, activation_bits=8), calibrates=False),
+    "w4a8": Method("4-bit weights and 8-bit activations, rounded", Format(4, 128, 8), calibrates=False),
+    "fp8": Method(
+        "8-bit floating-point weights and activations", Format(8, activation_bits=8, floating=True), calibrates=False
+    ),
+    "awq": Method("4-bit weights, scales and clipping searched", Format(4, 128, asymmetric=True), "awq"),
+    "gptq": Method("4- or 8-bit weights, errors compensated", Format(4, 128), "gptq", (4, 8), sequential=True),
+    "smoothquant": Method("8-bit weights and smoothed activations", Format(8, activation_bits=8)),
+}
+"""By name. Embedding and language model head are never quantized."""
+
+
+class QuantizeOptions(msgspec.Struct, frozen=True):
+    """Options of a quantization. All of them decide the bytes that are written."""
+
+    method: str
+    """A name of ``METHODS``."""
+    bits: int = 0
+    """Bits of a weight, where the method has a choice; 0 is its first."""
+    group_size: int = 0
+    """Inputs that share a scale, in methods of 4 bits and ``gptq``; 0 is 128, -1 is all of them."""
+    act_order: ActOrder = "static"
+    """Order in which GPTQ quantizes inputs: as they are, or largest activations first, with groups of neighbours
+    (``static``) or of inputs that follow each other in that order (``group``: ``desc_act`` in ``config.json``)."""
+    smoothing_strength: float = 0.5
+    """How much of the activations' range SmoothQuant moves to the weights (alpha in the paper)."""
+    calib_dataset: str = ""
+    """File or folder of texts; empty is the built-in one."""
+    calib_texts: tuple[str, ...] = ()
+    """Texts in place of a data set."""
+    calib_size: int = 512
+    """Samples."""
+    calib_seq_len: int = 512
+    """Tokens a sample."""
+    eval_size: int = 16
+    """Further samples, on which the report measures."""
+    ignore: tuple[str, ...] = ()
+    """Names of matrices that are not quantized, or patterns of them (``fnmatch``)."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Of the KV cache that the report measures with."""
+    seed: int = 0
+    """Of the choice of samples."""
+
+    @property
+    def format(self) -> Format:
+        """The format of a quantized matrix. Raises ``PenstockError`` (``invalid``) for options that do not fit."""
+        method = METHODS[self.method]
+        bits, group_size = method.format.bits, method.format.group_size
+        if self.bits:
+            bits = self.bits
+            choices = method.bits or (method.format.bits,)
+            if bits not in choices:
+                raise invalid("--bits", f"{self.method} has {' or '.join(map(str, choices))}", choices[0])
+        if self.group_size:
+            if not method.format.group_size:
+                raise invalid("--group-size", f"{self.method} has one scale an output: leave it out")
+            group_size = max(self.group_size, 0)
+            if self.group_size < -1 or group_size % 8:
+                raise invalid("--group-size", f"must be a multiple of 8, or -1, is {self.group_size}", 8)
+        return replace(method.format, bits=bits, group_size=group_size)
+
+    def check(self) -> None:
+        """Raises ``PenstockError`` (``invalid``) for a value out of its range."""
+        if self.method not in METHODS:
+            raise invalid("--method", f"must be one of {', '.join(METHODS)}, is {self.method!r}")
+        _ = self.format
+        for name, least in (("calib_size", 1), ("calib_seq_len", 2), ("eval_size", 1), ("seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise invalid(f"--{name.replace('_', '-')}", f"must be at least {least}, is {value}", least)
+        if not (math.isfinite(self.smoothing_strength) and 0 <= self.smoothing_strength <= 1):
+            raise invalid("--smoothing-strength", f"must be from 0 to 1, is {self.smoothing_strength}", 1)
+        if self.calib_dataset and not Path(self.calib_dataset).exists():
+            advice = "give a file or folder (.jsonl, .parquet or plain text), or leave it out for the built-in texts"
+            raise invalid("--calib-dataset", f"there is no {self.calib_dataset}: {advice}")

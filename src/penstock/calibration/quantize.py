@@ -1,0 +1,188 @@
+"""Quantizes a checkpoint layer by layer: the whole of ``penstock quantize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from penstock import ops
+from penstock.core.errors import invalid
+from penstock.models import Model, ModelConfig, read_config
+from penstock.models.weights import Checkpoint
+from penstock.ops import Ops, reference
+from penstock.ops.cores import usable_cores
+from penstock.planning.kv_spec import KV_QUANTIZATION
+from penstock.text import Tokenizer
+from penstock.version import __version__
+
+from .layer import Observations, QuantizedLayer, check_shape, is_ignored, quantize_layer
+from .options import METHODS, QuantizeOptions
+from .quality import compare, relative_error
+from .report import make_report, write_report
+from .stage import CPU, ChangedWeights, build_stage, hidden_states, run_stage
+from .state import RunState, finished_report
+from .statistics import InputObserver
+from .texts import read_samples, split_samples
+from .threads import torch_threads
+from .writer import CheckpointWriter, encode_layer, read_tensors
+
+CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
+"""Streams of hidden states: of the samples to calibrate on, and of those to measure on in both models."""
+
+
+def quantize(
+    model: Path, output: Path, options: QuantizeOptions, *, threads: int = 0, progress: bool = True
+) -> dict[str, Any]:
+    """Write a quantized checkpoint, and a report beside it. Continues a run that was cut off.
+
+    Args:
+        model: folder of the checkpoint.
+        output: folder to write to: new, empty, or of a run with the same options.
+        threads: to compute with; 0 is one for each core. A run that continues keeps its number.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The report, as in ``quantization_report.json``.
+
+    Raises ``PenstockError`` with one sentence where options do not fit, or the checkpoint is broken or not supported.
+    """
+    options.check()
+    config = read_config(model)
+    if config.quantization_config is not None:
+        raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
+    checkpoint = Checkpoint(model)
+    job = {
+        "penstock": __version__,
+        "checkpoint": checkpoint.version,
+        **msgspec.json.decode(msgspec.json.encode(options)),
+    }
+    if (report := finished_report(output, job)) is not None:
+        return report
+    state = RunState(output, job, {"threads": threads or usable_cores()})
+    run = _Run(model, options, config, checkpoint, state)
+    with torch_threads(1):
+        run.quantize_layers(progress)
+    layers = [layer for number in range(config.num_layers) if (layer := state.layer(number))]
+    writer = CheckpointWriter(model, output, config, checkpoint, options, state)
+    report = make_report(job, layers, run.sizes, writer.write_weights())
+    write_report(report, output, state)
+    writer.write_config()
+    state.close()
+    return report
+
+
+class _Run:
+    """The layers' part of a run."""
+
+    def __init__(
+        self, model: Path, options: QuantizeOptions, config: ModelConfig, checkpoint: Checkpoint, state: RunState
+    ) -> None:
+        self._options = options
+        self._method = METHODS[options.method]
+        self._config = config
+        self._checkpoint = checkpoint
+        self._state = state
+        self._ops: Ops = ops.backend(CPU)
+        self._threads = state.details["threads"]
+        self._ops.set_threads(self._threads)
+        self._dtype = torch.bfloat16 if config.dtype is torch.float16 else config.dtype
+        self._kv_quantization = KV_QUANTIZATION[options.kv_cache_dtype]
+        has_kernels = not options.format.activation_bits or self._ops.supports(options.format, self._dtype)
+        self._quantized_ops: Ops = self._ops if has_kernels and self._kv_quantization != "fp8" else reference
+        self._samples = self._read_samples(model)
+        self.sizes = {
+            "calibration_samples": len(self._samples[CALIBRATION]),
+            "measured_samples": len(self._samples[ORIGINAL]),
+            "sample_tokens": self._samples[ORIGINAL].shape[1],
+        }
+
+    def _read_samples(self, model: Path) -> dict[str, Tensor]:
+        """Token ids by stream."""
+        options, config = self._options, self._config
+        count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
+        texts = options.calib_texts or options.calib_dataset
+        samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
+        if int(samples.max()) >= config.vocab_size:
+            raise invalid("model", f"{model} has a tokenizer with more tokens than the model's {config.vocab_size}")
+        calibration, measured = split_samples(samples, options.calib_size, options.eval_size)
+        if not self._method.calibrates:
+            calibration = calibration[:0]
+        return {CALIBRATION: calibration, ORIGINAL: measured, QUANTIZED: measured}
+
+    def quantize_layers(self, progress: bool) -> None:
+        """Quantize the layers that are not done yet."""
+        layers, done = self._config.num_layers, 0
+        while done < layers and self._state.layer(done) is not None:
+            done += 1
+        again = len(self._samples[CALIBRATION]) if self._method.sequential else 0
+        each = sum(map(len, self._samples.values())) + again
+        total = layers * each - again
+        with tqdm(total=total, initial=min(done * each, total), unit="sample", disable=not progress) as bar:
+            for number in range(done, layers):
+                bar.set_description(f"layer {number + 1} of {layers}")
+                self._quantize_layer(number, bar.update)
+
+    @torch.inference_mode()
+    def _quantize_layer(self, number: int, progress: Callable[[int], object]) -> None:
+        """Quantize a layer, and compute what the next one is fed with."""
+        is_last = number == self._config.num_layers - 1
+        before = self._samples if number == 0 else {name: self._open(number - 1, name) for name in self._samples}
+        after = {name: self._open(number, name, new=True) for name in self._samples}
+        sequential = self._method.sequential
+        observed = self._run_original(number, before, after, progress)
+        prefix = f"model.layers.{number}."
+        stored = read_tensors(self._checkpoint, prefix)
+        layer = quantize_layer(self._ops, self._config, self._options, prefix, stored, observed, self._threads)
+        stage, backend = self._build(number, self._quantized_ops, layer), self._quantized_ops
+        with torch_threads(self._threads if backend is reference else 1):
+            run_stage(stage, backend, before[QUANTIZED], after[QUANTIZED], self._kv_quantization, progress)
+        if sequential and not is_last:
+            run_stage(stage, backend, before[CALIBRATION], after[CALIBRATION], "", progress)
+        found: dict[str, Any] = {"error": relative_error(after[ORIGINAL], after[QUANTIZED]), "matrices": layer.errors}
+        if is_last:
+            del stage
+            head = self._build(number, self._ops, QuantizedLayer())  # one for both, since backends round differently
+            found["quality"] = compare(head, after[ORIGINAL], after[QUANTIZED], self._samples[ORIGINAL])
+        tensors = encode_layer(layer, stored, self._method.file_format)
+        self._state.write(self._state.layer_tensors(number), partial(save_file, tensors))
+        self._state.finish_layer(number, found)
+
+    def _run_original(
+        self,
+        number: int,
+        before: dict[str, Tensor],
+        after: dict[str, Tensor],
+        progress: Callable[[int], object],
+    ) -> Observations:
+        """Compute the original layer, and look at what its matrices are fed with."""
+        observed = CALIBRATION if self._method.calibrates else ORIGINAL
+        observer = InputObserver(self._ops, self._samples[observed].numel(), self._options.method == "gptq")
+        stage = self._build(number, self._ops, QuantizedLayer(), observer)
+        for name in (name for names in observer.statistics for name in names):
+            if not is_ignored(name, self._options.ignore):
+                outputs, inputs = self._checkpoint.shape(f"{name}.weight")
+                check_shape(name, outputs, inputs, self._options.format, self._method.file_format)
+        discards = observed == CALIBRATION and self._method.sequential
+        run_stage(stage, self._ops, before[observed], None if discards else after[observed], "", progress)
+        observer.finish()
+        if observed != ORIGINAL:
+            run_stage(stage, self._ops, before[ORIGINAL], after[ORIGINAL], "", progress)
+        return observer.statistics
+
+    def _build(self, number: int, backend: Ops, layer: QuantizedLayer, observer: InputObserver | None = None) -> Model:
+        weights = ChangedWeights(self._checkpoint, layer.changed, layer.quantized)
+        max_len = self._samples[ORIGINAL].shape[1]
+        return build_stage(self._config, backend, weights, number, self._dtype, max_len, observer)
+
+    def _open(self, number: int, stream: str, new: bool = False) -> Tensor:
+        """The hidden states of a stream behind a layer."""
+        path = self._state.hidden_states(number, stream)
+        return hidden_states(path, (*self._samples[stream].shape, self._config.hidden_size), self._dtype, new)

@@ -1,0 +1,185 @@
+"""One layer of a model as a pipeline stage of its own, and the samples' hidden states that pass through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.layers import BuildContext, Weights
+from penstock.models import Model, ModelConfig
+from penstock.models.registry import find_family
+from penstock.ops import AttentionMetadata, Batch, Ops, QuantizedWeight
+from penstock.parallel import Shard
+from penstock.quant import Matrix
+
+BLOCK = 64
+"""Tokens of a KV block."""
+BATCH_TOKENS = 4096
+"""Tokens that are computed at a time, one sample at least."""
+CPU = torch.device("cpu")
+
+
+class Observer(Protocol):
+    """Sees what the matrices of a layer are fed with."""
+
+    def register(self, names: tuple[str, ...], inputs: int) -> None:
+        """Matrices that share an input, while the layer is built."""
+        ...
+
+    def observe(self, names: tuple[str, ...], x: Tensor) -> None:
+        """An input ``[tokens, in]`` of theirs, before they are multiplied with it."""
+        ...
+
+
+class ChangedWeights:
+    """``layers.Weights`` of a checkpoint, some of them replaced.
+
+    Args:
+        tensors: by name, with ``.weight`` or ``.bias``.
+        quantized: matrices by name, without.
+    """
+
+    def __init__(self, base: Weights, tensors: Mapping[str, Tensor], quantized: Mapping[str, QuantizedWeight]) -> None:
+        self._base = base
+        self._tensors = tensors
+        self._quantized = quantized
+
+    @property
+    def version(self) -> str:
+        return self._base.version
+
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        if name not in self._tensors:
+            return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
+        tensor = self._tensors[name]
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors or self._base.has(name)
+
+    def format_of(self, name: str) -> Format:
+        return self._quantized[name].format if name in self._quantized else UNQUANTIZED
+
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
+        return self._quantized[name].rows(*rows)
+
+
+class ObservedMatrix:
+    """A ``Matrix`` that tells an observer of its inputs."""
+
+    def __init__(self, matrix: Matrix, names: tuple[str, ...], observer: Observer) -> None:
+        self._matrix = matrix
+        self._names = names
+        self._observer = observer
+
+    def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
+        self._observer.observe(self._names, x)
+        return self._matrix.linear(x, out_float32, out)
+
+    def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        self._observer.observe(self._names, x)
+        return self._matrix.linear_silu_and_mul(x, out)
+
+
+@dataclass(frozen=True)
+class ObservingContext(BuildContext):
+    """Builds layers whose matrices tell an observer of their inputs."""
+
+    observer: Observer = field(kw_only=True)
+
+    def matrix(
+        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
+    ) -> Matrix:
+        matrix = super().matrix(names, inputs, shards, format, bias)
+        self.observer.register(tuple(names), inputs)
+        return ObservedMatrix(matrix, tuple(names), self.observer)
+
+
+def build_stage(
+    config: ModelConfig,
+    ops: Ops,
+    weights: Weights,
+    layer: int,
+    dtype: torch.dtype,
+    max_len: int,
+    observer: Observer | None = None,
+) -> Model:
+    """The model with one layer alone; with the embedding before the first, norm and head behind the last."""
+    family = find_family(config.architecture, config.architecture)
+    layers = range(layer, layer + 1)
+    if observer is None:
+        return family.build(BuildContext(ops, weights, dtype, CPU, max_len, layers=layers), config, 0)
+    context = ObservingContext(ops, weights, dtype, CPU, max_len, layers=layers, observer=observer)
+    return family.build(context, config, 0)
+
+
+def hidden_states(path: Path, shape: Sequence[int], dtype: torch.dtype, new: bool) -> Tensor:
+    """The hidden states of samples behind a layer, ``[samples, tokens, hidden]``, in a file that is mapped.
+
+    Args:
+        new: make the file, to be written to.
+    """
+    size = torch.Size(shape).numel()
+    if not size:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.from_file(str(path), shared=new, size=size, dtype=dtype).view(*shape)
+
+
+def run_stage(
+    stage: Model,
+    ops: Ops,
+    inputs: Tensor,
+    outputs: Tensor | None,
+    kv_quantization: str = "",
+    progress: Callable[[int], object] = lambda samples: None,
+) -> None:
+    """Compute a stage for samples.
+
+    Args:
+        inputs: token ids ``[samples, tokens]`` for the first layer, hidden states ``[samples, tokens, hidden]`` for
+            others.
+        outputs: where to write the hidden states; None discards them.
+        kv_quantization: of the KV cache, as in ``KVSpec``.
+        progress: told how many samples have been computed since the last call.
+    """
+    count, tokens = inputs.shape[:2]
+    if not count:
+        return
+    blocks = -(-tokens // BLOCK)
+    size = min(count, max(1, BATCH_TOKENS // tokens))
+    cache = ops.new_kv_cache(stage.kv_specs(BLOCK, kv_quantization), size * blocks, CPU)
+    for first in range(0, count, size):
+        given = inputs[first : first + size]
+        batch = _batch(given, blocks)
+        hidden = stage.forward(batch, cache)
+        if outputs is not None:
+            outputs[first : first + size] = hidden.view(*given.shape[:2], -1)
+        progress(len(given))
+
+
+def _batch(given: Tensor, blocks: int) -> Batch:
+    sequences, tokens = given.shape[:2]
+    positions = torch.arange(tokens)
+    slots = torch.arange(sequences)[:, None] * (blocks * BLOCK) + positions
+    queries = AttentionMetadata(
+        torch.arange(sequences + 1, dtype=torch.int32) * tokens,
+        torch.full((sequences,), tokens, dtype=torch.int32),
+        torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks),
+    )
+    is_text = given.dim() == 2
+    ids = given.flatten() if is_text else torch.zeros(sequences * tokens, dtype=torch.int64)
+    return Batch(
+        token_ids=ids,
+        positions=positions.repeat(sequences),
+        slot_mapping=slots.flatten(),
+        attention=queries,
+        logits_indices=torch.arange(sequences * tokens),
+        logits_attention=queries,
+        hidden_states=None if is_text else given.flatten(0, 1).clone(),
+    )

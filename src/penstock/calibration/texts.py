@@ -1,0 +1,150 @@
+"""Calibration texts: records of a file, rendered and encoded to samples of equal length."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.text import Tokenizer
+
+BUILT_IN = Path(__file__).parent / "texts.jsonl.gz"
+"""Conversations in English and Chinese, which ``examples/demo_model/calibration.py`` has drawn from the demo model's
+corpus."""
+FIELDS = ("text", "messages", "prompt")
+"""Of a record, the first that it has is used: a text, a chat in OpenAI's form, or a text that a ``response`` or
+``completion`` may follow."""
+ANSWERS = ("response", "completion")
+WINDOW_CHARACTERS = 8
+"""Plain text is cut into records of so many characters for each token of a sample, more than it has."""
+KINDS = (".json", ".jsonl", ".parquet", ".txt")
+"""Files that are read of a folder."""
+FIELD = "--calib-dataset"
+
+
+def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Tensor:
+    """Draw samples of a data set.
+
+    Records are shuffled, encoded one after the other, and joined until a sample is full; what is left of its last
+    record is dropped.
+
+    Args:
+        dataset: a file of JSON lines (``.jsonl``), Parquet (``.parquet``) or text, or a folder of such files; or texts;
+            empty is the built-in one.
+        tokens: of a sample.
+
+    Returns:
+        ``[samples, tokens]`` int64: as many samples as the data set has, ``count`` at most; of fewer tokens where all
+        of the data set are fewer.
+
+    Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
+    """
+    if isinstance(dataset, str):
+        records = _read(Path(dataset) if dataset else BUILT_IN, tokens)
+    else:
+        records = [{"text": text} for text in dataset]
+    Random(seed).shuffle(records)
+    samples: list[list[int]] = []
+    sample: list[int] = []
+    for record in records:
+        sample += tokenizer.encode(_render(record, tokenizer))
+        if len(sample) >= tokens:
+            samples.append(sample[:tokens])
+            sample = []
+        if len(samples) == count:
+            break
+    if not samples and len(sample) < 2:
+        raise invalid(FIELD, f"{dataset or 'the data set'} has no text")
+    return torch.tensor(samples or [sample])
+
+
+def split_samples(samples: Tensor, calib_size: int, eval_size: int) -> tuple[Tensor, Tensor]:
+    """Samples to calibrate on and others to measure on: an eighth of them, ``eval_size`` at most. A single sample is
+    used for both."""
+    if len(samples) == 1:
+        return samples, samples
+    measured = min(eval_size, max(1, len(samples) // 8))
+    return samples[measured : measured + calib_size], samples[:measured]
+
+
+def _read(path: Path, tokens: int) -> list[Mapping[str, Any]]:
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix in KINDS)
+        return [record for file in files for record in _read(file, tokens)]
+    try:
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise invalid(FIELD, f"{path} cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise invalid(FIELD, f"{path} is not text in UTF-8 ({error.reason})") from error
+    if ".jsonl" in path.suffixes or path.suffix == ".json":
+        return [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    return [{"text": window} for window in _windows(text, WINDOW_CHARACTERS * tokens)]
+
+
+def _read_parquet(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise PenstockError(
+            Code.UNSUPPORTED, f"{FIELD}: {path} needs pyarrow: install penstock-llm[parquet]", FIELD
+        ) from error
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    except Exception as error:  # pyarrow's own classes
+        raise invalid(FIELD, f"{path} cannot be read as Parquet ({str(error).splitlines()[0]})") from error
+    return [_checked(row, path, number) for number, row in enumerate(rows, 1)]
+
+
+def _parse(line: str, path: Path, number: int) -> Mapping[str, Any]:
+    try:
+        return _checked(json.loads(line), path, number)
+    except (ValueError, RecursionError) as error:
+        raise invalid(FIELD, f"line {number} of {path} is not JSON: {error}") from error
+
+
+def _checked(record: Any, path: Path, number: int) -> Mapping[str, Any]:
+    if isinstance(record, Mapping):
+        if isinstance(record.get("text"), str) or isinstance(record.get("prompt"), str):
+            return record
+        messages = record.get("messages")
+        if messages and isinstance(messages, Sequence) and all(isinstance(each, Mapping) for each in messages):
+            return record
+    raise invalid(FIELD, f"record {number} of {path} has none of {', '.join(FIELDS)}")
+
+
+def _windows(text: str, characters: int) -> Iterator[str]:
+    """A text in parts of so many characters at most, which end with a line where they have one."""
+    first = 0
+    while first < len(text):
+        end = first + characters
+        if end < len(text):
+            end = text.rfind("\n", first, end) + 1 or end
+        yield text[first:end]
+        first = end
+
+
+def _render(record: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    if isinstance(text := record.get("text"), str):
+        return text
+    if messages := record.get("messages"):
+        if tokenizer.template_source is None:
+            return "".join(f"{message.get('content')}\n" for message in messages)
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            return tokenizer.render(given, tools=record.get("tools"), add_generation_prompt=False)
+        except PenstockError as error:
+            raise invalid(FIELD, f"the chat template refuses a record ({error})") from error
+    answer = next((record[name] for name in ANSWERS if isinstance(record.get(name), str)), "")
+    return f"{record['prompt']}{answer}"

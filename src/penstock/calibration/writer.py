@@ -1,0 +1,267 @@
+"""Writes quantized checkpoints as other systems read them: AWQ, GPTQ, and compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.core.quantization import Format
+from penstock.models import ModelConfig
+from penstock.models.weights import Checkpoint
+from penstock.ops import QuantizedWeight
+from penstock.planning.checkpoint_digest import INDEX
+from penstock.quant import awq, compressed_tensors, gptq
+
+from .gptq import DAMPING
+from .layer import QuantizedLayer
+from .options import METHODS, FileFormat, QuantizeOptions
+from .state import CONFIG, RunState
+
+SINGLE = "model.safetensors"
+SHARD_BYTES = 2**31
+"""A shard is closed before it would have more."""
+COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Files that are copied: of the tokenizer, and defaults of sampling."""
+NOT_COPIED = (CONFIG, "*.index.json", "quantize_config.json", "quant_config.json", "figures.json")
+HEADS = ("embed_tokens", "lm_head")
+"""Matrices of the vocabulary, by the end of their names."""
+
+
+def read_tensors(checkpoint: Checkpoint, prefix: str = "", without: str = "") -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix`` and not with ``without``, as they are stored."""
+    names = [
+        name for name in checkpoint.names if name.startswith(prefix) and not (without and name.startswith(without))
+    ]
+    return {name: checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in sorted(names)}
+
+
+def encode_layer(layer: QuantizedLayer, stored: Mapping[str, Tensor], file_format: FileFormat) -> dict[str, Tensor]:
+    """The tensors of a layer's file.
+
+    Args:
+        stored: the layer's tensors in the checkpoint.
+    """
+    tensors = {name: layer.changed.get(name, tensor) for name, tensor in stored.items()}
+    for name, weight in layer.quantized.items():
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{part}": tensor for part, tensor in encode(weight, file_format).items()}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def encode(weight: QuantizedWeight, file_format: FileFormat) -> dict[str, Tensor]:
+    """The tensors of a matrix by the ends of their names."""
+    match file_format:
+        case "awq":
+            return _encode_awq(weight)
+        case "gptq":
+            return _encode_gptq(weight)
+        case _:
+            return _encode_compressed(weight)
+
+
+def _encode_awq(weight: QuantizedWeight) -> dict[str, Tensor]:
+    assert weight.offsets is not None
+    middle = 1 << (weight.format.bits - 1)
+    zeros = (middle - weight.offsets / weight.scales).round().to(torch.uint8)
+    return {
+        "qweight": awq.pack((weight.values + middle).to(torch.uint8).T),
+        "qzeros": awq.pack(zeros.T),
+        "scales": weight.scales.T.half(),
+    }
+
+
+def _encode_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
+    bits, (outputs, inputs) = weight.format.bits, weight.values.shape
+    middle, groups = 1 << (bits - 1), weight.scales.shape[1]
+    order = torch.arange(inputs) if weight.order is None else weight.order
+    values = torch.empty_like(weight.values).index_copy_(1, order, weight.values)
+    group_of = torch.arange(inputs, dtype=torch.int32) // (weight.format.group_size or inputs)
+    return {
+        "qweight": gptq.pack((values.short() + middle).to(torch.uint8), bits),
+        "qzeros": gptq.pack_zeros(torch.full((groups, outputs), middle, dtype=torch.uint8), bits),
+        "scales": weight.scales.T.half(),
+        "g_idx": torch.empty_like(group_of).index_copy_(0, order, group_of),
+    }
+
+
+def _encode_compressed(weight: QuantizedWeight) -> dict[str, Tensor]:
+    if not _is_packed(weight.format):
+        return {"weight": weight.values, "weight_scale": weight.scales}
+    return {
+        "weight_packed": compressed_tensors.pack(weight.values, weight.format.bits),
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(weight.values.shape),
+    }
+
+
+def _is_packed(format: Format) -> bool:
+    """Whether compressed-tensors packs the integers into words: those of 4 bits, and where activations are not
+    quantized."""
+    return format.bits == 4 or not format.activation_bits
+
+
+class CheckpointWriter:
+    """Puts the layers' files and all else of the original checkpoint together.
+
+    Args:
+        model: folder of the original checkpoint.
+        output: folder of the quantized one.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        output: Path,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        options: QuantizeOptions,
+        state: RunState,
+    ) -> None:
+        self._model = model
+        self._output = output
+        self._config = config
+        self._checkpoint = checkpoint
+        self._options = options
+        self._state = state
+        self._unquantized: list[str] = []
+        """Names of matrices that are not quantized, but for embedding and head."""
+
+    def write_weights(self) -> dict[str, int]:
+        """Write the shards, and copy the files beside them. Returns bytes of the tensors before and after."""
+        sizes = [(name, tensor.nbytes) for name, tensor in self._tensors()]
+        shards: list[list[str]] = [[]]
+        room = SHARD_BYTES
+        for name, size in sizes:
+            if size > room and shards[-1]:
+                shards.append([])
+                room = SHARD_BYTES
+            shards[-1].append(name)
+            room -= size
+        total = sum(size for _, size in sizes)
+        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        files = [SINGLE] if len(shards) == 1 else names
+        remaining = self._tensors()
+        for file, shard in zip(files, shards, strict=True):
+            tensors = {self._checkpoint.stored_name(name): tensor for name, tensor in _take(remaining, len(shard))}
+            self._state.write(self._output / file, partial(save_file, tensors, metadata={"format": "pt"}))
+        if len(shards) > 1:
+            weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+            weight_map = {self._checkpoint.stored_name(name): file for name, file in sorted(weight_map.items())}
+            self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        self._copy_files()
+        return {"bytes_original": self._original_bytes(), "bytes_quantized": total}
+
+    def write_config(self) -> None:
+        """Write ``config.json``, with which the checkpoint is complete."""
+        raw = {name: value for name, value in self._config.raw.items() if name != "quantization_config"}
+        self._write_json(CONFIG, {**raw, "quantization_config": self._quantization_config()})
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, those of the layers last."""
+        self._unquantized = []
+        layers = self._config.num_layers
+        own = tuple(f"model.layers.{number}." for number in range(layers))
+        for name in sorted(name for name in self._checkpoint.names if not name.startswith(own)):
+            tensor = self._checkpoint.read(name, *self._checkpoint.shape(name), as_stored=True)
+            yield name, self._noted(name, tensor)
+        for number in range(layers):
+            with safe_open(self._state.layer_tensors(number), framework="pt") as file:
+                for name in sorted(file.keys()):
+                    yield name, self._noted(name, file.get_tensor(name))
+
+    def _noted(self, name: str, tensor: Tensor) -> Tensor:
+        matrix = name.removesuffix(".weight")
+        is_plain = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        if matrix != name and tensor.dim() == 2 and is_plain and not matrix.endswith(HEADS):
+            self._unquantized.append(matrix)
+        return tensor
+
+    def _original_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in read_tensors(self._checkpoint).values())
+
+    def _copy_files(self) -> None:
+        for path in sorted(self._model.iterdir()):
+            is_wanted = any(fnmatch(path.name, pattern) for pattern in COPIED)
+            if path.is_file() and is_wanted and not any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
+                self._state.write(self._output / path.name, partial(shutil.copyfile, path))
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        self._state.write(self._output / name, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def _quantization_config(self) -> dict[str, Any]:
+        options, ignored = self._options, ["lm_head", *self._unquantized]
+        format, method = options.format, METHODS[options.method]
+        group_size = format.group_size or -1
+        match method.file_format:
+            case "awq":
+                return {
+                    "quant_method": "awq",
+                    "version": "gemm",
+                    "bits": format.bits,
+                    "group_size": group_size,
+                    "zero_point": True,
+                    "modules_to_not_convert": ignored,
+                }
+            case "gptq":
+                config = {
+                    "quant_method": "gptq",
+                    "checkpoint_format": "gptq",
+                    "bits": format.bits,
+                    "group_size": group_size,
+                    "desc_act": options.act_order == "group",
+                    "static_groups": options.act_order == "static",
+                    "sym": True,
+                    "true_sequential": False,
+                    "damp_percent": DAMPING,
+                    "lm_head": False,
+                }
+                left_out: dict[str, dict[str, Any]] = {
+                    f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in self._unquantized
+                }
+                return {**config, "dynamic": left_out} if left_out else config
+            case _:
+                return _compressed_config(format, ignored)
+
+
+def _compressed_config(format: Format, ignored: list[str]) -> dict[str, Any]:
+    kind = "float" if format.floating else "int"
+    layout = "pack-quantized" if _is_packed(format) else f"{kind}-quantized"
+    weights = _arguments(format.bits, kind, "group" if format.group_size else "channel", False)
+    if format.group_size:
+        weights["group_size"] = format.group_size
+    activations = _arguments(8, kind, "token", True) if format.activation_bits else None
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+        "format": layout,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
+
+
+def _arguments(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+
+
+def _take(tensors: Iterator[tuple[str, Tensor]], count: int) -> Iterator[tuple[str, Tensor]]:
+    for _ in range(count):
+        yield next(tensors)

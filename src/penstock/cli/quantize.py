@@ -1,0 +1,102 @@
+"""``penstock quantize``: writes a quantized checkpoint, calibrated where the method calls for it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import get_args
+
+from penstock.calibration.options import METHODS, ActOrder, KVCacheDtype, QuantizeOptions
+
+DYNAMIC_KV_CACHE = (
+    "the KV cache needs no calibration: each vector has a scale of its own, computed when it is stored. The report "
+    "measures with it; serve the checkpoint with --kv-cache-dtype {}"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = QuantizeOptions("")
+    methods = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or its name on the hub")
+    parser.add_argument("--method", required=True, choices=METHODS, help=methods)
+    parser.add_argument(
+        "--output-dir", required=True, type=Path, metavar="DIR", help="folder to write to, new or empty"
+    )
+    parser.add_argument(
+        "--bits", type=int, default=0, metavar="N", help="bits of a weight: 4 or 8 with gptq (default: 4)"
+    )
+    parser.add_argument(
+        "--group-size", type=int, default=0, metavar="N", help="inputs that share a scale; -1: all (default: 128)"
+    )
+    parser.add_argument(
+        "--act-order",
+        choices=get_args(ActOrder),
+        default=default.act_order,
+        help="gptq: whether inputs with large activations are rounded first, in groups of neighbours (static) or of "
+        f"inputs that follow each other in that order (group, desc_act) (default: {default.act_order})",
+    )
+    parser.add_argument(
+        "--smoothing-strength",
+        type=float,
+        default=default.smoothing_strength,
+        metavar="ALPHA",
+        help=f"smoothquant: 0 leaves activations as they are (default: {default.smoothing_strength})",
+    )
+    parser.add_argument(
+        "--calib-dataset",
+        default="",
+        metavar="FILE",
+        help="texts: JSON lines or Parquet with text, messages or prompt, or plain text (default: built in, see docs)",
+    )
+    for name, unit, about in (
+        ("calib_size", "samples", "to calibrate on"),
+        ("calib_seq_len", "tokens", "of a sample"),
+        ("eval_size", "samples", "further ones, on which the report measures"),
+        ("seed", "int", "of the choice of samples"),
+    ):
+        value = getattr(default, name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=value, metavar=unit.upper(), help=f"{about} (default: {value})")
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATTERN",
+        help="matrices to leave unquantized, by the end of their name: down_proj, 'layers.0.*' (default: none)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default=default.kv_cache_dtype,
+        help="of the KV cache that the report measures with; needs no calibration (default: auto)",
+    )
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="to compute with (default: all cores)")
+
+
+def run(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, name) for name in QuantizeOptions.__struct_fields__ if hasattr(args, name)}
+    options = QuantizeOptions(**given | {"ignore": tuple(args.ignore)})
+    write_quantized(args.model, args.output_dir, options, args.threads)
+    if options.kv_cache_dtype != "auto":
+        print(DYNAMIC_KV_CACHE.format(options.kv_cache_dtype))
+    return 0
+
+
+def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, threads: int = 0) -> None:
+    """Quantize a checkpoint, with a progress bar, and print what the report says.
+
+    Args:
+        model: a folder, or a name on the hub.
+        output, options, threads: as of ``calibration.quantize.quantize``, which says what is raised.
+    """
+    options.check()
+    from penstock.calibration.quantize import quantize
+    from penstock.calibration.report import PAGE, summary
+    from penstock.frontend.hub import resolve
+
+    started = time.monotonic()
+    report = quantize(resolve(model), output, options, threads=threads)
+    print(summary(report))
+    print(f"{output} is ready after {time.monotonic() - started:.0f} s; see {output / PAGE}")

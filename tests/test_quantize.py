@@ -1,0 +1,381 @@
+"""``penstock quantize``: what it writes is what its report says, beats rounding, and outlives its process."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import calibration
+import outliers
+import pytest
+import torch
+from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from penstock import LLM, SamplingParams, demo
+from penstock.calibration import texts, writer
+from penstock.calibration.layer import LayerQuantizer
+from penstock.calibration.options import METHODS, QuantizeOptions
+from penstock.calibration.quantize import quantize
+from penstock.calibration.stage import ChangedWeights, build_stage, run_stage
+from penstock.calibration.statistics import InputObserver
+from penstock.calibration.writer import read_tensors
+from penstock.cli.main import main
+from penstock.core import PenstockError
+from penstock.models import read_config
+from penstock.models.weights import Checkpoint
+from penstock.ops import reference
+from penstock.quant import read_quantization_config
+from penstock.text import Tokenizer
+
+QUICK: dict[str, Any] = {"calib_size": 6, "calib_seq_len": 128, "eval_size": 2}
+LAYERS = 2
+COMMAND = [sys.executable, "-m", "penstock.cli.main", "quantize"]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def quantized(model: Path, output: Path, method: str, **options: Any) -> dict[str, Any]:
+    return quantize(model, output, QuantizeOptions(method, **QUICK | options), threads=1, progress=False)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def stored(folder: Path) -> Checkpoint:
+    config = read_config(folder)
+    assert config.quantization_config
+    return Checkpoint(folder, read_quantization_config(config.quantization_config))
+
+
+def matrices(folder: Path) -> dict[str, tuple[int, int]]:
+    """The layers' matrices of an unquantized checkpoint and their shapes."""
+    tensors = load_file(folder / "model.safetensors")
+    names = (name.removesuffix(".weight") for name in tensors)
+    shapes = {name: tuple(tensors[f"{name}.weight"].shape) for name in names if name.endswith(PROJECTIONS)}
+    return {name: (outputs, inputs) for name, (outputs, inputs) in shapes.items()}
+
+
+def dequantized(folder: Path, name: str, shape: tuple[int, int]) -> Tensor:
+    weight = stored(folder).read_quantized(name, *shape, (0, shape[0]))
+    assert not isinstance(weight, Tensor)
+    return weight.dequantize()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose key-value heads are shared, with biases."""
+    folder = tmp_path_factory.mktemp("small")
+    sizes = SMALL | {"vocab_size": 3584, "intermediate_size": 96, "num_hidden_layers": 2}
+    save(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True, dtype="float32"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of the demo model."""
+    folder = tmp_path_factory.mktemp("model")
+    shutil.copytree(demo.CHAT, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": LAYERS, "layer_types": config["layer_types"][:LAYERS]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    dropped = tuple(f"model.layers.{layer}." for layer in range(LAYERS, 6))
+    save_file({name: t for name, t in tensors.items() if not name.startswith(dropped)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, computing the same, with outliers in its activations."""
+    folder = tmp_path_factory.mktemp("planted")
+    outliers.plant(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("method", "rounded"), [("awq", "wint4"), ("gptq", "wint4"), ("smoothquant", "w8a8")], ids=str)
+def test_it_beats_rounding_where_there_are_outliers(planted: Path, tmp_path: Path, method: str, rounded: str) -> None:
+    ours, plain = (quantized(planted, tmp_path / name, name, calib_seq_len=256) for name in (method, rounded))
+    assert ours["kl_divergence"] < 0.5 * plain["kl_divergence"]
+    assert ours["layers"][-1]["error"] < 0.5 * plain["layers"][-1]["error"]
+    assert ours["top1_agreement"] > plain["top1_agreement"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_written_is_what_was_measured(model: Path, tmp_path: Path, method: str) -> None:
+    """The engine computes the written checkpoint to the perplexity in the report."""
+    report = quantized(model, tmp_path / "made", method)
+    sample = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[0].tolist()
+    llm = LLM(tmp_path / "made", num_gpu_blocks_override=40, ops="reference")
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate([sample], params, use_tqdm=False)
+    told = output.prompt_logprobs or []
+    losses = [-place[token].logprob for place, token in zip(told[1:], sample[1:], strict=True) if place]
+    assert len(losses) == report["tokens"] == 127
+    assert sum(losses) / 127 == pytest.approx(math.log(report["perplexity_quantized"]), rel=0.01)
+
+
+@pytest.mark.parametrize("method", ["wint8", "wint4", "w8a8", "w4a8", "fp8"])
+def test_rounding_is_that_of_loading(model: Path, tmp_path: Path, method: str) -> None:
+    """As with ``--quantization``, to the bit."""
+    quantized(model, tmp_path / "made", method)
+    original = load_file(model / "model.safetensors")
+    for name, shape in matrices(model).items():
+        expected = reference.pack([original[f"{name}.weight"]], None, METHODS[method].format).weight
+        assert torch.equal(dequantized(tmp_path / "made", name, shape), expected), name
+
+
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_scales_change_nothing_before_rounding(small: Path, method: str) -> None:
+    """Also those that pass through shared key-value heads, and biases."""
+    config, checkpoint = read_config(small), Checkpoint(small)
+    options, prefix = QuantizeOptions(method, group_size=32 if method == "awq" else 0), "model.layers.1."
+    hidden = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
+    observer, outputs = InputObserver(reference, 4 * 32, False), [torch.empty_like(hidden) for _ in range(2)]
+    weights = ChangedWeights(checkpoint, {}, {})
+    run_stage(build_stage(config, reference, weights, 1, torch.float32, 32, observer), reference, hidden, outputs[0])
+    observer.finish()
+    layer = LayerQuantizer(reference, config, options, prefix, read_tensors(checkpoint, prefix), observer.statistics)
+    before = dict(layer.tensors)
+    layer.scale()
+    changed = {name for name, tensor in layer.tensors.items() if tensor is not before[name]}
+    assert (f"{prefix}self_attn.v_proj.bias" in changed) == (method == "awq")
+    assert {f"{prefix}input_layernorm.weight", f"{prefix}mlp.gate_proj.weight"} <= changed
+    weights = ChangedWeights(checkpoint, layer.tensors, {})
+    run_stage(build_stage(config, reference, weights, 1, torch.float32, 32), reference, hidden, outputs[1])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("act_order", ["none", "static", "group"])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, -1)])
+def test_gptq_writes_its_order(small: Path, tmp_path: Path, act_order: str, bits: int, group_size: int) -> None:
+    options = {"act_order": act_order, "bits": bits, "group_size": group_size}
+    report = quantized(small, tmp_path / "made", "gptq", **options)
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    is_sorted = torch.equal(tensors[f"{name}.g_idx"], torch.arange(96) // (32 if group_size == 32 else 96))
+    assert is_sorted == (act_order != "group" or group_size == -1)
+    config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    assert (config["desc_act"], config["bits"], config["group_size"]) == (act_order == "group", bits, group_size)
+    original = load_file(small / "model.safetensors")
+    for name, shape in matrices(small).items():
+        change = dequantized(tmp_path / "made", name, shape) - original[f"{name}.weight"]
+        assert change.square().sum() < (0.04 if bits == 4 else 2e-4) * original[f"{name}.weight"].square().sum()
+        assert report["layers"][int(name.split(".")[2])]["matrices"][name] < (0.02 if bits == 4 else 1e-4)
+
+
+def test_what_is_ignored_stays(model: Path, tmp_path: Path) -> None:
+    ignored = ["model.layers.0.self_attn.k_proj", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS))]
+    for method in ("gptq", "wint4"):
+        output = tmp_path / method
+        report = quantized(model, output, method, ignore=("layers.0.*.k_proj", "down_proj"))
+        assert not {name for layer in report["layers"] for name in layer["matrices"]}.intersection(ignored)
+        original, made = load_file(model / "model.safetensors"), load_file(output / "model.safetensors")
+        for name in ignored:
+            assert torch.equal(original[f"{name}.weight"], made[f"{name}.weight"])
+        assert LLM(output, num_gpu_blocks_override=40).generate("A", SamplingParams(max_tokens=2), use_tqdm=False)
+    config = json.loads((tmp_path / "wint4" / "config.json").read_text())["quantization_config"]
+    assert set(config["ignore"]) == {"lm_head", *ignored}
+
+
+def test_shards_have_an_index(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 200_000)
+    quantized(small, tmp_path / "made", "wint8")
+    files = sorted(path.name for path in (tmp_path / "made").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert LLM(tmp_path / "made", num_gpu_blocks_override=40)
+    monkeypatch.undo()
+    quantized(small, tmp_path / "whole", "wint8")
+    tensors = [load_file(tmp_path / "made" / name) for name in files]
+    merged = {name: tensor for shard in tensors for name, tensor in shard.items()}
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert merged.keys() == whole.keys() and all(torch.equal(merged[name], whole[name]) for name in whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].file_format == "compressed-tensors"])
+def test_transformers_reads_it(tmp_path: Path, method: str) -> None:
+    """With the library compressed-tensors, in a folder of its own: to the perplexity in the report."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
+    subprocess.run([*pip, "compressed-tensors>=0.20", "loguru"], check=True)
+    report = quantized(demo.CHAT, tmp_path / "made", method)
+    samples = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[:1]
+    torch.save(samples, tmp_path / "samples.pt")
+    script = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model, ids = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16), torch.load(sys.argv[2])
+with torch.no_grad():
+    print(model(ids, labels=ids).loss.item())
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "made"), str(tmp_path / "samples.pt")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) == pytest.approx(math.log(report["perplexity_quantized"]), rel=0.01)
+
+
+# --- Runs that are cut off --------------------------------------------------------------------------------------------
+
+
+def start(checkpoint: Path, output: Path, method: str) -> subprocess.Popen[str]:
+    flags = ["--method", method, "--output-dir", str(output), "--threads", "1"]
+    flags += [part for name, value in QUICK.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return subprocess.Popen(
+        [*COMMAND, str(checkpoint), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
+    """Killed in the middle by SIGKILL; what it leaves is refused to other options, and finished to the same bytes."""
+    process = start(model, tmp_path / "cut", "gptq")
+    done = tmp_path / "cut" / ".quantize" / "layer-00000.json"
+    while not done.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    with pytest.raises(PenstockError, match="another process quantizes into"):
+        quantized(model, tmp_path / "cut", "gptq")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "cut" / "config.json").exists()
+    with pytest.raises(PenstockError, match="holds a run with other options \\(method 'gptq' and not 'awq'\\)"):
+        quantized(model, tmp_path / "cut", "awq")
+    quantized(model, tmp_path / "cut", "gptq")
+    quantized(model, tmp_path / "whole", "gptq")
+    assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
+
+
+def test_a_finished_run_is_left_as_it_is(small: Path, tmp_path: Path) -> None:
+    report = quantized(small, tmp_path / "made", "wint8")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
+    (tmp_path / "made" / ".quantize").mkdir()  # as of a run that was killed while it removed this
+    assert quantized(small, tmp_path / "made", "wint8") == report
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
+    with pytest.raises(PenstockError, match="was made with other options"):
+        quantized(small, tmp_path / "made", "fp8")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant", "w4a8"])
+def test_runs_killed_at_any_moment(tmp_path: Path, method: str) -> None:
+    rng = Random(method)
+    quantized(demo.CHAT, tmp_path / "whole", method)
+    for attempt in range(8):
+        output, kills, patience = tmp_path / str(attempt), 0, rng.uniform(1, 6)
+        while True:
+            process = start(demo.CHAT, output, method)
+            try:
+                said, _ = process.communicate(timeout=patience)
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                kills, patience = kills + 1, rng.uniform(1, 6) + kills
+        assert process.returncode == 0, said
+        assert digests(output) == digests(tmp_path / "whole"), kills
+
+
+# --- Reports and options ----------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_one_page(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [str(small), "--method", "awq", "--group-size", "32", "--calib-size", "2", "--calib-seq-len", "32"]
+    assert main(["quantize", *flags, "--output-dir", str(tmp_path / "made"), "--kv-cache-dtype", "int8"]) == 0
+    said = capsys.readouterr().out
+    report = json.loads((tmp_path / "made" / "quantization_report.json").read_text())
+    assert f"{report['perplexity_original']:.4f} before, {report['perplexity_quantized']:.4f} after" in said
+    assert "the KV cache needs no calibration" in said and "--kv-cache-dtype int8" in said
+    page = (tmp_path / "made" / "quantization_report.html").read_text()
+    assert page.count("<svg") == 2 and "http" not in page and "down_proj" in page
+    before, after = report["bytes_original"], report["bytes_quantized"]
+    sizes = [sum(t.nbytes for t in load_file(f / "model.safetensors").values()) for f in (small, tmp_path / "made")]
+    assert [before, after] == sizes
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--method gptqq", "--method: invalid choice: 'gptqq'"),
+        ("--method awq --bits 8", "--bits: awq has 4"),
+        ("--method gptq --bits 3", "--bits: gptq has 4 or 8"),
+        ("--method w8a8 --group-size 128", "--group-size: w8a8 has one scale an output: leave it out"),
+        ("--method wint4 --group-size 12", "--group-size: must be a multiple of 8, or -1, is 12"),
+        ("--method wint4 --group-size 40", "--group-size: 40 does not divide the 256 inputs of model.layers.0."),
+        ("--method awq --calib-size 0", "--calib-size: must be at least 1, is 0"),
+        ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: must be from 0 to 1, is 2.0"),
+        ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: there is no cnn_dailymail: give a file"),
+        ("--method awq --output-dir FULL", "holds file already: name a folder that is empty or new, or delete it"),
+        ("--method awq --output-dir MODEL", "holds another checkpoint: name a folder that is empty or new"),
+        ("--method awq --output-dir FULL/file", "cannot be written (File exists): name another folder"),
+    ],
+)
+def test_what_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    flags = flags.replace("FULL", str(tmp_path / "full")).replace("MODEL", str(demo.CHAT))
+    output = [] if "--output-dir" in flags else ["--output-dir", str(tmp_path / "new")]
+    try:
+        status: object = main(["quantize", str(demo.CHAT), *output, *flags.split()])
+    except SystemExit as ended:
+        status = ended.code
+    said = [line for line in capsys.readouterr().err.splitlines() if line and "sample" not in line]
+    assert status == 2 and len(said) == 1 and words in said[0], said
+
+
+# --- Texts ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_built_in_texts_are_the_corpus() -> None:
+    assert gzip.decompress(texts.BUILT_IN.read_bytes()).decode() == calibration.lines()
+
+
+def test_records_of_every_kind(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(demo.CHAT)
+    records = [
+        {"text": "A tiger."},
+        {"messages": [{"role": "user", "content": "A lion?"}, {"role": "assistant", "content": "Yes."}]},
+        {"prompt": "A wolf", "response": " ran."},
+    ]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(record) + "\n\n" for record in records))
+    (samples,) = texts.read_samples(str(tmp_path / "lines.jsonl"), tokenizer, 9, 4096, 3).tolist()
+    said = tokenizer.decode(samples, skip_special_tokens=False)
+    assert "A tiger." in said and "<|im_start|>user\nA lion?<|im_end|>" in said and "A wolf ran." in said
+    (tmp_path / "plain.txt").write_text("".join(f"Line {number} of many.\n" for number in range(2000)))
+    first, second = (texts.read_samples(str(tmp_path / "plain.txt"), tokenizer, 9, 64, seed) for seed in (0, 1))
+    assert first.shape == (9, 64) and not torch.equal(first, second)
+    assert torch.equal(first, texts.read_samples(str(tmp_path / "plain.txt"), tokenizer, 9, 64, 0))
+    calibrated, measured = texts.split_samples(first, 100, 3)
+    assert (len(calibrated), len(measured)) == (8, 1) and not any(
+        (calibrated == each).all(1).any() for each in measured
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b"{", "line 1 of .*a.jsonl is not JSON"),
+        ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has none of text, messages, prompt"),
+        ("a.jsonl", b'{"messages": ["x"]}', "has none of text, messages, prompt"),
+        ("a.jsonl", b'{"messages": [{"role": 3}]}', "the chat template refuses a record"),
+        ("a.txt", b"\xff\xfe", "is not text in UTF-8"),
+        ("a.txt", b"", "has no text"),
+        ("a.parquet", b"PAR1", "pyarrow|cannot be read as Parquet"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(PenstockError, match=words):
+        texts.read_samples(str(tmp_path / name), Tokenizer(demo.CHAT), 4, 64, 0)
