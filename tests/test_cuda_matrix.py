@@ -121,7 +121,8 @@ def test_weights_as_checkpoints_have_them(name: str) -> None:
 
 
 def test_formats_that_are_dequantized() -> None:
-    for format in (Format(8, 32), Format(8, asymmetric=True), Format(4, 16), Format(4), Format(8, floating=True)):
+    integers = Format(8, 32), Format(8, asymmetric=True), Format(4, 16), Format(4)
+    for format in (*integers, Format(8, floating=True), Format(4, 64, floating=True)):
         assert not matrix.supports(format, torch.bfloat16)
 
 

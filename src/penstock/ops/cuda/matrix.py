@@ -162,7 +162,7 @@ def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
 
 def _has_kernels(format: Format) -> bool:
     if format.bits == 4:
-        return format.group_size in (32, 64, 128)
+        return format.group_size in (32, 64, 128) and not format.floating
     if format.floating:
         one_scale = not format.group_size and format.rows_per_scale in (0, 1)
         return bool(format.activation_bits) and (one_scale or format.group_size == format.rows_per_scale == BLOCK)
