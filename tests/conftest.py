@@ -8,6 +8,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: the CUDA
 
 import gc
 import inspect
+import logging
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -112,6 +113,16 @@ def patience() -> Iterator[None]:
         for call in (*calls, httpx.Client.__init__, httpx.AsyncClient.__init__):
             patch.setitem(inspect.unwrap(call).__kwdefaults__, "timeout", httpx.Timeout(60))
         yield
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[None]:
+    """The log of commands that run within a test's process ends with the test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

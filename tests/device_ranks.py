@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.parallel import Shard, shard_outputs
@@ -42,6 +43,7 @@ def main() -> None:
             with group.step():
                 found = group.gather_rows(write, ids, shard, 5, dtype)
                 assert torch.equal(found, table[ids]) and torch.equal(found.signbit(), table[ids].signbit())
+    dist.destroy_process_group()  # whose threads would else outlive the interpreter
     print("gathered")
 
 

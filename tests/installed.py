@@ -279,7 +279,8 @@ def test_programs_run_as_printed(full: Clean, served: Served) -> None:
 
 
 def test_commands_run_as_printed(full: Clean, served: Served) -> None:
-    """In a folder with the environment where ``make`` puts it. Installing is not repeated, and talking has a test."""
+    """In a folder with the environment where ``make`` puts it. Installing is not repeated, and talking has a test.
+    ``MODEL`` is the built-in one."""
     asked = {
         "messages": [{"role": "user", "content": "What is the capital of Canada?"}],
         "max_tokens": 20,
@@ -292,7 +293,8 @@ def test_commands_run_as_printed(full: Clean, served: Served) -> None:
     run = [line for line in lines if line not in skipped]
     assert any(line.startswith("curl") for line in run) and any("penstock run-batch" in line for line in run)
     for line in run:
-        ran = full.run("bash", "-c", line.replace(ADDRESS, served.root))
+        command = line.replace(ADDRESS, served.root).replace(" MODEL ", f" {ROOT / 'src/penstock/demo/chat'} ")
+        ran = full.run("bash", "-c", command)
         assert ran.returncode == 0, (line, ran.stderr)
         assert "curl" not in line or "Ottawa" in ran.stdout
     assert "Ottawa" in (full.home / "answers.jsonl").read_text()

@@ -23,9 +23,9 @@ from transformers import Qwen3Config
 from xxhash import xxh3_64_intdigest
 
 from penstock import LLM, SamplingParams, demo
+from penstock.config.cache_folder import new_file
 from penstock.core import PenstockError
 from penstock.models import load_model
-from penstock.models.weights.cache_folder import new_file
 from penstock.ops import backend
 from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory
 

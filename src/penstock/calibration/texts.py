@@ -98,7 +98,7 @@ def _read_parquet(path: Path) -> list[Mapping[str, Any]]:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise PenstockError(
-            Code.UNSUPPORTED, f"{FIELD}: {path} needs pyarrow: install penstock-llm[parquet]", FIELD
+            Code.UNSUPPORTED, f"{FIELD}: {path} needs pyarrow: pip install 'penstock-llm[parquet]'", FIELD
         ) from error
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()

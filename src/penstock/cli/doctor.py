@@ -77,7 +77,7 @@ def collect_facts() -> dict[str, Any]:
 
 def _weight_cache() -> str:
     """The weight cache: folder, size and limit."""
-    from penstock.models.weights.cache_folder import cache_folder, disk_usage
+    from penstock.config.cache_folder import cache_folder, disk_usage
 
     options = read({}, None).configuration.engine
     folder = cache_folder(options.weight_cache_dir)

@@ -30,7 +30,6 @@ from .weights import (
     GGUFCheckpoint,
     LoRAAdapter,
     WeightCache,
-    cache_folder,
     find_gguf,
     load_lora,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "MTPHead",
     "Model",
     "ModelConfig",
-    "cache_folder",
     "compute_dtype",
     "load_lora",
     "load_model",

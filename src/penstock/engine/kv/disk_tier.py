@@ -23,9 +23,9 @@ from queue import SimpleQueue
 
 from xxhash import xxh3_64_intdigest
 
+from penstock.config.cache_folder import RESERVED_SHARE, open_cached
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.models.weights.cache_folder import RESERVED_SHARE, open_cached
 
 from .host_tier import HostTier
 

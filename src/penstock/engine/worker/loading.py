@@ -11,11 +11,12 @@ import msgspec
 import torch
 
 from penstock import demo, ops
+from penstock.config.cache_folder import cache_folder
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
-from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
+from penstock.models import Model, ModelConfig, load_model, read_config
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.kv_spec import KV_QUANTIZATION, KVSpec

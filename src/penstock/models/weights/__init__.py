@@ -1,7 +1,6 @@
 """Sources of weights: checkpoints, the cache of packed weights, engine folders, LoRA adapters, and dummy weights."""
 
 from .cache import WeightCache
-from .cache_folder import cache_folder
 from .checkpoint import Checkpoint
 from .dummy import DummyWeights
 from .engine_output import EngineOutput
@@ -17,7 +16,6 @@ __all__ = [
     "GGUFCheckpoint",
     "LoRAAdapter",
     "WeightCache",
-    "cache_folder",
     "find_gguf",
     "load_lora",
 ]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from penstock.config.cache_folder import SUFFIX, limit_bytes, new_file, open_cached
 from penstock.version import __version__
 
-from .cache_folder import SUFFIX, limit_bytes, new_file, open_cached
 from .packed_file import PackedFile, PackedLayout, verifiers
 
 logger = logging.getLogger(__name__)
