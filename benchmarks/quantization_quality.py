@@ -4,10 +4,11 @@ python benchmarks/quantization_quality.py
 python benchmarks/quantization_quality.py --planted                  # a model with outliers in its activations
 python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the demo model as another tool has quantized it
 
-For each format that weights are rounded to when they are loaded, each method of ``penstock quantize``, and int8 KV
-caches: the perplexity of held-out answers, the Kullback-Leibler divergence of the next-token distribution from that in
-bfloat16, averaged over the answers' tokens, the share of tokens with the same top token, the share of held-out
-questions that are answered right, and the bytes of the layers.
+For each format that weights are rounded to when they are loaded, each method of ``penstock quantize``, types of GGUF,
+bitsandbytes, and int8 KV caches: the perplexity of held-out answers, the Kullback-Leibler divergence of the next-token
+distribution from that in bfloat16, averaged over the answers' tokens, the share of tokens with the same top token, the
+share of held-out questions that are answered right, asked over OpenAI's API of a server, and the bytes of the layers.
+Needs the dependency group ``test``.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from penstock import demo, ops
 from penstock.calibration.options import METHODS, QuantizeOptions
 from penstock.calibration.quantize import quantize
 from penstock.core.quantization import SCHEMES
+from penstock.frontend.gguf_folder import checkpoint_folder
 from penstock.models import Model, load_model
 from penstock.ops import AttentionMetadata, Batch
+from penstock.planning.gguf_file import GGUFFile
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo_model"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples/demo_model", "tests")]
 import evaluate
 import outliers
+from other_checkpoints import BITSANDBYTES, GGUF, write_bitsandbytes, write_gguf_type
+from serving import Served
 
 BLOCK = 64
 ON_CPUS = [name for name, scheme in SCHEMES.items() if not scheme.layers.floating]
@@ -57,7 +62,8 @@ class Variant:
 
     label: str
     made: str
-    folder: Path
+    path: Path
+    """A folder, or a GGUF file."""
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
 
@@ -66,6 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantization", nargs="*", choices=ON_CPUS, default=ON_CPUS, help="at load (default: all)")
     parser.add_argument("--method", nargs="*", choices=WRITTEN, default=[*WRITTEN], help="(default: all)")
+    parser.add_argument("--gguf", nargs="*", choices=GGUF, default=GGUF, help="types (default: all)")
+    parser.add_argument("--bitsandbytes", nargs="*", choices=BITSANDBYTES, default=BITSANDBYTES, help="(default: all)")
     parser.add_argument("--checkpoint", nargs="*", default=[], metavar="NAME=FOLDER", help="others to measure")
     parser.add_argument("--planted", action="store_true", help="plant outliers first (examples/demo_model/outliers.py)")
     parser.add_argument("--calib-size", type=int, default=128, help="samples of 512 tokens (default: 128)")
@@ -103,6 +111,12 @@ def variants(args: argparse.Namespace, model: Path, scratch: Path) -> Iterator[V
         options = msgspec.structs.replace(WRITTEN[name], calib_size=args.calib_size, eval_size=1)
         quantize(model, scratch / str(number), options)
         yield Variant(name, "penstock quantize", scratch / str(number))
+    for name in args.gguf:
+        write_gguf_type(model, scratch / f"{name}.gguf", name)
+        yield Variant(name, "GGUF", scratch / f"{name}.gguf")
+    for name in args.bitsandbytes:
+        write_bitsandbytes(model, scratch / f"bitsandbytes {name}", name)
+        yield Variant(name, "bitsandbytes", scratch / f"bitsandbytes {name}")
     for given in args.checkpoint:
         name, _, folder = given.partition("=")
         yield Variant(name, "elsewhere", Path(folder))
@@ -111,7 +125,10 @@ def variants(args: argparse.Namespace, model: Path, scratch: Path) -> Iterator[V
 def layer_bytes(variant: Variant) -> int:
     """Bytes of the layers' tensors in the checkpoint, or, of weights that are rounded at load, of what they are rounded
     to."""
-    tensors = [load_file(file) for file in sorted(variant.folder.glob("*.safetensors"))]
+    if variant.path.suffix == ".gguf":
+        tensors_of_file = GGUFFile(variant.path).tensors
+        return sum(tensor.size for name, tensor in tensors_of_file.items() if name.startswith("blk."))
+    tensors = [load_file(file) for file in sorted(variant.path.glob("*.safetensors"))]
     layers = [(name, tensor) for file in tensors for name, tensor in file.items() if ".layers." in name]
     format = SCHEMES[variant.quantization].layers
     if not format.bits:
@@ -137,7 +154,8 @@ def answers(count: int) -> Iterator[tuple[list[int], int]]:
 def distributions(variant: Variant, texts: Sequence[tuple[list[int], int]]) -> Iterator[Tensor]:
     """Log probabilities of each answer's tokens, ``[tokens, vocabulary]`` float32."""
     backend = ops.backend(torch.device("cpu"))
-    model = load_model(variant.folder, backend, quantization=variant.quantization)
+    folder = checkpoint_folder(variant.path) if variant.path.suffix == ".gguf" else variant.path
+    model = load_model(folder, backend, quantization=variant.quantization)
     longest, kept = max(len(ids) for ids, _ in texts), variant.kv_cache_dtype.replace("auto", "")
     cache = backend.new_kv_cache(model.kv_specs(BLOCK, kept), -(-longest // BLOCK), torch.device("cpu"))
     for ids, own in tqdm(texts, desc=f"{variant.label} {variant.kv_cache_dtype}", unit="text", leave=False):
@@ -173,11 +191,12 @@ def compare(
 
 
 def share_right(variant: Variant, count: int) -> float:
-    """Of held-out questions, asked through ``LLM``."""
+    """Of held-out questions, asked over OpenAI's API of ``penstock serve``."""
     drawn = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
     asked = [c for c in drawn if c.check is not evaluate.Check.FREE]
-    options = {"quantization": variant.quantization, "kv_cache_dtype": variant.kv_cache_dtype}
-    given = evaluate.Penstock(variant.folder, **options).ask(asked)
+    flags = ["--quantization", variant.quantization, "--kv-cache-dtype", variant.kv_cache_dtype]
+    with Served("--model", str(variant.path), *flags) as server:
+        given = evaluate.Remote(f"{server.root}/v1", None).ask(asked)
     return sum(map(evaluate.is_right, given, asked)) / len(asked)
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,7 +27,7 @@ from penstock import LLM, SamplingParams
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest
 from penstock.engine.engine import Engine
-from penstock.ops.cuda import capture
+from penstock.ops import cuda
 
 TINY = SMALL | {
     "max_position_embeddings": 320,
@@ -45,6 +46,13 @@ MORE_KINDS = [
 ]
 """What is computed in, and what weights and the cache are rounded to."""
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+
+
+@pytest.fixture(autouse=True)
+def batch_invariant() -> Iterator[None]:
+    """As other tests of this process expect the backend to be."""
+    yield
+    cuda.set_batch_invariant(True)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +212,7 @@ def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
 
 def test_memory_is_freed_with_its_last_reference() -> None:
     """A forward pass that was captured holds the KV cache: no cycle may keep it until garbage is collected."""
-    captured = capture(lambda batch: batch.token_ids, 8, 4, 2, device=torch.device("cpu"), graph_sizes=(2, 4))
+    captured = cuda.capture(lambda batch: batch.token_ids, 8, 4, 2, device=torch.device("cpu"), graph_sizes=(2, 4))
     reference = weakref.ref(captured)
     gc.disable()
     try:
