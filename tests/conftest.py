@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LONG = (
-    "installed cuda_compile exactness router storm ranks nodes ray several_models server server_schema async_llm "
-    "guided run_batch chat llm data_parallel together hub ops speculation lora bladellm kserve seed_paddlenlp "
-    "chat_prompts paddlenlp_server logprobs bench_serve search prefill_decode_failures cuda_engine cuda_matrix"
+    "installed cuda_compile nodes ranks exactness cuda_engine storm router prefill_decode_failures guided server "
+    "downloads several_models prefill_decode async_llm hub kv_offloading ray data_parallel cuda_matrix weights "
+    "server_schema seed_vllm bladellm executors together seed_paddlenlp seed_triton lora llm run_batch gguf chat "
+    "quantize cli engine_folder quantized_checkpoints speculation"
 ).split()
 """Files that take longest are begun first, so that no process is left with one of them when the others are done."""
 

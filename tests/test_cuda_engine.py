@@ -85,7 +85,7 @@ def draw_requests(rng: Random, long: int) -> list[EngineRequest]:
                 logprobs=number % 3,
                 prompt_logprobs=1 if number == 1 else None,
                 repetition_penalty=1.1 if number == 2 else 1.0,
-                max_tokens=5,
+                max_tokens=4,
                 ignore_eos=True,
             ),
         )
@@ -124,7 +124,7 @@ def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
     """Nor on chunks, prefix hits, padding, preemption, drafts, and steps in flight."""
-    assert differing(checkpoint, kind, [SCHEDULES[1 + KINDS.index(kind)]], 70) == []
+    assert differing(checkpoint, kind, [SCHEDULES[1 + KINDS.index(kind)]], 48) == []
 
 
 @pytest.mark.thorough

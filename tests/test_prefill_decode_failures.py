@@ -58,6 +58,7 @@ def test_kill_of_a_decode_engine(deployment: Deployment, right: Right) -> None:
     assert all("was lost" in words for words in errors), errors
 
 
+@pytest.mark.thorough
 def test_a_prefill_engine_is_stopped_for_longer_than_a_transfer_waits(deployment: Deployment, right: Right) -> None:
     (victim,) = deployment.of("prefill")
     pid = victim.engine
