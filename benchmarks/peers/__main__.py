@@ -4,7 +4,8 @@ python benchmarks/peers CHECKPOINT --openvino PYTHON --vllm PYTHON --llama-cpp F
 
 Each peer is optional and lives in an environment of its own: give the ``python`` that has ``openvino-genai`` and
 ``optimum-intel``, the one that has ``vllm``, the folder of llama.cpp's source with its programs built in ``build/bin``.
-Checkpoints are converted once, into ``--work``. All generate greedily, ignore the end of text and share no prefixes.
+Checkpoints are converted once, into ``--work``; llama.cpp's GGUF files of 8 and 4 bits are computed by Penstock, too. All
+generate greedily, ignore the end of text and share no prefixes.
 
 ``--isa`` holds every system to an instruction set: Penstock by ``PENSTOCK_ISA``, OpenVINO by
 ``ONEDNN_MAX_CPU_ISA`` and a small library that says no where it asks the processor itself (which takes a C++ compiler).
@@ -142,6 +143,10 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             convert(file, lambda c=command: subprocess.run(c, check=True, capture_output=True))
             runner = [sys.executable, str(HERE / "run_llama_cpp.py")]
             yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads)], {})
+            if format != "bf16":  # activations in 8 bits, as llama.cpp has them
+                kept = "w8a8" if format == "int8" else "w4a8"
+                runner = [sys.executable, str(HERE / "run_penstock.py")]
+                yield System("Penstock, its file", format, [*runner, str(file), str(args.threads), kept], own)
 
 
 def convert(target: Path, make: Callable[[], object]) -> None:
