@@ -216,6 +216,22 @@ def same(file: Path, other: Path) -> bool:
     return other.is_file() and other.read_bytes() == file.read_bytes()
 
 
+def test_blocks_whose_values_are_wrong_are_deleted(
+    checkpoint: Path, intact: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that notices fails; the blocks are not read again, though the end of a request marks its blocks as
+    used."""
+    folder = shutil.copytree(intact, tmp_path / "kv")
+    for file in folder.iterdir():
+        file.write_bytes(b"\xff" * file.stat().st_size)  # not a number, whatever the type
+    monkeypatch.setattr(disk_tier.DiskTier, "_checksum", lambda *_: b"\xff" * disk_tier.CHECKSUM_BYTES)
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        (output,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+        assert "not finite" in str(output.outputs[0].failure) and counts(llm)["disk_hits"] == FULL
+    with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
+        assert generate(llm, PROMPTS[:1]) == (expected[:1], [0])
+
+
 def test_one_damaged_block_costs_those_after_it(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:

@@ -86,8 +86,10 @@ class DiskTier:
         self._paused_until = 0.0
         self._room = 0
         """Bytes that may be written before the folder is looked through again."""
-        self._queue: dict[bytes, bool] = {}
-        """Hashes of blocks to keep (True) or to forget, in this order."""
+        self._queue: dict[bytes, None] = {}
+        """Hashes of blocks to keep, in this order."""
+        self._wrong: dict[bytes, None] = {}
+        """Hashes of blocks to delete before any is kept."""
         self._changed = threading.Condition()
         self._closing = False
         self._reads: SimpleQueue[tuple[Sequence[bytes], Future[None]] | None] = SimpleQueue()
@@ -136,11 +138,19 @@ class DiskTier:
 
     def keep(self, block_hashes: Sequence[bytes]) -> None:
         """Write blocks of the host tier that are not here; mark the others as used now."""
-        self._enqueue(block_hashes, True)
+        with self._changed:
+            for one in block_hashes:
+                self._queue.pop(one, None)
+                self._queue[one] = None
+            while len(self._queue) > MAX_QUEUED:
+                del self._queue[next(iter(self._queue))]
+            self._changed.notify()
 
     def forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Delete blocks."""
-        self._enqueue(block_hashes, False)
+        """Delete blocks, which are wrong. Where ``keep`` follows, they are kept if the host tier has them anew."""
+        with self._changed:
+            self._wrong |= dict.fromkeys(block_hashes)
+            self._changed.notify()
 
     def close(self) -> None:
         """Write what is left, as far as ``CLOSE_TIMEOUT`` allows."""
@@ -150,15 +160,6 @@ class DiskTier:
         for _ in range(READERS):
             self._reads.put(None)
         self._writer.join(CLOSE_TIMEOUT)
-
-    def _enqueue(self, block_hashes: Sequence[bytes], keep: bool) -> None:
-        with self._changed:
-            for one in block_hashes:
-                self._queue.pop(one, None)
-                self._queue[one] = keep
-            while len(self._queue) > MAX_QUEUED:
-                del self._queue[next(iter(self._queue))]
-            self._changed.notify()
 
     # --- In the threads that read -------------------------------------------------------------------------------------
 
@@ -220,14 +221,14 @@ class DiskTier:
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                while not self._queue:
+                while not (queue := self._wrong or self._queue):
                     if self._closing:
                         return
                     self._changed.wait()
-                block_hash = next(iter(self._queue))
-                keep = self._queue.pop(block_hash)
+                block_hash = next(iter(queue))
+                del queue[block_hash]
             try:
-                if not keep:
+                if queue is self._wrong:
                     self._path(block_hash).unlink(missing_ok=True)
                 elif not self._touch(block_hash) and time.monotonic() >= self._paused_until:
                     self._write(block_hash)
