@@ -27,6 +27,9 @@ from transformers import Qwen3Config
 from penstock import LLM, LoRARequest, PenstockError, SamplingParams
 from penstock.core import EngineRequest
 from penstock.engine.kv import disk_tier
+from penstock.engine.kv.block_pool import BlockPool
+from penstock.engine.kv.host_tier import HostTier
+from penstock.engine.kv.offloading import KVOffloading
 
 BLOCK = 16
 OPTIONS: dict[str, Any] = {
@@ -230,6 +233,20 @@ def test_blocks_whose_values_are_wrong_are_deleted(
         assert "not finite" in str(output.outputs[0].failure) and counts(llm)["disk_hits"] == FULL
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         assert generate(llm, PROMPTS[:1]) == (expected[:1], [0])
+
+
+def test_what_is_being_stored_may_turn_out_to_be_wrong() -> None:
+    """A step in flight stores a block, when the one before it is found to have computed what is no number."""
+    device = BlockPool(1, BLOCK)
+    device.cache_block(*device.allocate(1), b"a")
+    with closing(KVOffloading(device, HostTier(4096, 1024, BLOCK))) as offloading:
+        for wrong in (True, False):
+            offloading.store([0], [b"a"])
+            stores = offloading.take_stores()
+            if wrong:
+                offloading.forget([b"a"])
+            offloading.confirm(stores, [])
+            assert offloading.count([b"a"]) == (not wrong)
 
 
 def test_one_damaged_block_costs_those_after_it(checkpoint: Path, expected: Result, tmp_path: Path) -> None:

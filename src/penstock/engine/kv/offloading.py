@@ -43,6 +43,8 @@ class KVOffloading:
         self._finalizer = weakref.finalize(self, _close, host, disk)
         self._pending: dict[int, bytes] = {}
         """Device block → hash of blocks to store."""
+        self._storing: set[bytes] = set()
+        """Hashes of blocks that steps in flight store, without those that were found to be wrong meanwhile."""
         self.num_queries = 0
         """Number of blocks that were looked up since the start, as the device did not have them."""
         self.num_loaded = 0
@@ -69,7 +71,9 @@ class KVOffloading:
         pool, pending, self._pending = self._device_pool, self._pending, {}
         cached = [(b, h) for b, h in pending.items() if pool.cached_block(h) == b and not self._host.contains(h)]
         slots = self._host.allocate(len(cached))
-        return [OffloadedBlock(block, slot, one) for (block, one), slot in zip(cached, slots, strict=False)]
+        stores = [OffloadedBlock(block, slot, one) for (block, one), slot in zip(cached, slots, strict=False)]
+        self._storing.update(one.block_hash for one in stores)
+        return stores
 
     # --- Loads --------------------------------------------------------------------------------------------------------
 
@@ -89,7 +93,8 @@ class KVOffloading:
 
     def confirm(self, stores: list[OffloadedBlock], loads: list[OffloadedBlock]) -> None:
         """A step has made these copies: add them to the prefix cache of the host tier, or the device."""
-        for one in stores:
+        right = [one for one in stores if one.block_hash in self._storing]
+        for one in right:
             self._host.cache(one.slot, one.block_hash)
         for one in loads:
             self._device_pool.cache_block(one.block, one.block_hash)
@@ -97,10 +102,11 @@ class KVOffloading:
         self.num_stored += len(stores)
         self.num_loaded += len(loads)
         if self._disk:
-            self._disk.keep([one.block_hash for one in stores])
+            self._disk.keep([one.block_hash for one in right])
 
     def cancel(self, stores: list[OffloadedBlock], loads: list[OffloadedBlock]) -> None:
         """A step has failed that was to make these copies: they may be damaged."""
+        self._storing.difference_update(one.block_hash for one in stores)
         self._host.release([one.slot for one in stores])
         self._host.release([one.slot for one in loads])
 
@@ -115,6 +121,7 @@ class KVOffloading:
 
     def forget(self, block_hashes: Sequence[bytes]) -> None:
         """Remove blocks, because their keys and values are wrong."""
+        self._storing.difference_update(block_hashes)
         self._host.forget(block_hashes)
         if self._disk:
             self._disk.forget(block_hashes)
