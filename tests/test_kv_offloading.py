@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -360,6 +362,17 @@ def test_what_is_impossible_is_refused(checkpoint: Path, tmp_path: Path, options
     given = {name: value.format(tmp=tmp_path) if isinstance(value, str) else value for name, value in options.items()}
     with pytest.raises(PenstockError, match=re.escape(words)):
         LLM(checkpoint, **OPTIONS | given)
+
+
+def test_an_engine_that_cannot_start_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    def left() -> tuple[int, int]:
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = left()
+    with pytest.raises((OSError, MemoryError)):
+        LLM(checkpoint, **OPTIONS | {"num_gpu_blocks_override": 10**9, "kv_offloading_disk_path": str(tmp_path / "a")})
+    assert left() == before
 
 
 def test_metrics_tell_the_tiers(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
-from .kv.offloading import KVOffloading, start_tiers
+from .kv.offloading import new_host_tier, start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import NO_ADAPTER, LoRAManager
 from .scheduling.prerequisites import Prerequisite
@@ -101,7 +101,7 @@ class Engine:
             layouts = model_layouts(options, config.raw, self.info) if options.role != "mixed" else []
             buffer = new_transfer_buffer(options, layouts) if layouts else None
             block_layouts = model_layouts(options, config.raw, self.info, options.block_size)
-            host_tier, disk_tier = start_tiers(options, block_layouts, self.info.fingerprint)
+            host_tier = new_host_tier(options, block_layouts)
             self._executor.init_cache(
                 blocks,
                 host_blocks,
@@ -112,7 +112,11 @@ class Engine:
             raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
         lora_slots = {"": NO_ADAPTER}
         device_pool = BlockPool(blocks, options.block_size)
-        self.kv_offloading = KVOffloading(device_pool, host_tier, disk_tier) if host_tier else None
+        self.kv_offloading = (
+            start_offloading(options, block_layouts, self.info.fingerprint, device_pool, host_tier)
+            if host_tier
+            else None
+        )
         """Lower tiers of the prefix cache; None where there are none."""
         self.scheduler = Scheduler(
             scheduling,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -39,6 +40,7 @@ class HostTier:
         self._pool = BlockPool(size // slot_bytes, block_size)
         self._lock = threading.Lock()
         self._descriptor = os.memfd_create("penstock-host-tier", os.MFD_CLOEXEC)
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
         length = HEADER_BYTES + self._pool.total * slot_bytes
         os.ftruncate(self._descriptor, length)
         memory = np.frombuffer(mmap.mmap(self._descriptor, length), np.uint8)
@@ -125,4 +127,4 @@ class HostTier:
 
     def close(self) -> None:
         """Close the descriptor. The memory stays while anything refers to it."""
-        os.close(self._descriptor)
+        self._finalizer()

@@ -168,32 +168,49 @@ class KVOffloading:
         self._finalizer()
 
 
-def start_tiers(
-    options: EngineOptions, layouts: Sequence[TransferLayout], fingerprint: str
-) -> tuple[HostTier | None, DiskTier | None]:
-    """The tiers that the options ask for.
+def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> HostTier | None:
+    """The host tier that the options ask for; None where they ask for none.
 
     Args:
         layouts: of each layer of the model in a slot of ``block_size`` tokens.
-        fingerprint: ``ModelInfo.fingerprint``.
 
-    Raises ``PenstockError`` where they are impossible.
+    Raises ``PenstockError`` where it is impossible.
     """
     if not options.host_tier_bytes:
         if options.kv_offloading_size or options.kv_offloading_disk_path:
             logger.warning("prefixes are not kept in host memory or on a disk: enable_prefix_caching is off")
-        return None, None
+        return None
     if options.nnodes > 1 or options.distributed_executor_backend == "ray":
         words = "is for ranks on one node: with nnodes, or on Ray, the KV cache may lie on several"
         raise PenstockError(Code.UNSUPPORTED, words, "kv_offloading_size")
     host = HostTier(options.host_tier_bytes, layouts[0].slot_bytes, options.block_size)
     logger.info("prefix cache: %d blocks of %d bytes in host memory", host.num_slots, host.slot_bytes)
+    return host
+
+
+def start_offloading(
+    options: EngineOptions,
+    layouts: Sequence[TransferLayout],
+    fingerprint: str,
+    device_pool: BlockPool,
+    host: HostTier,
+) -> KVOffloading:
+    """With the disk tier that the options ask for.
+
+    Args:
+        layouts, host: as of ``new_host_tier``.
+        fingerprint: ``ModelInfo.fingerprint``.
+        device_pool: blocks of the KV cache.
+
+    Raises ``PenstockError`` where that is impossible.
+    """
     if not options.kv_offloading_disk_path:
-        return host, None
+        return KVOffloading(device_pool, host)
     layers = [(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts]
     identity = msgspec.json.encode([CANONICAL_LAYOUT, options.block_size, fingerprint, layers])
     folder = Path(options.kv_offloading_disk_path).expanduser()
-    return host, DiskTier(folder, int(options.kv_offloading_disk_size * 2**30), identity, host)
+    disk = DiskTier(folder, int(options.kv_offloading_disk_size * 2**30), identity, host)
+    return KVOffloading(device_pool, host, disk)
 
 
 def _close(host: HostTier, disk: DiskTier | None) -> None:
