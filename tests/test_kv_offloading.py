@@ -353,6 +353,9 @@ def test_what_a_killed_engine_has_written_is_found(checkpoint: Path, expected: R
     ("options", "words"),
     [
         ({"kv_offloading_size": 1e-6}, "kv_offloading_size: must be at least"),
+        ({"kv_offloading_size": 1e5}, "kv_offloading_size: 100000.0 GiB do not fit into the"),
+        ({"kv_offloading_size": float("inf")}, "kv_offloading_size: "),
+        ({"kv_offloading_disk_path": "{tmp}/a", "kv_offloading_disk_size": float("inf")}, "disk_size: "),
         ({"kv_offloading_disk_path": "/dev/null/kv"}, "cannot be used"),
         ({"kv_offloading_disk_path": "/tmp"}, "has to be this user's alone"),
         ({"kv_offloading_disk_path": "{tmp}/a", "kv_offloading_disk_size": 1e-6}, "disk_size: must be at least"),

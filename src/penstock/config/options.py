@@ -320,6 +320,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             "none, with kv_offloading_disk_path 1 GiB. Results do not depend on it.",
             "GiB",
             ge=0,
+            le=2**20,
         ),
     ] = 0.0
     kv_offloading_disk_path: Annotated[
@@ -337,6 +338,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             "free.",
             "GiB",
             gt=0,
+            le=2**20,
         ),
     ] = 10.0
     role: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
-from penstock.planning.host_memory import FREE_SHARE
+from penstock.planning.host_memory import FREE_SHARE, free_host_bytes
 from penstock.planning.kv_size import blocks_of_sequences
 
 from ..step import MemoryProfile
@@ -16,8 +16,12 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
     Args:
         max_len: maximum number of tokens of a sequence.
 
-    Raises ``PenstockError`` (``invalid``) where not one fits, or fewer than ``kv_cache_sequences`` sequences.
+    Raises ``PenstockError`` (``invalid``) where not one fits, or fewer than ``kv_cache_sequences`` sequences, or the
+    host tier of the prefix cache does not fit.
     """
+    if (tier := options.host_tier_bytes) > (free := free_host_bytes()):
+        words = f"{tier / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} GiB that this machine has free"
+        raise invalid("kv_offloading_size", words, free / 2**30)
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
     size = profile.block_bytes
