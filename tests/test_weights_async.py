@@ -165,13 +165,17 @@ def test_an_engine_that_is_killed(folders: tuple[Path, Path], oracles: tuple[Ora
 
     async def scenario() -> None:
         async with started(folders[0]) as llm:
+            await llm.resume_generation()
             running = Stream(llm, 1500)
             await running.begun()
             updating = asyncio.ensure_future(llm.update_weights(copy, "finish"))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)
+            with pytest.raises(PenstockError, match="weights are being loaded"):
+                await llm.sleep()
             await kill(llm)
             with pytest.raises(PenstockError):
                 await updating
+            await llm.resume_generation()  # which an engine refuses that sleeps
             assert await Stream(llm, 20).tokens() == old(PROMPT, 20)
             await llm.update_weights(copy)
             await llm.sleep(1)

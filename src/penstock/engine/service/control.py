@@ -71,15 +71,17 @@ class ModelControl:
                 await asyncio.gather(*(client.ready() for client in self._clients))
         except TimeoutError as error:
             raise PenstockError(Code.UNAVAILABLE, "an engine is being started again; try again soon") from error
-        if isinstance(operation, UpdateWeights):
-            await self._update_weights(operation)
-        else:
-            if isinstance(operation, PauseGeneration | Sleep):
-                self._halted = operation
-            await self._ask_all(operation)
-        states = [client.engine.state for client in self._clients if client.engine]
-        if not any(state.is_paused for state in states):
-            self._halted = None
+        try:
+            if isinstance(operation, UpdateWeights):
+                await self._update_weights(operation)
+            else:
+                if isinstance(operation, PauseGeneration | Sleep):
+                    self._halted = operation
+                await self._ask_all(operation)
+        finally:
+            states = [client.engine.state for client in self._clients if client.engine]
+            if not any(state.is_paused for state in states):
+                self._halted = None
         return states[0] if states else EngineState()
 
     async def close(self) -> None:
