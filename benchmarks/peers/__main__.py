@@ -4,8 +4,8 @@ python benchmarks/peers CHECKPOINT --openvino PYTHON --vllm PYTHON --llama-cpp F
 
 Each peer is optional and lives in an environment of its own: give the ``python`` that has ``openvino-genai`` and
 ``optimum-intel``, the one that has ``vllm``, the folder of llama.cpp's source with its programs built in ``build/bin``.
-Checkpoints are converted once, into ``--work``; llama.cpp's GGUF files of 8 and 4 bits are computed by Penstock, too. All
-generate greedily, ignore the end of text and share no prefixes.
+Checkpoints are converted once, into ``--work``; llama.cpp's GGUF files of 8 and 4 bits are computed by Penstock, too.
+All generate greedily, ignore the end of text and share no prefixes.
 
 ``--isa`` holds every system to an instruction set: Penstock by ``PENSTOCK_ISA``, OpenVINO by
 ``ONEDNN_MAX_CPU_ISA`` and a small library that says no where it asks the processor itself (which takes a C++ compiler).
