@@ -295,6 +295,19 @@ def test_names_that_are_none(name: str, words: str, capsys: pytest.CaptureFixtur
     assert words in capsys.readouterr().err
 
 
+def test_what_is_on_this_machine_is_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["download", f"file://{demo.CHAT}"]) == 0
+    assert capsys.readouterr().out.strip() == str(demo.CHAT)
+    for arguments, words in (
+        ([f"file://{tmp_path}/none"], f"there is no {tmp_path}/none: give the folder"),
+        ([f"file://{tmp_path}"], "has nothing in it"),
+        ([f"file://{demo.CHAT}", "--dir", str(tmp_path)], "is on this machine already: leave it out"),
+        ([str(demo.CHAT)], f"{demo.CHAT} is on this machine already: give the path to the command"),
+    ):
+        assert main(["download", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_two_revisions_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["download", "org/chat@v1", "--revision", "v2"]) == 2
     assert "revision: is v2, and the model's name says v1" in capsys.readouterr().err

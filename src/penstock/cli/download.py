@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         metavar="NAME|URI",
         help="org/name, org/name@revision, org/name:Q4_K_M for a GGUF file; or hf://, modelscope://, s3://, oss://, "
-        "gs://, http://, https://",
+        "gs://, http://, https://, file://",
     )
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where to put the files (default: the cache)")
     parser.add_argument(
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", choices=sorted(HUBS), help="hub of org/name (default: --model-hub)")
     parser.add_argument("--endpoint", default="", metavar="URL", help="address of the hub or object store")
     parser.add_argument("--token", help="for the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
-    parser.add_argument("--max-workers", type=int, default=8, help="connections at the same time (default: 8)")
+    parser.add_argument(
+        "--max-workers", type=int, default=8, metavar="N", help="connections at the same time (default: 8)"
+    )
     parser.add_argument("--compat", default="", help="system whose environment variables are read, too")
     add_options(parser, (), OPTIONS + NODE_OPTIONS)
 
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         parse,
         weight_files_of_node,
     )
+    from penstock.frontend.hub import resolve
 
     args.profile = load(args.compat)
     configuration = configure(args).configuration
@@ -63,6 +66,12 @@ def run(args: argparse.Namespace) -> int:
     if args.max_workers < 1:
         raise invalid("--max-workers", "must be 1 or more", 1)
     name = parse(args.name, HUBS.get(args.source or "", options.model_hub), options.revision)
+    if name.scheme == "file":
+        if args.dir:
+            raise invalid("--dir", f"{name.path} is on this machine already: leave it out, or copy the files")
+        resolve(Path(name.path))  # refuses what is no model
+        print(name.path)
+        return 0
     hub_token = options.hf_token if name.scheme == "huggingface" else ""
     how = DownloadOptions(
         token=args.token or hub_token or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
 
 def not_a_name(text: str) -> PenstockError:
     """The error for a text that is no model's name."""
+    if os.path.exists(text):
+        return invalid("model", f"{text} is on this machine already: give the path to the command that is to use it")
     return invalid("model", f"{text!r} is neither an existing path nor a name on the hub (org/name)")
 
 
