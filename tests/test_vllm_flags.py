@@ -23,6 +23,7 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
 
 @pytest.mark.row("vllm", "--max-model-len 8k", "--max-num-batched-tokens 8K", "--kv-cache-memory-bytes 4G")
 @pytest.mark.row("vllm", "--dtype half", "--dtype float", "--no-enable-prefix-caching", "--enable-chunked-prefill")
+@pytest.mark.row("vllm", "--quantization awq")
 @pytest.mark.row("vllm", "--generation-config", "--override-generation-config", "--max-logprobs")
 @pytest.mark.row("vllm", "--tool-call-parser", "--reasoning-parser", "--structured-outputs-config")
 @PROFILES
@@ -39,6 +40,8 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
         ("--dtype half", {"dtype": "float16"}),
         ("--dtype float", {"dtype": "float32"}),
         ("--dtype bfloat16", {"dtype": "bfloat16"}),
+        ("--quantization awq_marlin", {"quantization": "none"}),
+        ("--quantization fp8", {"quantization": "fp8"}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--no-enable-chunked-prefill --max-num-batched-tokens 4096", {"enable_chunked_prefill": False}),
         ("--generation-config vllm", {"generation_config": "vllm"}),
@@ -183,7 +186,7 @@ def test_what_changes_nothing_is_taken_and_said(
         ('--override-generation-config {"top_p":2}', "top_p: must be at most 1, is 2"),
         ('--structured-outputs-config {"backend":"x"}', "--structured_outputs_config: "),
         ('--structured-outputs-config {"reasoning_parser":"x"}', "reasoning_parser has no counterpart"),
-        ("--quantization awq", "invalid choice: 'awq'"),
+        ("--quantization nvfp4", "'nvfp4' is wrong: it is not one of none, w8a8"),
         ("--enforce-eagre", "unknown argument --enforce-eagre; did you mean --enforce-eager?"),
     ],
 )

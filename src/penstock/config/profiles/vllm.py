@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
+
+from penstock.core.quantization import QuantizationName
 
 from . import Alias, Profile, cuda_graphs, ignored, one_of, only_value, refused
 
@@ -41,6 +43,9 @@ NO_CODE = "loading code is not supported"
 EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
 """vLLM's names → ours; the last one places several devices, of which there is one."""
 IN_METRICS = "statistics are in /metrics, not in the log"
+OF_CHECKPOINTS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "fbgemm_fp8", "bitsandbytes", "gguf")
+"""Methods by which checkpoints are quantized. Here ``config.json`` says so, and nothing is to be done at load."""
+QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromkeys(OF_CHECKPOINTS, "none")
 LOGGED = "the log has a line for each request, and never its text"
 
 
@@ -120,6 +125,7 @@ def _also(table: Mapping[str, str]) -> Callable[[str], str]:
 
 FLAGS: Mapping[str, Alias] = {
     "dtype": Alias("dtype", one_of(DTYPES)),
+    "quantization": Alias("quantization", one_of(QUANTIZATIONS)),
     "max_model_len": Alias("max_model_len", _length),
     "max_num_batched_tokens": Alias("max_num_batched_tokens", size),
     "kv_cache_memory_bytes": Alias("kv_cache_memory_bytes", size),
