@@ -177,6 +177,12 @@ def test_gptq_writes_its_order(small: Path, tmp_path: Path, act_order: str, bits
         assert report["layers"][int(name.split(".")[2])]["matrices"][name] < (0.02 if bits == 4 else 1e-4)
 
 
+def test_what_cannot_be_left_out_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(PenstockError, match="--ignore: down is no matrix"):
+        quantized(model, tmp_path / "made", "wint8", ignore=("lm_head", "down"))
+    assert not (tmp_path / "made").exists()
+
+
 def test_what_is_ignored_stays(model: Path, tmp_path: Path) -> None:
     ignored = ["model.layers.0.self_attn.k_proj", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS))]
     for method in ("gptq", "wint4"):
@@ -239,8 +245,9 @@ def start(checkpoint: Path, output: Path, method: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
-    """Killed in the middle by SIGKILL; what it leaves is refused to other options, and finished to the same bytes."""
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, ""), (signal.SIGINT, "the same command goes on")])
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: str) -> None:
+    """Ended in the middle; what it leaves is refused to other options, and finished to the same bytes."""
     process = start(model, tmp_path / "cut", "gptq")
     done = tmp_path / "cut" / ".quantize" / "layer-00000.json"
     while not done.exists():
@@ -248,8 +255,8 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
         time.sleep(0.01)
     with pytest.raises(PenstockError, match="another process quantizes into"):
         quantized(model, tmp_path / "cut", "gptq")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.send_signal(number)
+    assert said in process.communicate()[0]
     assert not (tmp_path / "cut" / "config.json").exists()
     with pytest.raises(PenstockError, match="holds a run with other options \\(method 'gptq' and not 'awq'\\)"):
         quantized(model, tmp_path / "cut", "awq")

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from penstock import ops
 from penstock.core.errors import invalid
 from penstock.models import Model, ModelConfig, read_config
-from penstock.models.weights import Checkpoint
+from penstock.models.weights import Checkpoint, find_gguf
 from penstock.ops import Ops, reference
 from penstock.ops.cores import usable_cores
 from penstock.planning.kv_spec import KV_QUANTIZATION
@@ -58,7 +58,10 @@ def quantize(
     config = read_config(model)
     if config.quantization_config is not None:
         raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
+    if find_gguf(model):
+        raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
     checkpoint = Checkpoint(model)
+    _check_ignored(options, checkpoint)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
@@ -77,6 +80,15 @@ def quantize(
     writer.write_config()
     state.close()
     return report
+
+
+def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
+    """Raises ``PenstockError`` (``invalid``) for a pattern that leaves nothing out: a head may be tied, though."""
+    names = [*(name.removesuffix(".weight") for name in checkpoint.names), "lm_head"]
+    for pattern in options.ignore:
+        if not any(is_ignored(name, [pattern]) for name in names):
+            words = f"{pattern} is no matrix, nor the end of its name from a dot on, as down_proj or 'layers.0.*'"
+            raise invalid("--ignore", words)
 
 
 class _Run:

@@ -12,7 +12,7 @@ from .options import METHODS
 from .state import REPORT, RunState
 
 PAGE = "quantization_report.html"
-WIDTH, HEIGHT, MARGIN = 760, 220, 48
+WIDTH, HEIGHT, MARGIN = 760, 220, 56
 """Of a picture, in pixels."""
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 STYLE = """

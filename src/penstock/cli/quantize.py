@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import get_args
@@ -18,10 +19,16 @@ DYNAMIC_KV_CACHE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = QuantizeOptions("")
     methods = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or its name on the hub")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="",
+        metavar="MODEL",
+        help="folder of a checkpoint, or its name on the hub; nothing for the built-in model",
+    )
     parser.add_argument("--method", required=True, choices=METHODS, help=methods)
     parser.add_argument(
-        "--output-dir", required=True, type=Path, metavar="DIR", help="folder to write to, new or empty"
+        "--output-dir", "--output_dir", required=True, type=Path, metavar="DIR", help="folder to write to, new or empty"
     )
     parser.add_argument(
         "--bits", type=int, default=0, metavar="N", help="bits of a weight: 4 or 8 with gptq (default: 4)"
@@ -52,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, unit, about in (
         ("calib_size", "samples", "to calibrate on"),
         ("calib_seq_len", "tokens", "of a sample"),
-        ("eval_size", "samples", "further ones, on which the report measures"),
+        ("eval_size", "samples", "further ones, on which the report measures, an eighth of all at most"),
         ("seed", "int", "of the choice of samples"),
     ):
         value = getattr(default, name)
@@ -88,7 +95,7 @@ def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, t
     """Quantize a checkpoint, with a progress bar, and print what the report says.
 
     Args:
-        model: a folder, or a name on the hub.
+        model: a folder, or a name on the hub; empty for the built-in model.
         output, options, threads: as of ``calibration.quantize.quantize``, which says what is raised.
     """
     options.check()
@@ -97,6 +104,10 @@ def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, t
     from penstock.frontend.hub import resolve
 
     started = time.monotonic()
-    report = quantize(resolve(model), output, options, threads=threads)
+    try:
+        report = quantize(resolve(model), output, options, threads=threads)
+    except KeyboardInterrupt:
+        print(f"{output} is not finished: the same command goes on with it", file=sys.stderr)
+        raise
     print(summary(report))
     print(f"{output} is ready after {time.monotonic() - started:.0f} s; see {output / PAGE}")

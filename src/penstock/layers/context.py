@@ -109,8 +109,9 @@ class BuildContext:
     """Largest rank of an adapter."""
     lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
     """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
-    dequantized_bytes: Counter[Format] = field(default_factory=Counter)
-    """Filled by layers: bytes of the matrices, by their format in the checkpoint, that were dequantized."""
+    dequantized_bytes: Counter[tuple[Format, Format]] = field(default_factory=Counter)
+    """Filled by layers: bytes of the matrices that were dequantized, by their format in the checkpoint and the one that
+    they were quantized to then."""
     _rope_tables: dict[str, Tensor] = field(default_factory=dict)
 
     def read_weight(
@@ -235,7 +236,7 @@ class BuildContext:
                 return None
             packed = self.ops.pack_quantized(weights, self.dtype, bias)
         else:
-            matrices = [self._read(name, inputs, shard) for name, shard in zip(names, shards, strict=True)]
+            matrices = [self._read(name, inputs, shard, format) for name, shard in zip(names, shards, strict=True)]
             packed = self.ops.pack(matrices, bias, format)
         tensors = self.ops.packed_tensors(packed) if cache or self.output else {}
         tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -254,8 +255,8 @@ class BuildContext:
         weights: object = self.weights
         return weights is self.weight_cache
 
-    def _read(self, name: str, inputs: int, shard: Shard) -> Tensor:
-        """A rank's outputs of a matrix in the model's dtype, dequantized if need be."""
+    def _read(self, name: str, inputs: int, shard: Shard, format: Format) -> Tensor:
+        """A rank's outputs of a matrix in the model's dtype, dequantized if need be, to be quantized to ``format``."""
         stored = self.weights.format_of(name)
         if not stored.bits:
             return self._read_tensor(f"{name}.weight", shard.total, inputs, rows=shard.rows).to(self.device, self.dtype)
@@ -265,7 +266,7 @@ class BuildContext:
         if not is_finite(weight):
             raise invalid("model", f"{name} has values that are not finite numbers")
         weight = weight.to(self.device, self.dtype)
-        self.dequantized_bytes[stored] += weight.nbytes
+        self.dequantized_bytes[stored, format] += weight.nbytes
         return weight
 
     def _read_quantized(self, name: str, inputs: int, shard: Shard, format: Format) -> QuantizedWeight:

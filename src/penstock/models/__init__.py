@@ -138,8 +138,8 @@ def load_model(
     )
     family = find_family(config.architecture, config.architecture)
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
-    for stored, size in context.dequantized_bytes.items():
-        then = f", and rounded to {scheme.layers}" if scheme.layers.bits else ""
+    for (stored, wanted), size in context.dequantized_bytes.items():
+        then = f", and rounded to {wanted}" if wanted.bits else ""
         name = str(dtype).removeprefix("torch.")
         logger.info("weights in %s are dequantized to %s, %.2f GB%s", stored, name, size / 1e9, then)
     if isinstance(cache, WeightCache):

@@ -115,8 +115,8 @@ class GGUFFile:
         self._at = 0
         try:
             self._read()
-        except (struct.error, OverflowError) as error:
-            self._damaged(f"its header is cut short: {error}")
+        except (struct.error, OverflowError):
+            self._damaged("its header is cut short")
         except UnicodeDecodeError as error:
             self._damaged(f"its header is not UTF-8: {error}")
 

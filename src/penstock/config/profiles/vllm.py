@@ -43,7 +43,16 @@ NO_CODE = "loading code is not supported"
 EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
 """vLLM's names → ours; the last one places several devices, of which there is one."""
 IN_METRICS = "statistics are in /metrics, not in the log"
-OF_CHECKPOINTS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "fbgemm_fp8", "bitsandbytes", "gguf")
+OF_CHECKPOINTS = (
+    "awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "bitsandbytes",
+    "gguf",
+)
 """Methods by which checkpoints are quantized. Here ``config.json`` says so, and nothing is to be done at load."""
 QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromkeys(OF_CHECKPOINTS, "none")
 LOGGED = "the log has a line for each request, and never its text"
