@@ -489,7 +489,7 @@ def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
             "--quant_algo: gptq for int with act_and_weight",
         ),
         ("--quant_algo smoothquant", "smoothquant has act_and_weight_quant with --bit 8"),
-        ("--quant_algo awq", "awq has weight_only_quant with --bit 4"),
+        ("--quant_algo awq", "awq has weight_only_quant with --bit 4\n"),
         ("--quant_algo smoothquant+", "argument --quant_algo: invalid choice: 'smoothquant+'"),
         ("--quant_dtype fp8", "fp8 has act_and_weight_quant with --bit 8"),
         ("--quant_algo gptq --bit 4 --calib_data a --calib_data_file b", "calib_data_file exclude each other"),

@@ -196,7 +196,9 @@ def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^longest sequences +5 +kv_cache_sequences, BLOCK_BS$", printed, re.M)
     assert re.search(r"^tokens +10,240 +NUM_TOTAL_TOKEN$", printed, re.M)
     assert main(["plan", "memory", "--kv-cache-sequences", "1e9"]) == 0
-    assert "too little" in capsys.readouterr().out
+    assert "too little" in (printed := capsys.readouterr().out) and "ranks" not in printed
+    assert main(["plan", "memory", "--kv-cache-sequences", "5", "--tensor-parallel-size", "2"]) == 0
+    assert re.search(r"^ranks +2 +bytes are those of one$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.row(

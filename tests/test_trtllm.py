@@ -190,7 +190,7 @@ def test_ranks_and_stages_are_those_of_the_server(
         ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache is always paged"),
         ("trtllm-build", {"max_batch_size": 0}, "--max_batch_size: must be at least 1, is 0"),
         ("trtllm-build", {"tp_size": 2}, "--tp_size: is 2, and the checkpoint was converted for 1"),
-        ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "is none that convert_checkpoint.py or quantize.py"),
+        ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "has made: run one of them with --model_dir"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),
         ("trtllm-build", {"workers": 0}, "--workers: must be at least 1, is 0"),
         ("trtllm-build", {"output_dir": demo.CHAT}, "is the model's own folder; name another"),

@@ -19,6 +19,7 @@ from penstock.models import Model, ModelConfig, read_config
 from penstock.models.weights import Checkpoint, find_gguf
 from penstock.ops import Ops, reference
 from penstock.ops.cores import usable_cores
+from penstock.planning.engine_config import read_engine_config
 from penstock.planning.kv_spec import KV_QUANTIZATION
 from penstock.text import Tokenizer
 from penstock.version import __version__
@@ -60,6 +61,8 @@ def quantize(
         raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
     if find_gguf(model):
         raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
+    if read_engine_config(model):
+        raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
     checkpoint = Checkpoint(model)
     _check_ignored(options, checkpoint)
     job = {

@@ -113,7 +113,9 @@ def _write_quantized(args: argparse.Namespace) -> None:
         given = (
             f"{args.quant_dtype} with {args.quant_mode}, --bit {args.bit}, --block_wise_quant {args.block_wise_quant}"
         )
-        known = "; ".join(f"{mode} with --bit {bit}" for name, mode, bit, _ in METHODS if name == algorithm)
+        known = "; ".join(
+            dict.fromkeys(f"{mode} with --bit {bit}" for name, mode, bit, _ in METHODS if name == algorithm)
+        )
         raise _not_yet("quant_algo", f"{args.quant_algo} for {given}", f"{algorithm} has {known}")
     if args.cpu_offload is not None:
         print(f"--cpu_offload has no meaning here and is ignored: {UNUSED['cpu_offload']}", file=sys.stderr)

@@ -114,7 +114,10 @@ def converted(folder: Path) -> dict[str, Any]:
     """
     config = _read(folder)
     if config is None or "checkpoint" not in config:
-        message = f"{folder} is none that convert_checkpoint.py or quantize.py of penstock has made"
+        message = (
+            f"{folder} is none that convert_checkpoint.py or quantize.py of penstock has made: run one of them with "
+        )
+        message += "--model_dir for the Hugging Face checkpoint, or penstock build"
         raise invalid("checkpoint_dir", message)
     return config
 

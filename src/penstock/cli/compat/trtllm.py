@@ -202,7 +202,10 @@ def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo:
         args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo, args.tp_size, args.pp_size
     )
     engine_folder.write(args.output_dir, config, beside)
-    return f"{args.output_dir} names the checkpoint {args.model_dir}, which is served as it is: nothing is converted"
+    quantization = engine_folder.QUANTIZATION[quant_algo]
+    rounded = f"whose weights are rounded to {quantization} when they are loaded"
+    what = "which is served as it is" if quantization == "none" else rounded
+    return f"{args.output_dir} names the checkpoint {args.model_dir}, {what}: nothing is converted"
 
 
 def _build(args: argparse.Namespace) -> str:

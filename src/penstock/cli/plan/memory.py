@@ -97,6 +97,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         "model": str(folder),
         "architecture": size.architecture,
         "max_model_len": longest,
+        "ranks": ranks * stages,
         "weight_bytes": weights,
         "kv_bytes_per_token": token,
         "kv_bytes_per_block": token * options.block_size,
@@ -150,6 +151,7 @@ def _print(result: dict[str, Any]) -> None:
     rows = [
         ("model", f"{result['model']} ({result['architecture']})", ""),
         ("max_model_len", f"{result['max_model_len']:,} tokens", ""),
+        *([("ranks", f"{result['ranks']}", "bytes are those of one")] if result["ranks"] > 1 else []),
         ("weights", _size(result["weight_bytes"]), ""),
         ("KV cache, a token", f"{result['kv_bytes_per_token']:,} bytes", ""),
         ("KV cache, a block", f"{result['kv_bytes_per_block']:,} bytes", f"{result['block_size']} tokens"),

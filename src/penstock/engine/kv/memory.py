@@ -33,9 +33,14 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
         unused = (1 - options.gpu_memory_utilization) * profile.total
         room = int(profile.free * share if share else profile.free - unused)
     else:
-        host = count_host_blocks(options, profile) * profile.host_block_bytes
-        host += options.host_tier_bytes // (options.tensor_parallel_size * options.pipeline_parallel_size)
-        room = int(profile.free * (1.0 if sequences else share or FREE_SHARE)) - host
+        swapped = count_host_blocks(options, profile) * profile.host_block_bytes
+        offloaded = options.host_tier_bytes // (options.tensor_parallel_size * options.pipeline_parallel_size)
+        room = int(profile.free * (1.0 if sequences else share or FREE_SHARE)) - swapped - offloaded
+        if room < size <= room + offloaded:
+            words = (
+                f"takes {offloaded / 1e9:.2f} GB of the {(room + offloaded) / 1e9:.2f} GB that are there for KV blocks"
+            )
+            raise invalid("kv_offloading_size", f"{words} and cached prefixes together: choose less")
     if room < size:
         raise invalid("kv_cache_memory_bytes", f"one KV block takes {size} bytes, and {max(room, 0)} are there")
     if not sequences:
