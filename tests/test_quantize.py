@@ -265,6 +265,15 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: st
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
 
 
+def test_a_run_that_could_not_begin_holds_nothing_up(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"words": "none"}')
+    with pytest.raises(PenstockError, match=r"record 1 of .* has none of text"):
+        quantized(small, tmp_path / "made", "wint8", calib_dataset=str(tmp_path / "texts.jsonl"))
+    with pytest.raises(PenstockError, match="128 does not divide"):
+        quantized(small, tmp_path / "made", "wint4")
+    quantized(small, tmp_path / "made", "wint8")
+
+
 def test_a_finished_run_is_left_as_it_is(small: Path, tmp_path: Path) -> None:
     report = quantized(small, tmp_path / "made", "wint8")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}

@@ -28,7 +28,7 @@ class RunState:
 
     Args:
         output: of the run; made where it is not there.
-        job: all that decides the bytes that are written. A run that was begun with another one is refused.
+        job: all that decides the bytes that are written. A run of another one that has finished a layer is refused.
         details: kept with the job by the run that begins, and given back to those that continue it.
 
     Raises ``PenstockError`` (``invalid``) where the output holds anything else, or another process writes it.
@@ -38,7 +38,8 @@ class RunState:
         self._output = output
         self.folder = output / FOLDER
         self._lock = self._open()
-        if (kept := self._read(self.folder / JOB)) is None:
+        kept = self._read(self.folder / JOB)
+        if kept is None or (kept["job"] != job and self.layer(0) is None):
             for path in self.folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
