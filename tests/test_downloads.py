@@ -358,7 +358,7 @@ def test_a_disk_without_room_is_one_sentence(hub: Hub, command: Command, small_d
         said = command.refused("org/chat", *arguments)
         assert re.search(rf"download_dir: 40\d,\d+ bytes are needed, and \d+,\d+ are free in {small_disk}", said)
     assert not hub.ranges
-    (small_disk / "other").write_bytes(bytes(200_000))
+    (small_disk / "other").write_bytes(bytes(150_000))
     hub.files[NEW] = WANTED | {WEIGHTS: os.urandom(40_000)}
     hub.fills = small_disk / "filler"
     said = command.refused("org/chat", "--dir", str(small_disk / "x"))

@@ -21,7 +21,7 @@ def test_bytes_and_blocks_can_be_given() -> None:
     with pytest.raises(PenstockError, match="one KV block takes"):
         LLM(kv_cache_memory_bytes=A_BLOCK - 1)
     with pytest.raises(PenstockError, match=r"kv_offloading_size: takes .* choose less"):
-        LLM(kv_offloading_size=1e6)
+        LLM(kv_offloading_size=0.8 * free_host_bytes() / 2**30)
 
 
 def test_a_share_of_what_the_weights_leave() -> None:
