@@ -231,6 +231,18 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
         resolve(parts[0])
 
 
+def test_a_file_that_was_merged_of_parts_is_whole(tmp_path: Path) -> None:
+    """``gguf-split --merge`` leaves the numbers of parts in the file, as 0."""
+
+    def tokenizer(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, demo.CHAT)
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", 0)
+
+    write_gguf(demo.CHAT, tmp_path / "merged.gguf", tokenizer=tokenizer)
+    assert (resolve(tmp_path / "merged.gguf") / "config.json").exists()
+
+
 def test_other_weights_have_another_version(demo_file: Path, tmp_path: Path) -> None:
     copy, changed = tmp_path / "copy.gguf", tmp_path / "changed.gguf"
     for file in (copy, changed):

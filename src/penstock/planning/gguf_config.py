@@ -82,7 +82,7 @@ def tensors_of(files: list[GGUFFile]) -> dict[str, GGUFTensor]:
         if double := tensors.keys() & file.tensors.keys():
             raise invalid("model", f"{file.path} has tensor {min(double)!r}, which an earlier part has, too")
         tensors |= file.tensors
-    if files[0].get("split.count", int, 1) != len(files):
+    if max(files[0].get("split.count", int, 1), 1) != len(files):  # 0 in a file that gguf-split has merged
         raise invalid(
             "model", f"{files[0].path} is a part of a model: name the file as llama.cpp does, -00001-of-00002"
         )
