@@ -231,6 +231,19 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
         resolve(parts[0])
 
 
+@pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_scale_of_positions_without_a_type_is_linear(name: str, tmp_path: Path) -> None:
+    """As llama.cpp takes it; ``rope.scale_linear`` is the name of before November 2023."""
+
+    def tokenizer(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, demo.CHAT)
+        writer.add_float32(f"{writer.arch}.{name}", 4.0)
+
+    write_gguf(demo.CHAT, tmp_path / "long.gguf", tokenizer=tokenizer)
+    rope = json.loads((resolve(tmp_path / "long.gguf") / "config.json").read_text())["rope_parameters"]
+    assert rope == {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0}
+
+
 def test_a_file_that_was_merged_of_parts_is_whole(tmp_path: Path) -> None:
     """``gguf-split --merge`` leaves the numbers of parts in the file, as 0."""
 

@@ -170,7 +170,10 @@ class _Reader:
     def _rope(self, head_dim: int, context: int) -> dict[str, Any]:
         """``rope_parameters``."""
         theta = self._number("rope.freq_base", 10_000.0)
-        kind = self._file.get(self._key("rope.scaling.type"), str, "none")
+        factor = self._number("rope.scaling.factor", 0.0) or self._number("rope.scale_linear", 0.0)  # its older name
+        kind = self._file.get(self._key("rope.scaling.type"), str, "linear")
+        if kind == "linear" and factor in (0.0, 1.0):
+            kind = "none"
         if kind not in ("none", "linear", "yarn"):
             raise self._unsupported(f"rotary positions scaled by {kind!r}")
         if FREQUENCY_FACTORS in self._tensors:
@@ -180,7 +183,7 @@ class _Reader:
             return {"rope_theta": theta, "rope_type": "frequency_factors", "frequency_factors": factors}
         if kind == "none":
             return {"rope_theta": theta, "rope_type": "default"}
-        rope: dict[str, Any] = {"rope_theta": theta, "rope_type": kind, "factor": self._number("rope.scaling.factor")}
+        rope: dict[str, Any] = {"rope_theta": theta, "rope_type": kind, "factor": factor or 1.0}
         if kind == "yarn":
             self._read_yarn(rope, context)
         return rope
