@@ -183,6 +183,19 @@ def test_what_cannot_be_left_out_is_refused(model: Path, tmp_path: Path) -> None
     assert not (tmp_path / "made").exists()
 
 
+def test_tied_tensors_of_pytorch_s_files(small: Path, tmp_path: Path) -> None:
+    """A head that is the embedding is in such files, in the same memory."""
+    made, model = tmp_path / "made", tmp_path / "model"
+    shutil.copytree(small, model)
+    tensors = load_file(model / "model.safetensors")
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    (model / "model.safetensors").unlink()
+    torch.save(tensors, model / "pytorch_model.bin")
+    quantized(model, made, "wint8")
+    written = load_file(made / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], head) and torch.equal(written["model.embed_tokens.weight"], head)
+
+
 def test_what_is_ignored_stays(model: Path, tmp_path: Path) -> None:
     ignored = ["model.layers.0.self_attn.k_proj", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS))]
     for method in ("gptq", "wint4"):

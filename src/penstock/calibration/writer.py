@@ -153,7 +153,7 @@ class CheckpointWriter:
         remaining = self._tensors()
         for file, shard in zip(files, shards, strict=True):
             tensors = {self._checkpoint.stored_name(name): tensor for name, tensor in _take(remaining, len(shard))}
-            self._state.write(self._output / file, partial(save_file, tensors, metadata={"format": "pt"}))
+            self._state.write(self._output / file, partial(save_file, _unshared(tensors), metadata={"format": "pt"}))
         if len(shards) > 1:
             weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             weight_map = {self._checkpoint.stored_name(name): file for name, file in sorted(weight_map.items())}
@@ -265,3 +265,15 @@ def _arguments(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, 
 def _take(tensors: Iterator[tuple[str, Tensor]], count: int) -> Iterator[tuple[str, Tensor]]:
     for _ in range(count):
         yield next(tensors)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that safetensors takes: contiguous, and none in the memory of another, as tied ones of PyTorch's files
+    are."""
+    result: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone(memory_format=torch.contiguous_format) if place in taken else tensor.contiguous()
+        taken.add(place)
+    return result
