@@ -287,6 +287,25 @@ def test_a_run_that_could_not_begin_holds_nothing_up(small: Path, tmp_path: Path
     quantized(small, tmp_path / "made", "wint8")
 
 
+def test_a_run_does_not_go_on_with_other_texts(small: Path, tmp_path: Path) -> None:
+    """A file of texts that was changed meanwhile is another job, also where its name is the same."""
+    file, made = tmp_path / "texts.txt", tmp_path / "made"
+    file.write_text("The capital of France is Paris.\n" * 40)
+    options: Any = {"calib_seq_len": 16, "calib_dataset": str(file)}
+    report = quantized(small, made, "wint8", **options)
+    file.write_text("One, two, three, four, five, six.\n" * 40)
+    with pytest.raises(PenstockError, match=f"{made} was made with other options \\(samples "):
+        quantized(small, made, "wint8", **options)
+    (made / "config.json").unlink()
+    for name in ("quantization_report.json", "quantization_report.html"):
+        (made / name).unlink()
+    (made / ".quantize").mkdir()
+    (made / ".quantize" / "job.json").write_text(json.dumps({"job": report["job"], "details": {"threads": 1}}))
+    (made / ".quantize" / "layer-00000.json").write_text("{}")
+    with pytest.raises(PenstockError, match=f"{made} holds a run with other options \\(samples "):
+        quantized(small, made, "wint8", **options)
+
+
 def test_a_finished_run_is_left_as_it_is(small: Path, tmp_path: Path) -> None:
     report = quantized(small, tmp_path / "made", "wint8")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}

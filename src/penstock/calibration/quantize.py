@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,17 @@ def quantize(
         raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
     checkpoint = Checkpoint(model)
     _check_ignored(options, checkpoint)
+    samples = _read_samples(model, options, config)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
+        "samples": sha256(repr(tuple(samples.shape)).encode() + samples.numpy().tobytes()).hexdigest(),
         **msgspec.json.decode(msgspec.json.encode(options)),
     }
     if (report := finished_report(output, job)) is not None:
         return report
     state = RunState(output, job, {"threads": threads or usable_cores()})
-    run = _Run(model, options, config, checkpoint, state)
+    run = _Run(options, config, checkpoint, state, samples)
     with torch_threads(1):
         run.quantize_layers(progress)
     layers = [layer for number in range(config.num_layers) if (layer := state.layer(number))]
@@ -94,11 +97,26 @@ def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
             raise invalid("--ignore", words)
 
 
+def _read_samples(model: Path, options: QuantizeOptions, config: ModelConfig) -> Tensor:
+    """Token ids ``[samples, tokens]``, to calibrate and to measure on."""
+    count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
+    texts = options.calib_texts or options.calib_dataset
+    samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
+    if int(samples.max()) >= config.vocab_size:
+        raise invalid("model", f"{model} has a tokenizer with more tokens than the model's {config.vocab_size}")
+    return samples
+
+
 class _Run:
     """The layers' part of a run."""
 
     def __init__(
-        self, model: Path, options: QuantizeOptions, config: ModelConfig, checkpoint: Checkpoint, state: RunState
+        self,
+        options: QuantizeOptions,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        state: RunState,
+        samples: Tensor,
     ) -> None:
         self._options = options
         self._method = METHODS[options.method]
@@ -112,25 +130,15 @@ class _Run:
         self._kv_quantization = KV_QUANTIZATION[options.kv_cache_dtype]
         has_kernels = not options.format.activation_bits or self._ops.supports(options.format, self._dtype)
         self._quantized_ops: Ops = self._ops if has_kernels and self._kv_quantization != "fp8" else reference
-        self._samples = self._read_samples(model)
+        calibration, measured = split_samples(samples, options.calib_size, options.eval_size)
+        if not self._method.calibrates:
+            calibration = calibration[:0]
+        self._samples = {CALIBRATION: calibration, ORIGINAL: measured, QUANTIZED: measured}
         self.sizes = {
             "calibration_samples": len(self._samples[CALIBRATION]),
             "measured_samples": len(self._samples[ORIGINAL]),
             "sample_tokens": self._samples[ORIGINAL].shape[1],
         }
-
-    def _read_samples(self, model: Path) -> dict[str, Tensor]:
-        """Token ids by stream."""
-        options, config = self._options, self._config
-        count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
-        texts = options.calib_texts or options.calib_dataset
-        samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
-        if int(samples.max()) >= config.vocab_size:
-            raise invalid("model", f"{model} has a tokenizer with more tokens than the model's {config.vocab_size}")
-        calibration, measured = split_samples(samples, options.calib_size, options.eval_size)
-        if not self._method.calibrates:
-            calibration = calibration[:0]
-        return {CALIBRATION: calibration, ORIGINAL: measured, QUANTIZED: measured}
 
     def quantize_layers(self, progress: bool) -> None:
         """Quantize the layers that are not done yet."""
