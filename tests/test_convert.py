@@ -80,16 +80,20 @@ def test_pytorch_files(checkpoint: Path, tmp_path: Path) -> None:
     assert_equal(tensors(tmp_path / "new"), expected)
 
 
-@pytest.mark.parametrize("kind", ["gptq 8 bits, act-order", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "kind", ["gptq 8 bits, act-order", "fp8 blocks", "bitsandbytes nf4, double quantization, bytes in bfloat16"]
+)
 def test_quantized_tensors_stay_as_they_are(tmp_path: Path, kind: str) -> None:
     quantize(tmp_path / "a", KINDS[kind])
     before = tensors(tmp_path / "a")
-    convert(tmp_path / "a", tmp_path / "b", dtype=torch.bfloat16)
-    floats = (torch.float16, torch.float32)
+    convert(tmp_path / "a", tmp_path / "b", dtype=torch.float16)
+    floats = (torch.bfloat16, torch.float32)
     assert_equal(
         tensors(tmp_path / "b"),
         {
-            name: tensor.bfloat16() if tensor.dtype in floats and name.endswith((".weight", ".bias")) else tensor
+            name: tensor.half()
+            if tensor.dtype in floats and name.endswith((".weight", ".bias")) and f"{name}.absmax" not in before
+            else tensor
             for name, tensor in before.items()
         },
     )

@@ -21,6 +21,7 @@ from penstock.core.errors import invalid
 from penstock.planning.checkpoint_digest import INDEX, checkpoint_digest
 from penstock.planning.config_json import read_config_json
 from penstock.planning.engine_config import model_config, read_engine_config
+from penstock.planning.model_size import quantization_config_of
 
 from .engine_source import EngineSource
 from .output_folder import OutputFolder, new_file, sync_folder, write_atomically
@@ -143,7 +144,7 @@ def convert(
     that ``dtype`` cannot express.
     """
     config = read_config_json(folder)
-    quantized = bool(config.get("quantization_config"))
+    quantized = bool(quantization_config_of(config))
     source: Source
     if built := read_engine_config(folder):
         source, dtype = EngineSource(folder, built), dtype or getattr(torch, built.dtype)
@@ -152,14 +153,17 @@ def convert(
         raise PenstockError(Code.UNSUPPORTED, words, "model")
     else:
         source = CheckpointSource(Checkpoint(folder))
+    found = source.describe()
     described = {
-        name: (_target(name, stored, dtype, quantized), shape) for name, (stored, shape) in source.describe().items()
+        name: (_target(name, stored, None if quantized and _is_part(name, found) else dtype), shape)
+        for name, (stored, shape) in found.items()
     }
     what = checkpoint_digest(folder), str(dtype), max_shard_size, bool(built), 1
     shards = _plan(described, max_shard_size, sha256(repr(what).encode()).hexdigest())
     config = model_config(config)
     if dtype:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
+        config |= dict.fromkeys(fields, str(dtype).removeprefix("torch."))
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     names = {shard.name for shard in shards} | ({INDEX} if len(shards) > 1 else set())
     total = sum(sum(shard.sizes.values()) for shard in shards)
@@ -182,12 +186,17 @@ def convert(
     return len(shards)
 
 
-def _target(name: str, stored: torch.dtype, dtype: torch.dtype | None, quantized: bool) -> torch.dtype:
-    """The dtype that a tensor gets. Scales and the like of quantized matrices stay as they are."""
+def _target(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor gets."""
     if stored not in NAMES:
         raise invalid("model", f"tensor {name} is of {stored}, which safetensors does not have")
-    part_of_matrix = quantized and not name.endswith((".weight", ".bias"))
-    return dtype if dtype and stored in FLOATS and not part_of_matrix else stored
+    return dtype if dtype and stored in FLOATS else stored
+
+
+def _is_part(name: str, names: Collection[str]) -> bool:
+    """Whether a tensor is a part of a quantized matrix: its scales and the like, and the weights themselves, whose
+    bytes bitsandbytes may store as floating-point numbers."""
+    return not name.endswith((".weight", ".bias")) or f"{name}.absmax" in names
 
 
 def _plan(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int, state: str) -> list[Shard]:
