@@ -202,7 +202,7 @@ def test_its_modules_start_a_server_where_shims_are_asked_for(shims: Path) -> No
         ({}, "--response-role user", "--response_role: 'user' is wrong: answers are the assistant's"),
         ({}, "--quantization nvfp4", "--quantization: 'nvfp4' is wrong: it is not one of none, w8a8"),
         ({}, "--kv-cache-dtype fp8_e5m2", "invalid choice: 'fp8_e5m2'"),
-        ({}, "--load-format pt", "invalid choice: 'pt'"),
+        ({}, "--load-format tensorizer", "--load-format: 'tensorizer' is wrong: it is not one of"),
         ({}, "--max-num-seq 3", "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
     ],
 )

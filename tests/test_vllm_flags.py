@@ -40,7 +40,7 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
         ("--dtype half", {"dtype": "float16"}),
         ("--dtype float", {"dtype": "float32"}),
         ("--dtype bfloat16", {"dtype": "bfloat16"}),
-        ("--quantization awq_marlin", {"quantization": "none"}),
+        ("--quantization awq_marlin --load-format pt", {"quantization": "none", "load_format": "auto"}),
         ("--quantization fp8", {"quantization": "fp8"}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--no-enable-chunked-prefill --max-num-batched-tokens 4096", {"enable_chunked_prefill": False}),

@@ -55,6 +55,9 @@ OF_CHECKPOINTS = (
 )
 """Methods by which checkpoints are quantized. Here ``config.json`` says so, and nothing is to be done at load."""
 QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromkeys(OF_CHECKPOINTS, "none")
+LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
+LOAD_FORMATS |= dict.fromkeys(("hf", "pt", "gguf", "bitsandbytes"), "auto")
+"""Formats of files → ours; those of checkpoints are recognized."""
 LOGGED = "the log has a line for each request, and never its text"
 
 
@@ -135,6 +138,7 @@ def _also(table: Mapping[str, str]) -> Callable[[str], str]:
 FLAGS: Mapping[str, Alias] = {
     "dtype": Alias("dtype", one_of(DTYPES)),
     "quantization": Alias("quantization", one_of(QUANTIZATIONS)),
+    "load_format": Alias("load_format", one_of(LOAD_FORMATS)),
     "max_model_len": Alias("max_model_len", _length),
     "max_num_batched_tokens": Alias("max_num_batched_tokens", size),
     "kv_cache_memory_bytes": Alias("kv_cache_memory_bytes", size),
