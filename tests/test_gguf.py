@@ -633,3 +633,18 @@ def test_a_name_on_the_hub_with_a_quantization_is_a_gguf_file(tmp_path: Path) ->
     sampling = SamplingParams(temperature=0, max_tokens=8)
     texts = [LLM(model).generate("A", sampling)[0].outputs[0].text for model in (folder, tmp_path / "chat-Q8_0.gguf")]
     assert texts[0] == texts[1]
+
+
+def test_a_gguf_file_that_another_program_has_fetched(tmp_path: Path) -> None:
+    """``hf download org/chat chat-Q8_0.gguf`` before: found without the hub, with the quantization and without."""
+    model = tmp_path / "hf" / "hub" / "models--org--chat"
+    for path, content in (("refs/main", NEW.encode()), (f"snapshots/{NEW}/README.md", b"# A model")):
+        (model / path).parent.mkdir(parents=True, exist_ok=True)
+        (model / path).write_bytes(content)
+    write_gguf(demo.CHAT, model / "snapshots" / NEW / "chat-Q8_0.gguf")
+    client = Client("http://127.0.0.1:1", tmp_path / "hf")
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    folder = client.resolve("org/chat:Q8_0", env=environment)
+    assert (folder / "model.gguf").resolve() == model / "snapshots" / NEW / "chat-Q8_0.gguf"
+    assert client.resolve("org/chat", env=environment) == folder
+    assert "HF_HUB_OFFLINE is set" in client.ask("org/chat:Q4_K_M", env=environment)["message"]

@@ -72,6 +72,11 @@ class HubCache:
         check_paths(files, str(self._tree))
         return Listing(files, self._commit)
 
+    def present(self) -> list[RemoteFile]:
+        """The files of the commit that are there, whoever has put them."""
+        paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return [RemoteFile(path.relative_to(self.folder).as_posix(), path.stat().st_size) for path in paths]
+
     def has(self, file: RemoteFile) -> bool:
         """Also for a file whose content is there from another commit, which is then linked."""
         link, blob = self.folder / file.path, self._blob(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
@@ -173,10 +174,20 @@ def _cached(
     destination = HubCache(cache, repository, commit)
     listing = destination.listing()
     if not listing:
-        whole = not known and not selection.quantization and (destination.folder / "config.json").is_file()
-        return (destination.folder, []) if whole else None
+        return None if known else _unlisted(destination, selection, repository)
     files = selection.of(listing.files, repository)
     return (destination.folder, files) if all(destination.has(file) for file in files) else None
+
+
+def _unlisted(destination: HubCache, selection: Selection, repository: str) -> tuple[Path, list[RemoteFile]] | None:
+    """As ``_cached``, of a snapshot as it is: a checkpoint, or the GGUF file that is selected."""
+    if not selection.quantization and (destination.folder / "config.json").is_file():
+        return destination.folder, []
+    with suppress(PenstockError):
+        files = selection.of(destination.present(), repository)
+        if all(file.path.lower().endswith(".gguf") for file in files):
+            return destination.folder, files
+    return None
 
 
 def _hashed(file: RemoteFile) -> bool:
