@@ -268,6 +268,20 @@ def test_a_quantization_picks_a_gguf_file(hub: Hub, command: Command) -> None:
     assert command.download("org/chat:Q4_K_M", HF_HUB_OFFLINE="0") == file
 
 
+def test_a_folder_has_the_files_of_one_model(hub: Hub, command: Command) -> None:
+    """An index of weights that another revision, or another model, has left there would lead to its weights."""
+    shards = {"model.safetensors.index.json": b"{}", "model-00001-of-00001.safetensors": b"older"}
+    hub.files[OLD] = {"config.json": b"{}", **shards}
+    here = command.download("org/chat@v1", "--dir", "here")
+    assert downloaded(here) == hub.files[OLD]
+    (here / "notes.json").write_bytes(b"mine")
+    command.download("org/chat", "--dir", "here")
+    assert downloaded(here) == WANTED | {"notes.json": b"mine"}
+    words = "here has 1_Pooling/config.json of org/chat already: name another folder"
+    assert words in command.refused("org/gated", "--dir", "here", HF_TOKEN="opens")
+    assert downloaded(here) == WANTED | {"notes.json": b"mine"}
+
+
 def test_pickles_are_fetched_only_where_there_is_nothing_else(hub: Hub, command: Command) -> None:
     hub.files[NEW] = {"config.json": b"{}", "pytorch_model.bin": b"pickle", "training_args.bin": b"pickle"}
     assert set(contents(command.download("org/chat"))) == {"config.json", "pytorch_model.bin"}

@@ -17,18 +17,18 @@ from .state import LOCK, PARTS, Manifest, locked, read_manifest, write_manifest
 class LocalFolder:
     """A ``Destination``: a folder with the files at their paths, and ``.penstock`` with the state of the download.
 
-    Args:
-        owned: whether the folder is for this model alone, so that files which the source no longer has are deleted.
+    Files that it has put there, and which the source no longer has, are deleted: an index of weights would lead to
+    older ones.
     """
 
-    def __init__(self, folder: Path, owned: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._owned = owned
         self._manifest = Manifest("", [], [])
 
     @contextmanager
     def filling(self, source: str, listing: Listing, wanted: Sequence[RemoteFile]) -> Iterator[None]:
-        """Lock the folder and note what is going to be fetched. Raises ``OSError``."""
+        """Lock the folder and note what is going to be fetched. Raises ``OSError``, and ``PenstockError`` (``invalid``)
+        where files of another source would be replaced."""
         with locked(self.folder / STATE_FOLDER / LOCK):
             self._begin(source, listing, wanted)
             yield
@@ -82,13 +82,26 @@ class LocalFolder:
 
     def _begin(self, source: str, listing: Listing, wanted: Sequence[RemoteFile]) -> None:
         known = read_manifest(self.folder) or Manifest(source, [], [])
-        before = {file.path: file.identity for file in known.listing} if known.source == source else {}
         now = {file.path: file.identity for file in listing.files}
+        if known.source != source:
+            if double := known.done.keys() & {file.path for file in wanted}:
+                words = f"{self.folder} has {min(double)} of {known.source} already: name another folder"
+                raise invalid("download_dir", words)
+            known = Manifest(source, [], [])
+        for path in known.done.keys() - now.keys():
+            self._remove(path, known.done[path])
+        before = {file.path: file.identity for file in known.listing}
         done = {path: time for path, time in known.done.items() if path in now and before.get(path) == now[path]}
-        for path in set(known.done) - set(now) if self._owned else ():
-            (self.folder / path).unlink(missing_ok=True)
         self._manifest = Manifest(source, list(listing.files), [file.path for file in wanted], done)
         write_manifest(self.folder, self._manifest)
+
+    def _remove(self, path: str, time: int) -> None:
+        """Delete a file that was fetched, unless something else has changed it since."""
+        place = self.folder / path
+        if place.parent.resolve().is_relative_to(self.folder.resolve()):
+            with suppress(OSError):
+                if place.stat().st_mtime_ns == time:
+                    place.unlink()
 
     def _note(self, file: RemoteFile) -> None:
         self._manifest.done[file.path] = (self.folder / file.path).stat().st_mtime_ns

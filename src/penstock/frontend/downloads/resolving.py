@@ -66,7 +66,7 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
     try:
         if is_offline():
             raise _offline(f"the cache lacks {source.name}, or parts of it")
-        files = fetch_into_folder(source, selection, LocalFolder(folder, owned=True), options)
+        files = fetch_into_folder(source, selection, LocalFolder(folder), options)
     except PenstockError as error:
         manifest = read_manifest(folder)
         files = selection.of(manifest.listing, source.name) if manifest else []
@@ -92,7 +92,7 @@ def download(name: ModelName, selection: Selection, options: DownloadOptions, fo
     if isinstance(source, HuggingFace) and not folder:
         cache = options.cache_dir or _hub_cache()
         return _place(*fetch_into_cache(source, selection, cache, options.progress, options.max_workers))
-    destination = LocalFolder(folder) if folder else LocalFolder(cache_folder(name, options.cache_dir), owned=True)
+    destination = LocalFolder(folder or cache_folder(name, options.cache_dir))
     return _place(destination.folder, fetch_into_folder(source, selection, destination, options))
 
 
