@@ -398,9 +398,14 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
         {"prompt": "A wolf", "response": " ran."},
     ]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(record) + "\n\n" for record in records))
+    (tmp_path / "array.json").write_text(json.dumps(records, indent=1))
+    for name in ("lines.jsonl", "array.json"):
+        (samples,) = texts.read_samples(str(tmp_path / name), tokenizer, 9, 4096, 3).tolist()
+        said = tokenizer.decode(samples, skip_special_tokens=False)
+        assert "A tiger." in said and "<|im_start|>user\nA lion?<|im_end|>" in said and "A wolf ran." in said
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "One.\u2028Two.\x85Three."}, ensure_ascii=False))
     (samples,) = texts.read_samples(str(tmp_path / "lines.jsonl"), tokenizer, 9, 4096, 3).tolist()
-    said = tokenizer.decode(samples, skip_special_tokens=False)
-    assert "A tiger." in said and "<|im_start|>user\nA lion?<|im_end|>" in said and "A wolf ran." in said
+    assert tokenizer.decode(samples) == "One.\u2028Two.\x85Three."
     (tmp_path / "plain.txt").write_text("".join(f"Line {number} of many.\n" for number in range(2000)))
     first, second = (texts.read_samples(str(tmp_path / "plain.txt"), tokenizer, 9, 64, seed) for seed in (0, 1))
     assert first.shape == (9, 64) and not torch.equal(first, second)

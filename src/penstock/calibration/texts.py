@@ -37,8 +37,8 @@ def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int,
     record is dropped.
 
     Args:
-        dataset: a file of JSON lines (``.jsonl``), Parquet (``.parquet``) or text, or a folder of such files; or texts;
-            empty is the built-in one.
+        dataset: a file of JSON lines (``.jsonl``), of a JSON array (``.json``), Parquet (``.parquet``) or text, or a
+            folder of such files; or texts; empty is the built-in one.
         tokens: of a sample.
 
     Returns:
@@ -88,8 +88,10 @@ def _read(path: Path, tokens: int) -> list[Mapping[str, Any]]:
         raise invalid(FIELD, f"{path} cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise invalid(FIELD, f"{path} is not text in UTF-8 ({error.reason})") from error
-    if ".jsonl" in path.suffixes or path.suffix == ".json":
-        return [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        return _parse_array(text, path)
+    if ".jsonl" in path.suffixes or path.suffix == ".json":  # strings may have other ends of lines within them
+        return [_parse(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [{"text": window} for window in _windows(text, WINDOW_CHARACTERS * tokens)]
 
 
@@ -112,6 +114,13 @@ def _parse(line: str, path: Path, number: int) -> Mapping[str, Any]:
         return _checked(json.loads(line), path, number)
     except (ValueError, RecursionError) as error:
         raise invalid(FIELD, f"line {number} of {path} is not JSON: {error}") from error
+
+
+def _parse_array(text: str, path: Path) -> list[Mapping[str, Any]]:
+    try:
+        return [_checked(record, path, number) for number, record in enumerate(json.loads(text), 1)]
+    except (ValueError, RecursionError) as error:
+        raise invalid(FIELD, f"{path} is not JSON: {error}") from error
 
 
 def _checked(record: Any, path: Path, number: int) -> Mapping[str, Any]:

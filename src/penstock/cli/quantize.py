@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calib-dataset",
         default="",
         metavar="FILE",
-        help="texts: JSON lines or Parquet with text, messages or prompt, or plain text (default: built in, see docs)",
+        help="texts: JSON or Parquet with text, messages or prompt, or plain text (default: built in, see docs)",
     )
     for name, unit, about in (
         ("calib_size", "samples", "to calibrate on"),
