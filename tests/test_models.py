@@ -164,6 +164,11 @@ def broken(folder: Path, how: str) -> None:
         case "wrong kind":
             text = (folder / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": [3]')
             (folder / "config.json").write_text(text)
+        case "dtype: load" | "head_dim: -4" | "num_key_value_heads: x":
+            name, value = how.split(": ")
+            config = json.loads((folder / "config.json").read_text())
+            config[name] = int(value) if name == "head_dim" else value
+            (folder / "config.json").write_text(json.dumps(config))
         case "broken config":
             (folder / "config.json").write_text("{")
         case "deep config":
@@ -196,6 +201,9 @@ def broken(folder: Path, how: str) -> None:
         ("no weights", r"has no model\.safetensors"),
         ("uneven heads", "3 key-value heads among 4"),
         ("wrong kind", "a value of the wrong kind"),
+        ("dtype: load", "a value of the wrong kind: dtype is 'load'"),
+        ("head_dim: -4", "a value of the wrong kind: head_dim is -4"),
+        ("num_key_value_heads: x", "a value of the wrong kind"),
         ("broken config", "is not JSON"),
         ("deep config", "is not JSON"),
         ("no object", "config.json does not hold an object"),

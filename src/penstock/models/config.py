@@ -85,8 +85,8 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "intermediate_size": intermediate,
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or hidden // heads,
+        "num_kv_heads": _count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
+        "head_dim": _count(raw, "head_dim") if raw.get("head_dim") else hidden // heads,
         "max_model_len": max_model_len_of(max_position_embeddings, rope),
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
@@ -94,7 +94,7 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or False),
         "has_lm_head": has_lm_head,
         "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
-        "dtype": getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        "dtype": _dtype(raw),
         "quantization": quantization_of(raw) or "none",
         "sliding_windows": sliding_windows_by_layer_types(raw, layers) or (0,) * layers,
         "raw": raw,
@@ -109,6 +109,13 @@ def _count(raw: Mapping[str, Any], name: str) -> int:
     if not 1 <= (value := int(raw[name])) <= MAX_COUNT:
         raise ValueError(f"{name} is {value}")
     return value
+
+
+def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    if not isinstance(dtype := getattr(torch, str(name), None), torch.dtype):
+        raise ValueError(f"dtype is {name!r:.40}")
+    return dtype
 
 
 def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:
