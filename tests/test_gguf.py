@@ -383,6 +383,20 @@ def test_the_demo_s_tokenizer_comes_whole(demo_file: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [3577, 3575]
 
 
+def test_an_end_of_answers_that_the_file_takes_for_text(tmp_path: Path) -> None:
+    """Some files have ``<|im_end|>`` as a token of text, which the chat template then would not give."""
+
+    def tokenizer(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, demo.CHAT, "qwen2")
+        types = writer.kv_data[0]["tokenizer.ggml.token_type"].value
+        types[3577] = gguf.TokenType.NORMAL
+
+    write_gguf(demo.CHAT, tmp_path / "text.gguf", tokenizer=tokenizer)
+    folder = resolve(tmp_path / "text.gguf")
+    assert Tokenizer(folder).encode("<|im_end|>") == [3577]
+    assert 3577 in json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+
+
 @pytest.fixture(scope="module", params=[True, False])
 def pieces(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

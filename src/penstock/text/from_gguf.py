@@ -34,7 +34,7 @@ ADDED = (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
 END_OF_GENERATION = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT>".split()
 )
-"""Control tokens that end an answer, whatever else the file says, as in llama.cpp."""
+"""Tokens that end an answer, and are control tokens where the file takes them for text, as in llama.cpp."""
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 """Special tokens by their role, and the word for it in GGUF, as it is spelled there."""
 
@@ -83,7 +83,10 @@ class GGUFTokenizer:
         kinds = file.numbers(f"{PREFIX}token_type") or [Kind.NORMAL] * len(self._tokens)
         if len(kinds) != len(self._tokens) or not set(kinds) <= set(Kind):
             raise self._broken("token_type")
-        self._kinds = [Kind(kind) for kind in kinds]
+        self._kinds = [
+            Kind.CONTROL if kind == Kind.NORMAL and text in END_OF_GENERATION else Kind(kind)
+            for text, kind in zip(self._tokens, kinds, strict=True)
+        ]
 
     def files(self) -> dict[str, bytes]:
         """The files of a checkpoint by name: ``tokenizer.json`` or ``tokenizer.model``, configuration, chat template.
