@@ -138,6 +138,17 @@ def test_shards_and_dtypes_of_a_checkpoint(tmp_path: Path) -> None:
     assert made[0].outputs[0].token_ids == expected[0, len(PROMPTS[1]) :].tolist()
 
 
+def test_a_single_file_may_have_another_name(tmp_path: Path) -> None:
+    """As those of AutoGPTQ have."""
+    save(CONFIGS["qwen3"], tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    assert LLM(tmp_path, num_gpu_blocks_override=8).generate("A", SamplingParams(max_tokens=1), use_tqdm=False)
+    (tmp_path / "gptq_model-4bit-128g.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(PenstockError, match=r"has no model\.safetensors"):
+        LLM(tmp_path, num_gpu_blocks_override=8)
+
+
 def broken(folder: Path, how: str) -> None:
     match how:
         case "unknown architecture":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cached_property
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from penstock.quant import CheckpointFormat
 from .tensor_files import TensorFile, open_tensors
 
 SINGLE, PYTORCH_SINGLE = "model.safetensors", "pytorch_model.bin"
+OTHERS = ("adapter_", "consolidated")
+"""How files begin that have other weights, or the same under other names."""
+SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
 class Checkpoint:
     """The safetensors files of a folder, or, where it has none, PyTorch's ``pytorch_model.bin``. Nothing is read before
-    it is taken.
+    it is taken. A single file may have another name, such as ``gptq_model-4bit-128g.safetensors``.
 
     Args:
         format: of its quantized matrices; None where it has none.
@@ -38,9 +42,7 @@ class Checkpoint:
         self._file_of: dict[str, str] = {}
         self.bytes_read = 0
         """Bytes of all tensors and slices taken so far."""
-        index, single = INDEX, SINGLE
-        if not (folder / INDEX).exists() and not (folder / SINGLE).exists():
-            index, single = PYTORCH_INDEX, PYTORCH_SINGLE
+        index, single = _names(folder)
         if (folder / index).exists():
             self._file_of = _read_index(folder / index, Path(single).suffix)
             if whole and (missing := {file for file in self._file_of.values() if not (folder / file).is_file()}):
@@ -133,6 +135,15 @@ class Checkpoint:
 
     def _lacks(self, files: str) -> Exception:
         return invalid("model", f"{self._folder} lacks {files}, which its index names")
+
+
+def _names(folder: Path) -> tuple[str, str]:
+    """Names of the index and of the single file of a checkpoint, of which it has one."""
+    for index, single in ((INDEX, SINGLE), (PYTORCH_INDEX, PYTORCH_SINGLE)):
+        if (folder / index).exists() or (folder / single).exists():
+            return index, single
+    own = [path.name for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS)]
+    return (INDEX, own[0]) if len(own) == 1 and not SHARD.search(own[0]) else (PYTORCH_INDEX, PYTORCH_SINGLE)
 
 
 class Index(msgspec.Struct):
