@@ -239,19 +239,23 @@ class Servers:
 
 
 def processes(session: int) -> list[int]:
-    """Those of a session that live."""
+    """Those of a session that live, in the order of their start: numbers begin anew at the largest."""
     found = []
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
         fields = _file(pid, "stat").rpartition(")")[2].split()
         if fields and fields[3] == str(session) and fields[0] != "Z":
-            found.append(pid)
-    return found
+            found.append((int(fields[19]), pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def children(pid: int) -> list[int]:
+    """Those that threads of a process have started."""
+    return [int(child) for task in _tasks(pid) for child in _file(pid, f"task/{task}/children").split()]
 
 
 def descendants(pid: int) -> list[int]:
-    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    children = [int(child) for found in lists for child in found]
-    return [*children, *(one for child in children for one in descendants(child))]
+    found = children(pid)
+    return [*found, *(one for child in found for one in descendants(child))]
 
 
 def workers_of(pid: int) -> dict[str, int]:
@@ -276,6 +280,13 @@ def belongings(pid: int) -> tuple[int, int]:
     """How many files and threads a process has."""
     folder = Path("/proc") / str(pid)
     return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))
+
+
+def _tasks(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def _file(pid: int, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import zmq
+from serving import children
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
 from penstock.core import Code
@@ -35,20 +36,18 @@ async def started(**options: Any) -> AsyncIterator[AsyncLLM]:
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     """Run it to its end; then neither files nor processes may be left of it."""
     zmq.Context.instance().socket(zmq.DEALER).close()  # its threads start with the first socket, and stay
-    files, children = belongings()
+    files, before = belongings()
     asyncio.run(asyncio.wait_for(coroutine, 120))
     limit = time.monotonic() + 60
     while belongings()[0] > files and time.monotonic() < limit:
         time.sleep(0.01)  # closed sockets are reaped by a thread that tells nobody
     assert belongings()[0] <= files
-    assert belongings()[1] == children
+    assert belongings()[1] == before
 
 
 def belongings() -> tuple[int, set[int]]:
     """How many files this process has open, and its child processes."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
-    return len(list(Path("/proc/self/fd").iterdir())), children
+    return len(list(Path("/proc/self/fd").iterdir())), set(children(os.getpid()))
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:

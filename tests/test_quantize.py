@@ -294,7 +294,7 @@ def test_a_run_does_not_go_on_with_other_texts(small: Path, tmp_path: Path) -> N
     options: Any = {"calib_seq_len": 16, "calib_dataset": str(file)}
     report = quantized(small, made, "wint8", **options)
     file.write_text("One, two, three, four, five, six.\n" * 40)
-    with pytest.raises(PenstockError, match=f"{made} was made with other options \\(samples "):
+    with pytest.raises(PenstockError, match=f"{made} was made with other options \\(texts "):
         quantized(small, made, "wint8", **options)
     (made / "config.json").unlink()
     for name in ("quantization_report.json", "quantization_report.html"):
@@ -302,7 +302,7 @@ def test_a_run_does_not_go_on_with_other_texts(small: Path, tmp_path: Path) -> N
     (made / ".quantize").mkdir()
     (made / ".quantize" / "job.json").write_text(json.dumps({"job": report["job"], "details": {"threads": 1}}))
     (made / ".quantize" / "layer-00000.json").write_text("{}")
-    with pytest.raises(PenstockError, match=f"{made} holds a run with other options \\(samples "):
+    with pytest.raises(PenstockError, match=f"{made} holds a run with other options \\(texts "):
         quantized(small, made, "wint8", **options)
 
 

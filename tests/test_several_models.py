@@ -242,7 +242,7 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(
 def test_the_death_of_one_engine_is_not_the_other_s(
     served: Served, client: openai.OpenAI, alone: dict[str, str]
 ) -> None:
-    newest = max(served.pids["engine"])  # that of the model that was loaded last
+    newest = served.pids["engine"][-1]  # that of the model that was loaded last
     long = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(model="penstock-demo", **long).choices[0].text
     stream = client.completions.create(model="penstock-demo", stream=True, **long)
@@ -258,7 +258,7 @@ def test_the_death_of_one_engine_is_not_the_other_s(
 def test_one_that_cannot_live_is_not_served_and_the_other_is(
     served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
 ) -> None:
-    stays, seen = min(served.pids["engine"]), len(served.lines)
+    stays, seen = served.pids["engine"][0], len(served.lines)
 
     def gone() -> bool:
         for pid in served.pids["engine"]:
@@ -344,7 +344,7 @@ def test_who_waits_for_a_model_hears_what_became_of_it(empty: tuple[Served, Path
         asking = threading.Thread(target=lambda: told.append(httpx.post(f"{wish}/load", timeout=60)))
         asking.start()
         wait(lambda: len(served.pids["engine"]) == 2)
-        loading = max(served.pids["engine"])
+        loading = served.pids["engine"][-1]
         os.kill(loading, signal.SIGSTOP)
         return asking, loading
 

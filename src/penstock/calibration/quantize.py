@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from .report import make_report, write_report
 from .stage import CPU, ChangedWeights, build_stage, hidden_states, run_stage
 from .state import RunState, finished_report
 from .statistics import InputObserver
-from .texts import read_samples, split_samples
+from .texts import read_samples, split_samples, texts_digest
 from .threads import torch_threads
 from .writer import CheckpointWriter, encode_layer, read_tensors
 
@@ -66,17 +65,16 @@ def quantize(
         raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
     checkpoint = Checkpoint(model)
     _check_ignored(options, checkpoint)
-    samples = _read_samples(model, options, config)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
-        "samples": sha256(repr(tuple(samples.shape)).encode() + samples.numpy().tobytes()).hexdigest(),
+        "texts": texts_digest(options.calib_dataset, model),
         **msgspec.json.decode(msgspec.json.encode(options)),
     }
     if (report := finished_report(output, job)) is not None:
         return report
     state = RunState(output, job, {"threads": threads or usable_cores()})
-    run = _Run(options, config, checkpoint, state, samples)
+    run = _Run(model, options, config, checkpoint, state)
     with torch_threads(1):
         run.quantize_layers(progress)
     layers = [layer for number in range(config.num_layers) if (layer := state.layer(number))]
@@ -97,26 +95,11 @@ def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
             raise invalid("--ignore", words)
 
 
-def _read_samples(model: Path, options: QuantizeOptions, config: ModelConfig) -> Tensor:
-    """Token ids ``[samples, tokens]``, to calibrate and to measure on."""
-    count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
-    texts = options.calib_texts or options.calib_dataset
-    samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
-    if int(samples.max()) >= config.vocab_size:
-        raise invalid("model", f"{model} has a tokenizer with more tokens than the model's {config.vocab_size}")
-    return samples
-
-
 class _Run:
     """The layers' part of a run."""
 
     def __init__(
-        self,
-        options: QuantizeOptions,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        state: RunState,
-        samples: Tensor,
+        self, model: Path, options: QuantizeOptions, config: ModelConfig, checkpoint: Checkpoint, state: RunState
     ) -> None:
         self._options = options
         self._method = METHODS[options.method]
@@ -130,15 +113,25 @@ class _Run:
         self._kv_quantization = KV_QUANTIZATION[options.kv_cache_dtype]
         has_kernels = not options.format.activation_bits or self._ops.supports(options.format, self._dtype)
         self._quantized_ops: Ops = self._ops if has_kernels and self._kv_quantization != "fp8" else reference
-        calibration, measured = split_samples(samples, options.calib_size, options.eval_size)
-        if not self._method.calibrates:
-            calibration = calibration[:0]
-        self._samples = {CALIBRATION: calibration, ORIGINAL: measured, QUANTIZED: measured}
+        self._samples = self._read_samples(model)
         self.sizes = {
             "calibration_samples": len(self._samples[CALIBRATION]),
             "measured_samples": len(self._samples[ORIGINAL]),
             "sample_tokens": self._samples[ORIGINAL].shape[1],
         }
+
+    def _read_samples(self, model: Path) -> dict[str, Tensor]:
+        """Token ids by stream."""
+        options, config = self._options, self._config
+        count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
+        texts = options.calib_texts or options.calib_dataset
+        samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
+        if int(samples.max()) >= config.vocab_size:
+            raise invalid("model", f"{model} has a tokenizer with more tokens than the model's {config.vocab_size}")
+        calibration, measured = split_samples(samples, options.calib_size, options.eval_size)
+        if not self._method.calibrates:
+            calibration = calibration[:0]
+        return {CALIBRATION: calibration, ORIGINAL: measured, QUANTIZED: measured}
 
     def quantize_layers(self, progress: bool) -> None:
         """Quantize the layers that are not done yet."""

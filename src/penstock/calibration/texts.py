@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import file_digest, sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.text import Tokenizer
+from penstock.text import Tokenizer, tokenizer_files
 
 BUILT_IN = Path(__file__).parent / "texts.jsonl.gz"
 """Conversations in English and Chinese, which ``examples/demo_model/calibration.py`` has drawn from the demo model's
@@ -66,6 +67,21 @@ def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int,
     return torch.tensor(samples or [sample])
 
 
+def texts_digest(dataset: str, model: Path) -> str:
+    """Identifies what samples are made of besides options: the files of a data set, and of a model's tokenizer.
+
+    Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
+    """
+    digest = sha256()
+    for path in (*_files(Path(dataset) if dataset else BUILT_IN), *tokenizer_files.paths(model)):
+        try:
+            with path.open("rb") as file:
+                digest.update(file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return digest.hexdigest()
+
+
 def split_samples(samples: Tensor, calib_size: int, eval_size: int) -> tuple[Tensor, Tensor]:
     """Samples to calibrate on and others to measure on: an eighth of them, ``eval_size`` at most. A single sample is
     used for both."""
@@ -75,17 +91,25 @@ def split_samples(samples: Tensor, calib_size: int, eval_size: int) -> tuple[Ten
     return samples[measured : measured + calib_size], samples[:measured]
 
 
+def _files(path: Path) -> list[Path]:
+    """The files of a data set."""
+    return sorted(each for each in path.iterdir() if each.suffix in KINDS) if path.is_dir() else [path]
+
+
+def _unreadable(path: Path, error: OSError) -> PenstockError:
+    return invalid(FIELD, f"{path} cannot be read ({error.strerror or error})")
+
+
 def _read(path: Path, tokens: int) -> list[Mapping[str, Any]]:
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in KINDS)
-        return [record for file in files for record in _read(file, tokens)]
+        return [record for file in _files(path) for record in _read(file, tokens)]
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path)
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8")
     except OSError as error:
-        raise invalid(FIELD, f"{path} cannot be read ({error.strerror or error})") from error
+        raise _unreadable(path, error) from error
     except UnicodeDecodeError as error:
         raise invalid(FIELD, f"{path} is not text in UTF-8 ({error.reason})") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
