@@ -16,7 +16,7 @@ serve: .venv/ready
 test: .venv/tools
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
 	make --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -rs --numprocesses 3 --dist loadfile tests/test_*.py tests/installed.py; tests=$$?; \
+	$(BIN)/python -m pytest -rs --numprocesses 4 --dist loadfile tests/test_*.py tests/installed.py; tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$said"; [ $$tests = 0 ] && [ $$lint = 0 ]
 
 # That wheel alone.
