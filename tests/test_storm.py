@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from typing import Any
 
+import openai
 import pytest
 import storm
-from serving import Served, Servers
+from serving import Served, Servers, processes
 from storm import Outcome, Question
 
 
@@ -102,6 +106,21 @@ def test_an_api_process_that_stood_still_tells_its_clients(asked: list[Question]
 def test_sigterm_lets_requests_come_to_their_end(asked: list[Question], two: Served) -> None:
     tally = storm.run(storm.drained(asked, 30, shared=two))
     assert tally.counts[Outcome.REFUSED] > 0
+
+
+def test_a_signal_to_the_whole_group_is_one_to_the_server() -> None:
+    """As systemd sends it."""
+    with Served("--num-gpu-blocks-override", "200", "--tensor-parallel-size", "2") as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        asked: Any = {"model": "penstock-demo", "prompt": "The story of a fox:", "max_tokens": 1000, "temperature": 0}
+        whole = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
+        stream = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        first = next(iter(stream)).choices[0].text
+        for pid in processes(served.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert first + "".join(chunk.choices[0].text for chunk in stream) == whole
+        assert served.ended() == 0
+        assert not [line for line in served.lines if "ERROR" in line or "WARNING" in line]
 
 
 def test_what_has_no_time_to_end_is_told(asked: list[Question], narrow: Served) -> None:

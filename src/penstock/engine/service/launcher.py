@@ -75,6 +75,8 @@ class EngineProcess:
         """The running engine's report; None while it starts."""
         self.closing = False
         """Whether ``close`` was called."""
+        self.restarts = True
+        """Whether the process is started again once it has ended."""
 
     async def start(self) -> messages.Ready:
         """Start the process and wait until its model has loaded. Raises ``PenstockError`` where it cannot start."""
@@ -85,15 +87,18 @@ class EngineProcess:
             raise
 
     async def watch(self) -> None:
-        """Restart the process whenever it dies or hangs; returns after ``close``, or when it has died too often."""
+        """Restart the process whenever it dies or hangs; returns after ``close``, when it has died too often, or once
+        it has ended without ``restarts``."""
         while self._process is not None:
             hang_watch = asyncio.create_task(self._kill_if_hung(self._process))
             status = await self._process.wait()
             hang_watch.cancel()
             self.ready = None
-            if self.closing:
+            if self.closing or not (self.restarts or status):
                 return
             logger.error("%s (process %d) ended: %s", self._name, self._process.pid, exit_reason(status))
+            if not self.restarts:
+                return
             self._restart_limit.record_exit()
             if self._restart_limit.is_exceeded:
                 logger.error(
@@ -239,6 +244,11 @@ class EngineProcesses:
         """Stop the engines as ``EngineProcess.close``; returns the first exit status that is not 0, or 0."""
         statuses = await asyncio.gather(*(engine.close() for engine in self._engines))
         return next((status for status in statuses if status), 0)
+
+    def stop_restarting(self) -> None:
+        """Do not start processes again. One that was told to end may do so: a service manager tells all of a group."""
+        for engine in self._engines:
+            engine.restarts = False
 
     def kill(self) -> None:
         """Kill the processes."""

@@ -113,6 +113,13 @@ class Engines:
             raise PenstockError(Code.UNSUPPORTED, words)
         await control.execute(operation)
 
+    def stop_restarting(self) -> None:
+        """Neither load models nor start engines again, as the server is about to stop."""
+        self._closing = True
+        for engine in self._running.values():
+            if isinstance(engine, EngineProcesses):
+                engine.stop_restarting()
+
     async def close(self) -> None:
         self._closing = True
         await asyncio.gather(*(control.close() for control in self._controls.values()))
@@ -159,7 +166,7 @@ class Engines:
     async def _watch(self, name: str, engine: EngineProcesses | Instances) -> None:
         await engine.watch()
         async with self._locks[name]:
-            if engine.closing:
+            if engine.closing or self._closing:
                 return
             logger.error("%s is not served any more", name)
             await self._end(name, engine)

@@ -119,6 +119,7 @@ class Supervisor:
             self._engines.kill()
         else:
             logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
+            self._engines.stop_restarting()
             self._stop.set()
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
