@@ -15,6 +15,7 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 constexpr float kNever = -__builtin_inff();
+constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kMuch = 8.0f;  // in powers of two: weights grow up to 256
 
 // --- What a cache holds ----------------------------------------------------------------------------------------------
@@ -402,9 +403,19 @@ PENSTOCK_APART void blend_by_tiles(Meeting<K>& m, int count) {
   }
 }
 
+// Scores to the hyperbolic tangents of `squeeze` times them.
+template <class K>
+PENSTOCK_APART void cap_scores(Meeting<K>& m, int count, float squeeze) {
+  for (int r = 0; r < count; r++)
+    for (int64_t p = 0; p < m.columns; p += 16) {
+      float* score = m.rows.scores + r * kSpan + p;
+      store(score, tanh(load(score) * squeeze));
+    }
+}
+
 template <class K>
 void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Panel<K>& next, int64_t dim, int64_t begin,
-            float power) {
+            float power, float squeeze) {
   int64_t last = 0;
   for (int r = 0; r < count; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
@@ -413,12 +424,14 @@ void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Pan
   Meeting<K> m{rows, first, span, next, dim, begin, filled, (filled + 15) / 16 * 16};
   if constexpr (kByTiles<K>) {
     score_by_tiles(m, count);
+    if (squeeze) cap_scores(m, count, squeeze);
     for (int at = 0; at < count; at += kTileRows)
       with_rows(count - at, [&]<int R>() { weigh<K, R>(m, at, power); });
     blend_by_tiles(m, count);
   } else {
     with_rows(count, [&]<int R>() {
       score<K, R>(m);
+      if (squeeze) cap_scores(m, R, squeeze);
       weigh<K, R>(m, 0, power);
       blend<K, R>(m);
     });
@@ -487,11 +500,12 @@ void attention_task(const Attention& a, int64_t task) {
     const int64_t block = a.block_tables[sequence * a.table_width + panel / of_block];
     return Panel<K>(a.cache, (block * of_block + panel % of_block) * a.kv_heads + kv_head, dim, size);
   };
+  const float power = (a.cap ? a.cap : a.scale) * kLog2E, squeeze = a.cap ? a.scale / a.cap : 0.0f;
   auto go_over = [&](const Panel<K>& span, const Panel<K>& next, int64_t begin) {
     constexpr int together = kByTiles<K> ? kTogether : kTileRows;
     for (int first = 0; first < count; first += together)
       attend<K>(rows, first, count - first < together ? count - first : together, span, next, dim, begin,
-                a.scale * 1.44269504088896341f);
+                power, squeeze);
   };
   const int64_t begin = earliest / kSpan * kSpan;
   if (size == kSpan) {
@@ -517,7 +531,12 @@ void attention_task(const Attention& a, int64_t task) {
     }
   }
   for (int r = 0; r < count; r++) {
-    const f32x16 share = all(1.0f / sum(rows.total[r]));
+    float total = sum(rows.total[r]);
+    if (a.sinks) {  // what the score that has no value adds, relative to the row's others
+      const float sink = a.sinks[kv_head * sharing + (first_row + r) % sharing] * kLog2E - rows.top[r] * power;
+      total += exp2<false>(all(sink < 100.0f ? sink : 100.0f))[0];
+    }
+    const f32x16 share = all(1.0f / total);
     T* out = (T*)a.out + places[r];
     for (int64_t d = 0; d < dim; d += 16) store(out + d, load(rows.out + r * dim + d) * share);
   }

@@ -1,4 +1,4 @@
-// Norms, rotation and the gate: row by row.
+// Norms, rotation, activations and factors: row by row.
 
 #pragma once
 
@@ -45,7 +45,36 @@ inline float squares(int64_t size, F&& get) {
 }
 
 template <class T>
+void wide_norm_row(const Norm& a, int64_t row) {
+  for (int64_t group = 0; group < a.groups; group++) {
+    const T* x = (const T*)a.x + row * a.stride + group * a.size;
+    T* out = (T*)a.out + (row * a.groups + group) * a.size;
+    const float* weight = (const float*)a.weight + group * a.weight_stride;
+    if (a.residual) {
+      T* residual = (T*)a.residual + row * a.size;
+      by_sixteen(a.size, [&](int64_t i, auto n) { put(residual + i, get(residual + i, n) + get(x + i, n), n); });
+      x = residual;
+    }
+    float mean = 0.0f;
+    if (a.centered) {
+      f32x16 sums = {};
+      by_sixteen(a.size, [&](int64_t i, auto n) { sums += get(x + i, n); });
+      mean = sum(sums) / float(a.size);
+    }
+    auto centered = [&](int64_t i, auto n) {  // zero beyond the row's end
+      return get(x + i, n) - choose(lanes() < int32_t(n), all(mean), f32x16{});
+    };
+    const float scale = 1.0f / __builtin_sqrtf(squares(a.size, centered) / float(a.size) + a.eps);
+    by_sixteen(a.size, [&](int64_t i, auto n) {
+      const f32x16 normed = centered(i, n) * scale * get(weight + i, n);
+      put(out + i, a.bias ? normed + get(a.bias + i, n) : normed, n);
+    });
+  }
+}
+
+template <class T>
 void norm_row(const Norm& a, int64_t row) {
+  if (a.wide) return wide_norm_row<T>(a, row);
   const T* weight = (const T*)a.weight;
   for (int64_t group = 0; group < a.groups; group++) {
     const T* x = (const T*)a.x + row * a.stride + group * a.size;
@@ -71,12 +100,29 @@ void norm_row(const Norm& a, int64_t row) {
 }
 
 template <class T>
+void turn_neighbours(const T* x, const float* cos, const float* sin, T* out, int64_t pairs) {
+  float given[kMaxHead], turned[kMaxHead];
+  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(given + i, get(x + i, n), n); });
+  for (int64_t i = 0; i < pairs; i++) {
+    const float even = given[2 * i], odd = given[2 * i + 1];
+    turned[2 * i] = even * cos[i] - odd * sin[i];
+    turned[2 * i + 1] = odd * cos[i] + even * sin[i];
+  }
+  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(out + i, get(turned + i, n), n); });
+}
+
+template <class T>
 void rope_token(const Rope& a, int64_t token) {
-  const int64_t half = a.dim / 2;
-  const float *cos = a.table + a.positions[token] * a.dim, *sin = cos + half;
+  const int64_t half = a.rotary / 2;
+  const float *cos = a.table + a.positions[token] * a.rotary, *sin = cos + half;
   for (int64_t head = 0; head < a.heads; head++) {
     const T *low = (const T*)a.x + token * a.stride + head * a.dim, *high = low + half;
     T* out = (T*)a.out + (token * a.heads + head) * a.dim;
+    by_sixteen(a.dim - a.rotary, [&](int64_t i, auto n) { put(out + a.rotary + i, get(low + a.rotary + i, n), n); });
+    if (a.interleaved) {
+      turn_neighbours(low, cos, sin, out, half);
+      continue;
+    }
     by_sixteen(half, [&](int64_t i, auto n) {
       f32x16 x = get(low + i, n), y = get(high + i, n), c = get(cos + i, n), s = get(sin + i, n);
       put(out + i, x * c - y * s, n);
@@ -85,19 +131,51 @@ void rope_token(const Rope& a, int64_t token) {
   }
 }
 
-// silu(gate) * up.
-template <class T>
-inline void silu_mul(const T* gate, const T* up, T* out, int64_t size) {
+template <Activation activation>
+inline f32x16 activated(f32x16 x) {
+  f32x16 exponent = -x;
+  if constexpr (activation == Activation::gelu) {  // x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
+    const f32x16 cubed = x * x * x;
+    exponent = (x + cubed * 0.044715f) * -1.5957691216057308f;  // -2 * sqrt(2 / pi)
+  }
+  return x * inverse(exp(exponent) + 1.0f);
+}
+
+// The activation of a gate, times up.
+template <Activation activation, class T>
+inline void gate(const T* gates, const T* ups, T* out, int64_t size) {
   by_sixteen(size, [&](int64_t i, auto n) {
-    f32x16 g = get(gate + i, n);
-    put(out + i, g * inverse(exp(-g) + 1.0f) * get(up + i, n), n);
+    put(out + i, activated<activation>(get(gates + i, n)) * get(ups + i, n), n);
+  });
+}
+template <class T>
+inline void gate(Activation activation, const T* gates, const T* ups, T* out, int64_t size) {
+  activation == Activation::silu ? gate<Activation::silu>(gates, ups, out, size)
+                                 : gate<Activation::gelu>(gates, ups, out, size);
+}
+
+template <class T>
+void activate_row(const Activate& a, int64_t row) {
+  T* out = (T*)a.out + row * a.out_stride;
+  if (a.gated) {
+    const T* both = (const T*)a.x + row * 2 * a.size;
+    return gate(a.activation, both, both + a.size, out, a.size);
+  }
+  const T* x = (const T*)a.x + row * a.size;
+  by_sixteen(a.size, [&](int64_t i, auto n) {
+    const f32x16 v = get(x + i, n);
+    put(out + i, a.activation == Activation::silu ? activated<Activation::silu>(v) : activated<Activation::gelu>(v), n);
   });
 }
 
 template <class T>
-void silu_mul_row(const SiluMul& a, int64_t row) {
-  const T* both = (const T*)a.gate_up + row * 2 * a.size;
-  silu_mul(both, both + a.size, (T*)a.out + row * a.out_stride, a.size);
+void scale_row(const Scale& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.size;
+  T* out = (T*)a.out + row * a.size;
+  by_sixteen(a.size, [&](int64_t i, auto n) {
+    const f32x16 v = get(x + i, n) * a.factor;
+    put(out + i, a.cap ? tanh(v / a.cap) * a.cap : v, n);
+  });
 }
 
 }  // namespace PENSTOCK_ISA

@@ -17,6 +17,9 @@ enum class Type : int32_t { float32, bfloat16 };
 // it is multiplied with is rounded to 8 bits, too.
 enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4 };
 
+// What a feed-forward layer makes of its first product: x * sigmoid(x), or GELU by its approximation with tanh.
+enum class Activation : int32_t { silu, gelu };
+
 // Columns of a packed matrix that lie together. A panel of a [out, in] matrix holds 64 outputs, input after input, so
 // that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
 constexpr int64_t kPanel = 64;
@@ -49,6 +52,7 @@ struct Linear {
   int64_t rows;
   int64_t panels;  // of a task
   Type out_type;
+  Activation activation = Activation::silu;  // of a gated product
 };
 
 // Some rows by one of an adapter's two matrices: down to a few numbers each, which lie one after the other, or from there
@@ -140,7 +144,8 @@ struct Pack {
   int64_t first, rows;  // the first one is the first of a panel
 };
 
-// Norms [rows, groups, size]; rows of x lie `stride` elements apart. With a residual, x is added to it first.
+// Norms [rows, groups, size]; rows of x lie `stride` elements apart. With a residual, x is added to it first. A wide norm's
+// weights are float32, and what they are multiplied with is rounded only then.
 struct Norm {
   const void* x;
   void* residual;  // null: none; else read and written, [rows, size], and groups is 1
@@ -149,22 +154,39 @@ struct Norm {
   int64_t groups, size, stride;
   float eps;
   Type type;
+  bool wide, centered;    // the latter, of wide ones, takes the mean away first (LayerNorm)
+  int64_t weight_stride;  // of a wide norm: elements from one group's weights to the next's
+  const float* bias;      // [size], of a wide norm; null: none
 };
 
-// [tokens, heads, dim], tokens `stride` elements apart in x, turned by the table's angles at their positions.
+// [tokens, heads, dim], tokens `stride` elements apart in x, of which the first `rotary` elements of each head are turned by
+// the table's angles at their positions: those of the first half against those of the second, or, interleaved, neighbours.
 struct Rope {
   const void* x;
   void* out;
   const int64_t* positions;
-  const float* table;  // [longest, dim], cosines then sines
-  int64_t heads, dim, stride;
+  const float* table;  // [longest, rotary], cosines then sines
+  int64_t heads, dim, stride, rotary;
   Type type;
+  bool interleaved;
 };
 
-struct SiluMul {
-  const void* gate_up;  // [rows, 2 * size]
-  void* out;            // [rows, size], rows `out_stride` elements apart
+// Of [rows, size], or where it is gated of [rows, 2 * size], whose second half it is multiplied with.
+struct Activate {
+  const void* x;
+  void* out;  // [rows, size], rows `out_stride` elements apart
   int64_t size, out_stride;
+  Type type;
+  Activation activation;
+  bool gated;
+};
+
+// [rows, size] times a factor; with a cap, which is then not exceeded, cap * tanh(x / cap) of that.
+struct Scale {
+  const void* x;
+  void* out;
+  int64_t size;
+  float factor, cap;
   Type type;
 };
 
@@ -208,6 +230,8 @@ struct Attention {
   float scale;
   Type type;
   bool rounded;
+  float cap;           // of scores, cap * tanh(score / cap); 0: none
+  const float* sinks;  // [heads]: scores that take part in the softmax and have no value; null: none
 };
 
 // A piece of memory for each task, `size` bytes, a multiple of 256.
@@ -251,7 +275,8 @@ struct Kernels {
   void (*pack_integers)(const Pack&, int64_t task);
   void (*norm)(const Norm&, int64_t task);
   void (*rope)(const Rope&, int64_t task);
-  void (*silu_mul)(const SiluMul&, int64_t task);
+  void (*activate)(const Activate&, int64_t task);
+  void (*scale)(const Scale&, int64_t task);
   void (*store)(const Store&, int64_t task);
   void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
   void (*import_kv)(const Exchange&, int64_t task);

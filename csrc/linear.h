@@ -92,7 +92,7 @@ void gated_block(const Linear& given, int64_t task) {
     for (int64_t c = begin; c < end; c += kPanel)
       write_panel(a, s.first, s.end, size + c, c + kPanel < end ? size + c + kPanel : end, ups + c - begin, some);
     for (int64_t row = 0; row < s.end - s.first; row++)
-      silu_mul(gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * a.out_stride + begin, some);
+      gate(given.activation, gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * a.out_stride + begin, some);
   }
 }
 

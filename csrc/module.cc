@@ -147,10 +147,11 @@ int64_t panels_of_task(int64_t outputs) {
 using Product = void (*Kernels::*)(const Linear&, int64_t task);
 
 void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out,
-              int64_t out_stride, int64_t outputs, int64_t rows, int out_type) {
+              int64_t out_stride, int64_t outputs, int64_t rows, int out_type, int activation = 0) {
   make({rows, 0}, [=](Size size) {
     const Linear args{matrix,     at<void>(x), at<float>(x_scales),     at<void>(x_sums), at<void>(out),
-                      out_stride, size.tokens, panels_of_task(outputs), Type(out_type)};
+                      out_stride, size.tokens, panels_of_task(outputs), Type(out_type),
+                      Activation(activation)};
     const int64_t tasks = ceil_div(args.rows, kernels->linear_rows) * ceil_div(outputs, kPanel * args.panels);
     pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
   });
@@ -163,8 +164,8 @@ void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, A
 
 // Halves of the outputs are whole panels.
 void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride,
-           int64_t rows, int out_type) {
-  multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs / 2, rows, out_type);
+           int64_t rows, int out_type, int activation) {
+  multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs / 2, rows, out_type, activation);
 }
 
 // What adapters add to a layer, by their slots: x down to the ranks of all its parts, and from each part's up onto the
@@ -383,19 +384,27 @@ void pack(Address weight, const Matrix& matrix, int64_t first, int64_t rows) {
 }
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
-          int64_t stride, float eps, int type) {
+          int64_t stride, float eps, int type, bool wide, bool centered, int64_t weight_stride, Address bias) {
   make_rows(rows, &Kernels::norm,
-            Norm{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), groups, width, stride, eps, Type(type)});
+            Norm{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), groups, width, stride, eps, Type(type),
+                 wide, centered, weight_stride, at<float>(bias)});
 }
 
 void rope(Address x, Address out, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim,
-          int64_t stride, int type) {
+          int64_t stride, int64_t rotary, bool interleaved, int type) {
   make_rows(tokens, &Kernels::rope,
-            Rope{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), heads, dim, stride, Type(type)});
+            Rope{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), heads, dim, stride, rotary,
+                 Type(type), interleaved});
 }
 
-void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int64_t out_stride, int type) {
-  make_rows(rows, &Kernels::silu_mul, SiluMul{at<void>(gate_up), at<void>(out), width, out_stride, Type(type)});
+void activate(Address x, Address out, int64_t rows, int64_t width, int64_t out_stride, int activation, bool gated,
+              int type) {
+  make_rows(rows, &Kernels::activate,
+            Activate{at<void>(x), at<void>(out), width, out_stride, Type(type), Activation(activation), gated});
+}
+
+void scale(Address x, Address out, int64_t rows, int64_t width, float factor, float cap, int type) {
+  make_rows(rows, &Kernels::scale, Scale{at<void>(x), at<void>(out), width, factor, cap, Type(type)});
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
@@ -427,7 +436,8 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
-               int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded) {
+               int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded, float cap,
+               Address sinks) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
     std::vector<int32_t> tiles;
@@ -441,7 +451,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
     const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
                          at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
-                         window, out_stride, scale, Type(type), rounded};
+                         window, out_stride, scale, Type(type), rounded, cap, at<float>(sinks)};
     pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
   });
 }
@@ -564,7 +574,8 @@ NB_MODULE(_kernels, m) {
   m.def("copy", &copy, free);
   m.def("norm", &norm, free);
   m.def("rope", &rope, free);
-  m.def("silu_mul", &silu_mul, free);
+  m.def("activate", &activate, free);
+  m.def("scale", &scale, free);
   m.def("store", &store, free);
   m.def("attention", &attention, free);
   m.def("export_kv", &exchange<&Kernels::export_kv>, free);

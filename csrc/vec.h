@@ -226,5 +226,18 @@ inline f32x16 inverse(f32x16 x) {
 #endif
 }
 
+// tanh x to about 1 in 10^7.
+inline f32x16 tanh(f32x16 x) {
+  const f32x16 square = x * x;
+  f32x16 p = all(-5.70498872745e-3f);  // for small x (Cephes, Moshier, 1984)
+  p = fma(p, square, all(2.06390887954e-2f));
+  p = fma(p, square, all(-5.37397155531e-2f));
+  p = fma(p, square, all(1.33314422036e-1f));
+  p = fma(p, square, all(-3.33332819422e-1f));
+  const f32x16 small = fma(p * square, x, x);
+  const f32x16 positive = 1.0f - 2.0f * inverse(exp(max(x, -x) * 2.0f) + 1.0f);
+  return choose(square < 0.390625f, small, choose(x < 0.0f, -positive, positive));
+}
+
 }  // namespace PENSTOCK_ISA
 }  // namespace penstock

@@ -86,6 +86,10 @@ class ObservedMatrix:
         self._observer.observe(self._names, x)
         return self._matrix.linear_silu_and_mul(x, out)
 
+    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        self._observer.observe(self._names, x)
+        return self._matrix.linear_gelu_and_mul(x, out)
+
 
 @dataclass(frozen=True)
 class ObservingContext(BuildContext):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from penstock.parallel import shard_heads, shard_outputs
 
 from .context import BuildContext
 from .linear import ColumnParallelLinear
+from .norm import Norm
 
 
 class AttentionLayer(Protocol):
@@ -37,14 +39,29 @@ class AttentionLayer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class QKNormLayers:
+    """Norms on queries and keys that are layers of their own."""
+
+    q: Norm
+    k: Norm
+    over_projection: bool = False
+    """Whether all heads of a token are normed together, not each."""
+    after_rope: bool = False
+
+
 class Attention:
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
 
     Args:
         name: of the checkpoint's module, above ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
-        rope: ``[max_len, head_dim]``, of ``BuildContext.rope_table``.
+        rope: ``[max_len, rotary_dim]``, of ``BuildContext.rope_table``.
         window: positions that a query sees, its own included (sliding window); 0 is all.
-        qk_norm_eps: epsilon of RMS norms on the queries and keys of each head; None where there are none.
+        qk_norms: norms on the queries and keys of each head that are computed with the rotary positions.
+        qk_norm_layers: other norms on queries and keys.
+        rope_interleaved: as of ``reference.rope``.
+        scale: of the products of queries and keys; None is ``head_dim ** -0.5``.
+        softcap, sinks: as of ``reference.attention``; sinks are those of this rank's heads.
     """
 
     def __init__(
@@ -60,28 +77,45 @@ class Attention:
         window: int = 0,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        qk_norm_eps: float | None = None,
+        qk_norms: QKNorms | None = None,
+        qk_norm_layers: QKNormLayers | None = None,
+        rope_interleaved: bool = False,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
         self._dtype = context.dtype
         self._rope = rope
+        self._rope_interleaved = rope_interleaved
         self._head_dim = head_dim
         self._window = window
+        self._scale = head_dim**-0.5 if scale is None else scale
+        self._softcap = softcap
+        self._sinks = sinks
         queries, keys = (heads * head_dim for heads in shard_heads(context.group, num_heads, num_kv_heads))
-        self._queries = queries
+        self._queries, self._keys = queries, keys
         self._num_kv_heads = keys.size // head_dim
         self._sizes = [queries.size, keys.size, keys.size]
-        names = [f"{name}.{part}_proj" for part in "qkv"]
-        self._qkv = ColumnParallelLinear(context, names, hidden_size, [queries, keys, keys], qkv_bias)
+        q_proj, k_proj, v_proj = names = [f"{name}.{part}_proj" for part in "qkv"]
+        self._qk_norms, self._qk_norm_layers = qk_norms, qk_norm_layers
+        self._qkv = self._q = self._k = None
+        if qk_norm_layers and qk_norm_layers.over_projection:
+            # Every rank norms all heads, whichever are its own.
+            self._q, self._k = (
+                ColumnParallelLinear(
+                    context, [each], hidden_size, [shard_outputs(context.group, total)], qkv_bias, gather_output=True
+                )
+                for each, total in ((q_proj, queries.total), (k_proj, keys.total))
+            )
+            self._v = ColumnParallelLinear(context, [v_proj], hidden_size, [keys], qkv_bias)
+        else:
+            self._qkv = ColumnParallelLinear(context, names, hidden_size, [queries, keys, keys], qkv_bias)
         shards = [shard_outputs(context.group, hidden_size)]
         self._output = ColumnParallelLinear(
             context, [f"{name}.o_proj"], num_heads * head_dim, shards, output_bias, gather_output=True
         )
-        self._qk_norms = None
-        if qk_norm_eps is not None:
-            q_weight, k_weight = (context.read_weight(f"{name}.{part}_norm.weight", head_dim) for part in "qk")
-            self._qk_norms = QKNorms(q_weight, k_weight, qk_norm_eps)
 
     def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
         dtype = str(self._dtype).removeprefix("torch.")
@@ -91,9 +125,7 @@ class Attention:
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
         metadata, lora_slots = batch.attention, batch.lora_slots
-        qkv = self._qkv(x, lora_slots).split(self._sizes, -1)
-        q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in qkv)
-        q = self._ops.rope_and_store(q, k, v, batch.positions, self._rope, cache, batch.slot_mapping, self._qk_norms)
+        q = self._store(*self._project(x, lora_slots), cache, batch)
         if export is not None and batch.export_places is not None:
             self._ops.export_kv(
                 cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress
@@ -102,9 +134,37 @@ class Attention:
             q = self._ops.index_select(q, batch.logits_indices)
             metadata, lora_slots = batch.logits_attention, batch.logits_lora_slots
         attended = self._group.all_gather(
-            lambda out: self._ops.attention(q, cache, metadata, self._head_dim**-0.5, self._window, out),
+            lambda out: self._ops.attention(
+                q, cache, metadata, self._scale, self._window, out, self._softcap, self._sinks
+            ),
             q.shape[0],
             self._queries,
             self._dtype,
         )
         return self._output(attended, lora_slots)
+
+    def _project(self, x: Tensor, lora_slots: Tensor | None) -> tuple[Tensor, ...]:
+        """This rank's queries, keys and values, ``[tokens, heads, head_dim]`` each."""
+        parts: tuple[Tensor, ...]
+        if self._qkv:
+            parts = self._qkv(x, lora_slots).split(self._sizes, -1)
+        else:
+            assert self._q and self._k and self._qk_norm_layers
+            q = self._qk_norm_layers.q(self._q(x, lora_slots))[:, self._queries.first : self._queries.end]
+            k = self._qk_norm_layers.k(self._k(x, lora_slots))[:, self._keys.first : self._keys.end]
+            parts = q, k, self._v(x, lora_slots)
+        return tuple(part.unflatten(-1, (-1, self._head_dim)) for part in parts)
+
+    def _store(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, batch: Batch) -> Tensor:
+        """Norm and rotate queries and keys, and store keys and values. Returns the queries."""
+        positions, slots, norms = batch.positions, batch.slot_mapping, self._qk_norm_layers
+        if norms and norms.after_rope:
+            q, k = (self._ops.rope(part, positions, self._rope, self._rope_interleaved) for part in (q, k))
+            q, k = norms.q(q), norms.k(k)
+            self._ops.store_kv(cache, k, v, slots)
+            return q
+        if norms and not norms.over_projection:
+            q, k = norms.q(q), norms.k(k)
+        return self._ops.rope_and_store(
+            q, k, v, positions, self._rope, cache, slots, self._qk_norms, self._rope_interleaved
+        )

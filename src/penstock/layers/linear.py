@@ -70,6 +70,12 @@ class ColumnParallelLinear:
             return self._matrix.linear_silu_and_mul(x, out)
         return self._ops.silu_and_mul(self(x, lora_slots), out)
 
+    def gelu_and_mul(self, x: Tensor, lora_slots: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """As ``silu_and_mul``, with GELU."""
+        if lora_slots is None:
+            return self._matrix.linear_gelu_and_mul(x, out)
+        return self._ops.gelu_and_mul(self(x, lora_slots), out)
+
 
 class Embedding:
     """A vocabulary's matrix: embeds token ids, and, as a language model head, gives logits. Ranks split the

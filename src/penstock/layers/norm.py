@@ -1,24 +1,88 @@
-"""Root mean square norm, alone and fused with the residual stream."""
+"""Norms, alone and fused with the residual stream."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from torch import Tensor
 
 from .context import BuildContext
 
 
-class RMSNorm:
-    """RMS norm (Zhang and Sennrich, 2019) over the last dimension."""
-
-    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
-        self._ops = context.ops
-        self._weight = context.read_weight(f"{name}.weight", size)
-        self._eps = eps
+class Norm(Protocol):
+    """The interface of norms over the last dimension."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., size]`` normed."""
-        return self._ops.rms_norm(x, self._weight, self._eps)
+        ...
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add ``x`` to the residual stream; returns the sum normed, and the sum, both ``[tokens, size]``."""
-        return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
+        ...
+
+
+class RMSNorm:
+    """RMS norm (Zhang and Sennrich, 2019) over the last dimension.
+
+    Args:
+        float32: multiply by the weights in float32, and round only then.
+        unit_offset: multiply by 1 + weight, in float32.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        size: int,
+        eps: float,
+        float32: bool = False,
+        unit_offset: bool = False,
+    ) -> None:
+        self._ops = context.ops
+        weight = context.read_weight(f"{name}.weight", size)
+        self.weight = 1 + weight.float() if unit_offset else weight.float() if float32 else weight
+        """As of ``reference.rms_norm``."""
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As ``Norm.__call__``."""
+        return self._ops.rms_norm(x, self.weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Norm.add``."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+
+
+class LayerNorm:
+    """Layer norm (Ba et al., 2016) over the last dimension.
+
+    Args:
+        heads: first and end of this rank's heads and their number, where each has weights of its own.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        size: int,
+        eps: float,
+        bias: bool = False,
+        heads: tuple[int, int, int] | None = None,
+    ) -> None:
+        self._ops = context.ops
+        if heads:
+            weight = context.read_weight(f"{name}.weight", heads[2], size, rows=heads[:2]).contiguous()
+        else:
+            weight = context.read_weight(f"{name}.weight", size)
+        self._weight = weight.float()
+        self._bias = context.read_weight(f"{name}.bias", size).float() if bias else None
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As ``Norm.__call__``."""
+        return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Norm.add``."""
+        residual = self._ops.add_residual(x, residual)
+        return self(residual), residual

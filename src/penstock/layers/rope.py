@@ -39,7 +39,7 @@ def rope_table(
 def depends_on_length(parameters: Mapping[str, Any]) -> bool:
     """Whether the frequencies depend on ``max_len``. They are computed once, at load, so that keys in the KV cache stay
     valid; engines with another ``max_len`` then compute other bits."""
-    return parameters.get("rope_type") == "dynamic"
+    return parameters.get("rope_type") in ("dynamic", "longrope")
 
 
 def _default(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
@@ -99,6 +99,16 @@ def _yarn(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -
     return frequencies, scale
 
 
+def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+    """Each frequency divided by a factor of its own, by other ones beyond the trained context (Ding et al., 2024)."""
+    original = parameters.get("original_max_position_embeddings") or trained
+    factors = torch.tensor(parameters["long_factor" if max_len > original else "short_factor"])
+    scale, factor = parameters.get("attention_factor"), parameters.get("factor") or trained / original
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return _frequencies(dim, parameters["rope_theta"]) / factors, scale
+
+
 def _frequency_factors(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
     """Each frequency divided by a factor of its own (``rope_freqs.weight`` of GGUF files)."""
     return _frequencies(dim, parameters["rope_theta"]) / torch.tensor(parameters["frequency_factors"]), 1.0
@@ -114,5 +124,6 @@ TYPES = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
     "frequency_factors": _frequency_factors,
 }

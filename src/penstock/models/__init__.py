@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,25 @@ from penstock.parallel import SINGLE_RANK, Group
 from penstock.planning.engine_config import read_engine_config
 from penstock.quant import read_quantization_config
 
-from . import llama, mistral, qwen2, qwen3
+from . import (
+    cohere,
+    ernie4_5,
+    exaone4,
+    gemma,
+    glm,
+    granite,
+    hunyuan,
+    internlm,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
 from .config import ModelConfig
 from .model import Model, MTPHead
 from .read_config import read_config
@@ -29,6 +48,7 @@ from .weights import (
     EngineWeights,
     GGUFCheckpoint,
     LoRAAdapter,
+    RenamedWeights,
     WeightCache,
     find_gguf,
     load_lora,
@@ -51,8 +71,26 @@ __all__ = [
     "register",
 ]
 
-for module in (llama, mistral, qwen2, qwen3):
-    register(module.FAMILY)
+for family in (
+    *cohere.FAMILIES,
+    ernie4_5.FAMILY,
+    exaone4.FAMILY,
+    *gemma.FAMILIES,
+    *glm.FAMILIES,
+    granite.FAMILY,
+    hunyuan.FAMILY,
+    *internlm.FAMILIES,
+    llama.FAMILY,
+    mistral.FAMILY,
+    *olmo2.FAMILIES,
+    phi3.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    seed_oss.FAMILY,
+    smollm3.FAMILY,
+    starcoder2.FAMILY,
+):
+    register(family)
 
 
 def load_model(
@@ -105,6 +143,8 @@ def load_model(
         dtype = getattr(torch, built.dtype)
     dtype = compute_dtype(config, dtype, device)
     scheme = SCHEMES[quantization]
+    family = find_family(config.architecture, config.architecture)
+    stored = family.find_stored
     weights: Weights
     cache: PackedWeights | None = None
     if load_format == "dummy":
@@ -115,7 +155,8 @@ def load_model(
         built.check(folder, asked, ops.LAYOUT)
         weights = cache = EngineWeights(folder, built, built.stage_of(layers, config.num_layers), group.rank)
     else:
-        weights = checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
+        checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
+        weights = RenamedWeights(checkpoint, partial(stored, config)) if stored else checkpoint
         if weight_cache_dir and not output:
             packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
             if layers:
@@ -136,7 +177,6 @@ def load_model(
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
     )
-    family = find_family(config.architecture, config.architecture)
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
     for (stored, wanted), size in context.dequantized_bytes.items():
         then = f", and rounded to {wanted}" if wanted.bits else ""

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
+from penstock.core import Code, PenstockError
 from penstock.planning.model_size import (
-    max_model_len_of,
+    max_model_len_of_config,
     quantization_config_of,
     quantization_of,
     rope_parameters_of,
+    tie_word_embeddings_of,
 )
 
+from .decoder_options import DecoderOptions
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+"""Values of ``hidden_act``."""
 MAX_COUNT = 2**24
 """More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
 
@@ -36,6 +42,7 @@ class ModelConfig:
     """Longest sequence that the model supports, with positions extended by ``rope_parameters``."""
     max_position_embeddings: int
     rms_norm_eps: float
+    """Of norms of other kinds, too."""
     rope_parameters: Mapping[str, Any]
     tie_word_embeddings: bool
     has_lm_head: bool
@@ -54,7 +61,25 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys of each head are normed."""
+    """Whether queries and keys are normed, as ``options.qk_norm`` says."""
+    options: DecoderOptions = field(default_factory=DecoderOptions)
+    local_rope_parameters: Mapping[str, Any] | None = None
+    """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return int(self.head_dim * self.options.partial_rotary_factor)
+
+    def rope_of(self, layer: int) -> Mapping[str, Any] | None:
+        """The rotary positions of a layer; None where it has none."""
+        if layer >= self.num_layers:
+            return self.rope_parameters
+        if self.options.rope_layers and not self.options.rope_layers[layer]:
+            return None
+        if self.local_rope_parameters is not None and self.sliding_windows[layer]:
+            return self.local_rope_parameters
+        return self.rope_parameters
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
@@ -87,11 +112,11 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "num_heads": heads,
         "num_kv_heads": _count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
         "head_dim": _count(raw, "head_dim") if raw.get("head_dim") else hidden // heads,
-        "max_model_len": max_model_len_of(max_position_embeddings, rope),
+        "max_model_len": max_model_len_of_config(raw),
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
         "rope_parameters": rope,
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings") or False),
+        "tie_word_embeddings": tie_word_embeddings_of(raw),
         "has_lm_head": has_lm_head,
         "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
         "dtype": _dtype(raw),
@@ -102,7 +127,24 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "output_bias": bias,
         "mlp_bias": bool(raw.get("mlp_bias", False)),
     }
+    if "options" not in overrides:
+        fields["options"] = options_of(raw)
     return ModelConfig(**fields | overrides)
+
+
+def options_of(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
+    """The options of a decoder whose activation is that of ``config.json``.
+
+    Args:
+        options: others, by their names in ``DecoderOptions``.
+
+    Raises ``PenstockError`` (``unsupported``) for an activation that is not known.
+    """
+    name = raw.get("hidden_activation") or raw.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        words = f"activation {str(name)[:40]!r}; known are {', '.join(ACTIVATIONS)}"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    return DecoderOptions(**{"activation": ACTIVATIONS[name]} | options)
 
 
 def _count(raw: Mapping[str, Any], name: str) -> int:
@@ -132,3 +174,12 @@ def sliding_windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> t
     if types := raw.get("layer_types"):
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)
     return None
+
+
+def sliding_windows_by_pattern(raw: Mapping[str, Any], pattern: int) -> tuple[int, ...]:
+    """Each layer's sliding window: as ``layer_types`` says, or, where there are none, full attention in each layer whose
+    number is a multiple of ``pattern``, counted from 1."""
+    layers, window = int(raw["num_hidden_layers"]), int(raw.get("sliding_window") or 0)
+    if windows := sliding_windows_by_layer_types(raw, layers):
+        return windows
+    return tuple(0 if pattern and (layer + 1) % pattern == 0 else window for layer in range(layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,14 +16,14 @@ from penstock.layers import (
     BuildContext,
     Embedding,
     LoRATarget,
-    RMSNorm,
 )
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 from penstock.parallel import shard_heads
 from penstock.planning.kv_spec import transfer_layouts
 
 from .config import ModelConfig
-from .layer import AttentionFactory, DecoderLayer, MLPFactory, gated_mlp, grouped_query_attention
+from .decoder_options import DecoderOptions
+from .layer import AttentionFactory, DecoderLayer, MLPFactory, feed_forward, grouped_query_attention, make_norm
 from .model import MTPHead
 from .mtp import DecoderMTPHead
 
@@ -40,7 +41,7 @@ class Decoder:
         config: ModelConfig,
         num_mtp_heads: int = 0,
         attention: AttentionFactory = grouped_query_attention,
-        mlp: MLPFactory = gated_mlp,
+        mlp: MLPFactory = feed_forward,
     ) -> None:
         self.config = config
         self.dtype = context.dtype
@@ -51,6 +52,7 @@ class Decoder:
             return DecoderLayer(context, config, number, attention, mlp)
 
         self._ops = context.ops
+        self._embedding_scale = float(torch.tensor(config.options.embedding_scale, dtype=context.dtype))
         self._first_kv_head = shard_heads(context.group, config.num_heads, config.num_kv_heads)[1].first
         self.layers = context.layers or range(config.num_layers)
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
@@ -59,7 +61,7 @@ class Decoder:
             self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._layers = [layer(number) for number in self.layers]
         if self._is_last:
-            self._norm = RMSNorm(context, "model.norm", config.hidden_size, config.rms_norm_eps)
+            self._norm = make_norm(context, config, "model.norm", config.hidden_size)
             self._lm_head = (
                 self._embedding if tied else Embedding(context, "lm_head", config.vocab_size, config.hidden_size)
             )
@@ -87,7 +89,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        x, residual = self._embedding(batch.token_ids) if self._is_first else batch.hidden_states, None
+        x, residual = self._embed(batch.token_ids) if self._is_first else batch.hidden_states, None
         assert x is not None
         exports = export or repeat(None)
         for layer, layer_cache, layer_export in zip(self._layers, cache, exports, strict=False):  # MTP heads' follow
@@ -100,11 +102,26 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._lm_head.logits(hidden)
+        logits, options = self._lm_head.logits(hidden), self.config.options
+        if options.logit_scale == 1 and not options.logit_softcap:
+            return logits
+        return self._ops.scale(logits, options.logit_scale, options.logit_softcap)
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        return self._lm_head.argmax(hidden, bitmask)
+        if _keeps_order(self.config.options):
+            return self._lm_head.argmax(hidden, bitmask)
+        logits = self.logits(hidden)
+        return (logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)).argmax(-1)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x = self._embedding(token_ids)
+        return x if self._embedding_scale == 1 else self._ops.scale(x, self._embedding_scale)
+
+
+def _keeps_order(options: DecoderOptions) -> bool:
+    """Whether logits that differ do so once they are scaled, too: by a power of two, and not capped."""
+    return options.logit_softcap == 0 and math.frexp(options.logit_scale)[0] == 0.5
 
 
 def _in_layers(names: Iterable[str], layers: Iterable[int]) -> set[str]:
@@ -118,7 +135,7 @@ def build_decoder(
     num_mtp_heads: int,
     *,
     attention: AttentionFactory = grouped_query_attention,
-    mlp: MLPFactory = gated_mlp,
+    mlp: MLPFactory = feed_forward,
 ) -> Decoder:
     """``Family.build`` of decoders; a family binds other factories with ``functools.partial``."""
     return Decoder(context, config, num_mtp_heads, attention, mlp)

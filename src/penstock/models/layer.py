@@ -1,16 +1,30 @@
-"""The pre-norm decoder layer that most families share, with attention and MLP made by factories."""
+"""The decoder layer that most families share, with attention and MLP made by factories."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from penstock.layers import Attention, AttentionLayer, BuildContext, GatedMLP, MLPLayer, RMSNorm
-from penstock.ops import Batch, LayerExport
+from penstock.layers import (
+    MLP,
+    Attention,
+    AttentionLayer,
+    BuildContext,
+    GatedMLP,
+    LayerNorm,
+    MLPLayer,
+    Norm,
+    QKNormLayers,
+    RMSNorm,
+)
+from penstock.ops import Batch, LayerExport, QKNorms
+from penstock.parallel import Shard, shard_heads
 
 from .config import ModelConfig
+from .decoder_options import QKNormOptions
 
 AttentionFactory = Callable[[BuildContext, ModelConfig, int, str], AttentionLayer]
 """Makes the attention of a layer from its number and its name in the checkpoint."""
@@ -18,8 +32,23 @@ MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
 """Makes the MLP of a layer from its number and its name in the checkpoint."""
 
 
+def make_norm(context: BuildContext, config: ModelConfig, name: str, size: int) -> Norm:
+    """A norm as the model has them."""
+    options, eps = config.options.norm, config.rms_norm_eps
+    if options.kind == "layer":
+        return LayerNorm(context, name, size, eps, options.bias)
+    return RMSNorm(context, name, size, eps, options.float32, options.unit_offset)
+
+
 def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
     """``Attention`` with the options of the configuration; full attention in layers behind ``num_layers`` (MTP)."""
+    options, rope = config.options, config.rope_of(layer)
+    table = (
+        torch.empty(context.max_len, 0, device=context.device)
+        if rope is None
+        else context.rope_table(config.rotary_dim, rope, config.max_position_embeddings)
+    )
+    fused = config.qk_norm and options.qk_norm == QKNormOptions()
     return Attention(
         context,
         name,
@@ -27,21 +56,65 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rope=context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings),
+        rope=table,
         window=config.sliding_windows[layer] if layer < config.num_layers else 0,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        qk_norms=_qk_norms(context, config, name) if fused else None,
+        qk_norm_layers=_qk_norm_layers(context, config, name) if config.qk_norm and not fused else None,
+        rope_interleaved=options.rope_interleaved,
+        scale=options.attention_scale,
+        softcap=options.attention_softcap,
     )
+
+
+def _qk_norms(context: BuildContext, config: ModelConfig, name: str) -> QKNorms:
+    """RMS norms of heads, which are computed with the rotary positions."""
+    q, k = (
+        RMSNorm(
+            context,
+            f"{name}.{part}_norm",
+            config.head_dim,
+            config.rms_norm_eps,
+            config.options.norm.float32,
+            config.options.norm.unit_offset,
+        )
+        for part in "qk"
+    )
+    return QKNorms(q.weight, k.weight, config.rms_norm_eps)
+
+
+def _qk_norm_layers(context: BuildContext, config: ModelConfig, name: str) -> QKNormLayers:
+    options, size = config.options.qk_norm, config.head_dim
+    shards = shard_heads(context.group, config.num_heads, config.num_kv_heads)
+
+    def norm(part: str, heads: Shard) -> Norm:
+        if options.weight == "own":
+            own = heads.first, heads.end, heads.total
+            return LayerNorm(context, f"{name}.{part}_norm", size, config.rms_norm_eps, heads=own)
+        whole = heads.total * size if options.over == "projection" else size
+        return make_norm(context, config, f"{name}.{part}_norm", whole)
+
+    q, k = (norm(part, heads) for part, heads in zip("qk", shards, strict=True))
+    return QKNormLayers(q, k, options.over == "projection", options.after_rope)
 
 
 def gated_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
     """``GatedMLP`` with the sizes of the configuration."""
-    return GatedMLP(context, name, config.hidden_size, config.intermediate_size, config.mlp_bias)
+    activation = config.options.activation
+    return GatedMLP(context, name, config.hidden_size, config.intermediate_size, config.mlp_bias, activation)
+
+
+def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
+    """The MLP that the configuration asks for."""
+    if config.options.gated_mlp:
+        return gated_mlp(context, config, layer, name)
+    names = f"{name}.c_fc", f"{name}.c_proj"
+    return MLP(context, names, config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm, on one residual stream.
+    """Attention and MLP on one residual stream, with norms before them, behind them, or both.
 
     Args:
         number: of the layer. The last layer of the model goes on with ``batch.logits_indices`` only, once it has
@@ -56,15 +129,21 @@ class DecoderLayer:
         attention: AttentionFactory,
         mlp: MLPFactory,
     ) -> None:
-        name = f"model.layers.{number}"
+        name, names, options = f"model.layers.{number}", config.options.layer_norms, config.options
+
+        def norm(own: str | None) -> Norm | None:
+            return make_norm(context, config, f"{name}.{own}", config.hidden_size) if own else None
+
         self._ops = context.ops
         self._last = number == config.num_layers - 1
-        self._input_norm = RMSNorm(context, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self._parallel = options.parallel_residual
+        self._residual_scale = options.residual_scale
+        self._before_attention = norm(names.before_attention)
         self.attention = attention(context, config, number, f"{name}.self_attn")
-        self._post_attention_norm = RMSNorm(
-            context, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps
-        )
+        self._after_attention = norm(names.after_attention)
+        self._before_mlp = norm(names.before_mlp)
         self._mlp = mlp(context, config, number, f"{name}.mlp")
+        self._after_mlp = norm(names.after_mlp)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch, export: LayerExport | None = None
@@ -79,9 +158,29 @@ class DecoderLayer:
         Returns:
             The MLP's output and the stream, not yet added; ``[rows, hidden]`` each from the last layer.
         """
-        x, residual = (self._input_norm(x), x) if residual is None else self._input_norm.add(x, residual)
-        x = self.attention(x, cache, batch, self._last, export)
+        given, residual = self._add(x, residual, self._before_attention)
+        x = self.attention(given, cache, batch, self._last, export)
         if self._last:
             residual = self._ops.index_select(residual, batch.logits_indices)
-        x, residual = self._post_attention_norm.add(x, residual)
-        return self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots), residual
+        x = self._output(x, self._after_attention)
+        if self._parallel:
+            residual = self._ops.add_residual(x, residual)
+            x = self._ops.index_select(given, batch.logits_indices) if self._last else given
+        else:
+            x, residual = self._add(x, residual, self._before_mlp)
+        x = self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots)
+        return self._output(x, self._after_mlp), residual
+
+    def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """Add to the stream; returns what the next module reads, and the stream."""
+        if residual is None:
+            return (norm(x) if norm else x), x
+        if norm:
+            return norm.add(x, residual)
+        residual = self._ops.add_residual(x, residual)
+        return residual, residual
+
+    def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """What a module adds to the stream."""
+        x = norm(x) if norm else x
+        return x if self._residual_scale == 1 else self._ops.scale(x, self._residual_scale)

@@ -14,8 +14,6 @@ from penstock.quant import read_quantization_config
 from .config import ModelConfig, architecture_of
 from .registry import find_family
 
-ACTIVATIONS = ("silu", "swish")
-
 
 def read_config(folder: Path) -> ModelConfig:
     """Read a checkpoint's ``config.json``.
@@ -25,8 +23,6 @@ def read_config(folder: Path) -> ModelConfig:
     """
     raw, path = read_config_json(folder), folder / CONFIG
     family = find_family(architecture_of(raw)[0], str(next(iter(raw.get("architectures") or ["none"]))))
-    if raw.get("hidden_act", "silu") not in ACTIVATIONS:
-        raise PenstockError(Code.UNSUPPORTED, f"activation {raw['hidden_act']!r} in {path}", "model")
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
     quantization = quantization_of(raw)

@@ -11,6 +11,7 @@ from penstock.layers import BuildContext
 
 from .config import ModelConfig
 from .model import Model
+from .weights.renamed import Stored
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Family:
     ``PenstockError`` (``unsupported``)."""
     build: Callable[[BuildContext, ModelConfig, int], Model]
     """Takes the context, the configuration, and the number of MTP heads to load."""
+    find_stored: Callable[[ModelConfig, str], Stored] | None = None
+    """Where in a checkpoint a module lies that layers ask for by its name; None where it lies under that name."""
 
 
 _FAMILIES: dict[str, Family] = {}

@@ -175,6 +175,11 @@ def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) ->
     return silu_and_mul(linear(x, matrix), out)
 
 
+def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
+    """As ``linear_silu_and_mul``, with GELU in its approximation with tanh (GEGLU; Shazeer, 2020)."""
+    return gelu_and_mul(linear(x, matrix), out)
+
+
 LoRASlots = list[Sequence[LoRAWeights]]
 """A layer's adapters by slot; an empty sequence is an empty slot."""
 
@@ -282,10 +287,15 @@ def clone(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension."""
+    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension.
+
+    Args:
+        weight: ``[size]``. In ``x``'s dtype it multiplies what was rounded to that dtype, as in Llama; in float32 the
+            result is rounded only once, as in Gemma.
+    """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -297,6 +307,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm (Ba et al., 2016) over the last dimension, rounded once.
+
+    Args:
+        x: ``[tokens, size]`` or ``[tokens, heads, size]``; tokens may lie apart.
+        weight: ``[size]`` float32, or ``[heads, size]``.
+        bias: ``[size]`` float32, or none.
+    """
+    centered = x.float() - x.float().mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps) * weight
+    return (normed if bias is None else normed + bias).to(x.dtype)
+
+
+def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
+    """``[rows, size]`` times a factor; with a cap ``cap * tanh(x / cap)`` of that (soft cap; Bello et al., 2016)."""
+    wide = x.float() * factor
+    return (cap * torch.tanh(wide / cap) if cap else wide).to(x.dtype)
+
+
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     """Add ``x`` to the residual stream; returns the sum, ``[tokens, hidden]``, as ``add_rms_norm`` has it.
 
@@ -305,17 +334,23 @@ def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     return residual + x
 
 
-def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., 2021) that rotates the two halves of a head against each other (NeoX style).
+def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding (Su et al., 2021) that rotates the two halves of a head against each other (NeoX style), or,
+    interleaved, neighbours (GPT-J style).
 
     Args:
-        x: ``[tokens, heads, head_dim]``.
+        x: ``[tokens, heads, head_dim]``; tokens may lie apart.
         positions: ``[tokens]`` int64.
-        table: ``[max_len, head_dim]`` float32, cosines then sines (``layers.rope``).
+        table: ``[max_len, rotary_dim]`` float32, cosines then sines (``layers.rope``): the first ``rotary_dim`` numbers
+            of a head are rotated. It may be 0, which rotates nothing.
     """
     cos, sin = table[positions][:, None].chunk(2, -1)
-    low, high = x.float().chunk(2, -1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
+    rotary = table.shape[1]
+    wide, passed = x[..., :rotary].float(), x[..., rotary:]
+    low, high = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    turned = low * cos - high * sin, high * cos + low * sin
+    rotated = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((rotated.to(x.dtype), passed), -1)
 
 
 def rope_and_store(
@@ -327,18 +362,19 @@ def rope_and_store(
     cache: Any,
     slot_mapping: Tensor,
     norms: QKNorms | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """Norm queries and keys of each head, if ``norms`` are given, apply the rotary embedding, and store keys and values
     in a layer's cache. Returns the queries, ``[tokens, heads, head_dim]``.
 
     Args:
         q: ``[tokens, heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``. Rows may lie apart.
-        positions, table: as for ``rope``.
+        positions, table, interleaved: as for ``rope``.
         cache, slot_mapping: as for ``store_kv``.
     """
     if norms:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
-    q, k = rope(q, positions, table), rope(k, positions, table)
+    q, k = rope(q, positions, table, interleaved), rope(k, positions, table, interleaved)
     store_kv(cache, k, v, slot_mapping)
     return q
 
@@ -347,6 +383,17 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``[tokens, 2 * size]``, gate then up, to ``silu(gate) * up`` of ``[tokens, size]``."""
     gate, up = gate_up.chunk(2, -1)
     return _write((F.silu(gate.float()) * up.float()).to(gate_up.dtype), out)
+
+
+def gelu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """``[tokens, 2 * size]``, gate then up, to ``gelu(gate) * up`` of ``[tokens, size]``; GELU as in ``gelu``."""
+    gate, up = gate_up.chunk(2, -1)
+    return _write((F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate_up.dtype), out)
+
+
+def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """GELU (Hendrycks and Gimpel, 2016) of ``[tokens, size]``, in its approximation with tanh."""
+    return _write(F.gelu(x.float(), approximate="tanh").to(x.dtype), out)
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> KVCache:
@@ -404,6 +451,8 @@ def attention(
     scale: float,
     window: int = 0,
     out: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every query over its own sequence's cached keys and values; ``[tokens, heads * head_dim]``.
 
@@ -413,6 +462,8 @@ def attention(
         q: ``[tokens, heads, head_dim]``; ``heads`` is a multiple of the cache's.
         scale: of the products of queries and keys.
         window: positions that a query sees, its own included; 0 is all.
+        softcap: scaled products become ``softcap * tanh(product / softcap)``; 0 leaves them.
+        sinks: ``[heads]`` float32, a logit of each head that takes part in the softmax and has no value; or none.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[3]
@@ -424,12 +475,18 @@ def attention(
         k, v = (_dequantize(part[blocks].flatten(0, 1)[:length]) for part in cache)
         own = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
         scores = torch.einsum("tkgd,skd->kgts", own, k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(length, device=q.device)
         position = at[length - len(own) :, None]
         hidden = at > position
         if window:
             hidden |= at <= position - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1)[..., :length]
         out[rows] = torch.einsum("kgts,skd->tkgd", weights, v).flatten(1).to(q.dtype)
     return out
 

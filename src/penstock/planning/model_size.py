@@ -80,18 +80,19 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     else:
         attention = 2 * hidden * head_dim * (heads + kv_heads)
         kv_dim = head_dim
-    dense = 3 * hidden * int(config["intermediate_size"])
+    matrices = 2 if config.get("model_type") == "starcoder2" else 3  # without a gate
+    dense = matrices * hidden * int(config["intermediate_size"])
     sparse, first = _experts(config, hidden), int(config.get("first_k_dense_replace") or 0)
     plain = min(first, layers) if sparse else layers
     mtp = int(config.get("num_nextn_predict_layers") or 0)
     return ModelSize(
         architecture=str(next(iter(config.get("architectures") or ["unknown"]))),
-        max_model_len=max_model_len_of(int(config.get("max_position_embeddings") or 2048), rope_parameters_of(config)),
+        max_model_len=max_model_len_of_config(config),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         num_layers=layers,
         layer_weights=layers * attention + plain * dense + (layers - plain) * sparse,
         hidden_size=hidden,
-        embedding_weights=vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2),
+        embedding_weights=vocabulary * hidden * (1 if tie_word_embeddings_of(config) else 2),
         head_weights=vocabulary * hidden,
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
@@ -152,12 +153,48 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
     return routed * hidden + (routed + shared) * 3 * hidden * int(config["moe_intermediate_size"])
 
 
+TIED = ("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2")
+"""``model_type`` of models whose embedding is their language model head, too, where ``config.json`` does not say."""
+
+
+LOCAL_ROPE = ("gemma3_text", "olmo3")
+"""``model_type`` of models whose windowed layers have rotary positions of their own, which nothing extends."""
+
+
+def tie_word_embeddings_of(config: Mapping[str, Any]) -> bool:
+    """Whether the embedding is the language model head, too."""
+    tied = config.get("tie_word_embeddings")
+    return config.get("model_type") in TIED if tied is None else bool(tied)
+
+
 def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_parameters`` of a ``config.json``, also from the older ``rope_theta`` and ``rope_scaling``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if isinstance(rope.get("full_attention"), Mapping):  # by kind of layer
+        rope = dict(rope["full_attention"])
     rope["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
     return rope
+
+
+def local_rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``rope_parameters`` of layers with a sliding window, where ``config.json`` has others for these: by kind of layer,
+    or, as in early files of Gemma 3 and OLMo 3, with nothing but a base. None where it has no kinds."""
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping) and isinstance(local := rope.get("sliding_attention"), Mapping):
+        return rope_parameters_of({**config, "rope_parameters": local})
+    if config.get("model_type") not in LOCAL_ROPE:
+        return None
+    base = config.get("rope_local_base_freq") or (10_000.0 if config["model_type"] == "gemma3_text" else None)
+    return {"rope_type": "default", "rope_theta": float(base or config.get("rope_theta") or 10_000.0)}
+
+
+def max_model_len_of_config(config: Mapping[str, Any]) -> int:
+    """Longest sequence that a model is good for."""
+    longest = int(config.get("max_position_embeddings") or 2048)
+    if config.get("model_type") in LOCAL_ROPE:  # theirs is the extended length
+        return longest
+    return max_model_len_of(longest, rope_parameters_of(config))
 
 
 def max_model_len_of(max_position_embeddings: int, rope_parameters: Mapping[str, Any]) -> int:

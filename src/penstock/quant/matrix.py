@@ -23,6 +23,10 @@ class Matrix(Protocol):
         """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the product's first half times its second half."""
         ...
 
+    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same with GELU."""
+        ...
+
 
 class PackedMatrix:
     """A ``Matrix`` that a backend has packed. Methods are the ops of the same name."""
@@ -38,6 +42,10 @@ class PackedMatrix:
     def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """As ``Matrix.linear_silu_and_mul``."""
         return self._ops.linear_silu_and_mul(x, self._packed, out)
+
+    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As ``Matrix.linear_gelu_and_mul``."""
+        return self._ops.linear_gelu_and_mul(x, self._packed, out)
 
     def argmax(self, x: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``[tokens, in]`` to the index of each row's largest output among those in ``bitmask``, ``[tokens]`` int64,
@@ -74,3 +82,7 @@ class StackedMatrix:
     def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """As ``Matrix.linear_silu_and_mul``."""
         return self._ops.silu_and_mul(self.linear(x), out)
+
+    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As ``Matrix.linear_gelu_and_mul``."""
+        return self._ops.gelu_and_mul(self.linear(x), out)

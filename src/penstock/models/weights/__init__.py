@@ -7,6 +7,7 @@ from .engine_output import EngineOutput
 from .engine_weights import EngineWeights
 from .gguf import GGUFCheckpoint, find_gguf
 from .lora import LoRAAdapter, load_lora
+from .renamed import RenamedWeights, Stored
 
 __all__ = [
     "Checkpoint",
@@ -15,6 +16,8 @@ __all__ = [
     "EngineWeights",
     "GGUFCheckpoint",
     "LoRAAdapter",
+    "RenamedWeights",
+    "Stored",
     "WeightCache",
     "find_gguf",
     "load_lora",

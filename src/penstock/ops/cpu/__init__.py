@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from .. import _kernels, native
 from ..reference import apply_bitmask, log_softmax, sample_random, topk
-from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
+from .elementwise import (
+    add_residual,
+    add_rms_norm,
+    clone,
+    gelu,
+    gelu_and_mul,
+    index_select,
+    layer_norm,
+    rms_norm,
+    rope,
+    scale,
+    silu_and_mul,
+)
 from .graph import capture, empty
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .limits import measure_limits, set_threads
@@ -17,6 +29,7 @@ from .matrix import (
     embedding,
     from_packed,
     linear,
+    linear_gelu_and_mul,
     linear_silu_and_mul,
     pack,
     pack_quantized,
@@ -47,9 +60,13 @@ __all__ = [
     "export_kv",
     "fingerprint",
     "from_packed",
+    "gelu",
+    "gelu_and_mul",
     "import_kv",
     "index_select",
+    "layer_norm",
     "linear",
+    "linear_gelu_and_mul",
     "linear_silu_and_mul",
     "log_softmax",
     "measure_limits",
@@ -64,6 +81,7 @@ __all__ = [
     "rope",
     "rope_and_store",
     "sample_random",
+    "scale",
     "set_lora",
     "set_threads",
     "silu_and_mul",

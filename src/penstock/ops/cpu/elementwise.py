@@ -1,14 +1,18 @@
-"""Row-wise kernels: norms, rotary embedding, gates, and rows by index."""
+"""Row-wise kernels: norms, rotary embedding, activations, factors, and rows by index."""
 
 from __future__ import annotations
 
 from math import prod
 
+import torch
 from torch import Tensor
 
 from .. import _kernels
 from .dtypes import DTYPE_CODES
 from .graph import contiguous, empty
+
+SILU, GELU = 0, 1
+"""The kernels' numbers of activations."""
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
@@ -29,51 +33,70 @@ def clone(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As ``reference.rms_norm``."""
-    size = x.shape[-1]
-    groups = x.shape[1] if x.dim() == 3 else 1
     out = empty(x.shape, x.dtype)
-    _kernels.norm(
-        x.data_ptr(),
-        0,
-        weight.data_ptr(),
-        out.data_ptr(),
-        x.shape[0],
-        groups,
-        size,
-        x.stride(0),
-        eps,
-        DTYPE_CODES[x.dtype],
-    )
+    _norm(x, None, weight, out, eps)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As ``reference.add_rms_norm``; ``residual`` is changed in place."""
     out = empty(x.shape, x.dtype)
-    rows, size = x.shape
-    _kernels.norm(
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        rows,
-        1,
-        size,
-        size,
-        eps,
-        DTYPE_CODES[x.dtype],
-    )
+    _norm(x, residual, weight, out, eps)
     return out, residual
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """As ``reference.layer_norm``."""
+    out = empty(x.shape, x.dtype)
+    _norm(x, None, weight, out, eps, centered=True, bias=bias)
+    return out
 
 
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     """As ``reference.add_residual``; ``residual`` is changed in place."""
-    rows, size = x.shape
-    _kernels.norm(x.data_ptr(), residual.data_ptr(), 0, 0, rows, 1, size, size, 0.0, DTYPE_CODES[x.dtype])
+    _norm(x, residual, None, None, 0.0)
     return residual
 
 
-def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    eps: float,
+    centered: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    size = x.shape[-1]
+    wide = centered or (weight is not None and weight.dtype is not x.dtype)
+    assert weight is None or weight.is_contiguous()
+    assert not wide or (weight is not None and weight.dtype is torch.float32)
+    _kernels.norm(
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        x.shape[0],
+        x.shape[1] if x.dim() == 3 else 1,
+        size,
+        x.stride(0),
+        eps,
+        DTYPE_CODES[x.dtype],
+        wide,
+        centered,
+        size if weight is not None and weight.dim() == 2 else 0,
+        0 if bias is None else bias.data_ptr(),
+    )
+
+
+def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
+    """As ``reference.scale``."""
+    x, out = contiguous(x), empty(x.shape, x.dtype)
+    _kernels.scale(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], factor, cap, DTYPE_CODES[x.dtype])
+    return out
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
     """As ``reference.rope``."""
     tokens, heads, dim = x.shape
     out = empty((tokens, heads, dim), x.dtype)
@@ -86,6 +109,8 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         heads,
         dim,
         x.stride(0),
+        table.shape[1],
+        interleaved,
         DTYPE_CODES[x.dtype],
     )
     return out
@@ -93,7 +118,23 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.silu_and_mul``."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = empty((rows, size), gate_up.dtype) if out is None else out
-    _kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, out.stride(0), DTYPE_CODES[gate_up.dtype])
+    return _activate(gate_up, out, SILU, gated=True)
+
+
+def gelu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``reference.gelu_and_mul``."""
+    return _activate(gate_up, out, GELU, gated=True)
+
+
+def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``reference.gelu``."""
+    return _activate(contiguous(x), out, GELU, gated=False)
+
+
+def _activate(x: Tensor, out: Tensor | None, activation: int, gated: bool) -> Tensor:
+    rows, size = x.shape[0], x.shape[1] // (2 if gated else 1)
+    out = empty((rows, size), x.dtype) if out is None else out
+    _kernels.activate(
+        x.data_ptr(), out.data_ptr(), rows, size, out.stride(0), activation, gated, DTYPE_CODES[x.dtype]
+    )
     return out

@@ -73,11 +73,12 @@ def rope_and_store(
     cache: LayerCache,
     slot_mapping: Tensor,
     norms: QKNorms | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """As ``reference.rope_and_store``, in kernels that a captured graph runs together for a few tokens at a time."""
     if norms:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
-    q, k = rope(q, positions, table), rope(k, positions, table)
+    q, k = rope(q, positions, table, interleaved), rope(k, positions, table, interleaved)
     store_kv(cache, k, v, slot_mapping)
     return q
 
@@ -89,6 +90,8 @@ def attention(
     scale: float,
     window: int = 0,
     out: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As ``reference.attention``."""
     spec, heads = cache.spec, q.shape[1]
@@ -111,6 +114,8 @@ def attention(
         scale,
         DTYPE_CODES[q.dtype],
         bool(spec.quantization),
+        softcap,
+        0 if sinks is None else sinks.data_ptr(),
     )
     return out
 

@@ -1,0 +1,38 @@
+"""GLM-4 (Zhipu AI, 2024 and 2025): neighbours of a head's first half rotated, a fused MLP; later with norms behind
+attention and MLP, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.planning.model_size import rope_parameters_of
+
+from .config import ModelConfig, dense_config, options_of
+from .decoder import build_decoder
+from .decoder_options import LayerNorms
+from .fused import find_fused_mlp
+from .registry import Family
+
+LAYER_NORMS = LayerNorms(
+    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+)
+
+
+def read_glm(raw: Mapping[str, Any], layer_norms: LayerNorms = LayerNorms()) -> ModelConfig:  # noqa: B008 (frozen)
+    rope = rope_parameters_of(raw)
+    factor = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.5
+    options = options_of(
+        raw, rope_interleaved=True, partial_rotary_factor=float(factor), layer_norms=layer_norms
+    )
+    return dense_config(raw, output_bias=False, mlp_bias=False, options=options)
+
+
+def read_glm4(raw: Mapping[str, Any]) -> ModelConfig:
+    return read_glm(raw, LAYER_NORMS)
+
+
+FAMILIES = (
+    Family(("GlmForCausalLM",), read_config=read_glm, build=build_decoder, find_stored=find_fused_mlp),
+    Family(("Glm4ForCausalLM",), read_config=read_glm4, build=build_decoder, find_stored=find_fused_mlp),
+)

@@ -1,0 +1,98 @@
+"""Checkpoints that have matrices under other names, or several in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from penstock.core.quantization import Format
+from penstock.layers import Weights
+from penstock.ops import QuantizedWeight
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Matrices of one input that checkpoints and adapters may have as one, and the names of its parts."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a matrix, and its bias, lie in the checkpoint."""
+
+    name: str
+    """Without ``.weight``."""
+    total: int = 0
+    """Rows of the whole tensor; 0 is those of the matrix."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    """First and end of the tensor's rows that are the matrix's, in order; empty is all."""
+
+    def rows(self, wanted: tuple[int, int]) -> list[tuple[int, int]]:
+        """The tensor's rows of the matrix's rows from ``wanted[0]`` to ``wanted[1]``."""
+        found, ends = [], accumulate(end - first for first, end in self.ranges)
+        for (first, end), own_end in zip(self.ranges, ends, strict=True):
+            before = own_end - (end - first)
+            low, high = max(wanted[0], before), min(wanted[1], own_end)
+            if low < high:
+                found.append((first + low - before, first + high - before))
+        return found
+
+
+class RenamedWeights:
+    """``layers.Weights`` of another one under the names that layers ask for.
+
+    Args:
+        find: where a module of a name lies.
+    """
+
+    def __init__(self, base: Weights, find: Callable[[str], Stored]) -> None:
+        self._base = base
+        self._find = find
+
+    @property
+    def version(self) -> str:
+        return self._base.version
+
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """As ``layers.Weights.read``."""
+        module, _, suffix = name.rpartition(".")
+        stored = self._find(module)
+        name = f"{stored.name}.{suffix}"
+        if not stored.ranges:
+            return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
+        shape = (stored.total, *shape[1:])
+        wanted = rows or (0, sum(end - first for first, end in stored.ranges))
+        parts = [self._base.read(name, *shape, rows=each, as_stored=as_stored) for each in stored.rows(wanted)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def has(self, name: str) -> bool:
+        module, _, suffix = name.rpartition(".")
+        return self._base.has(f"{self._find(module).name}.{suffix}")
+
+    def format_of(self, name: str) -> Format:
+        """As ``layers.Weights.format_of``."""
+        return self._base.format_of(self._find(name).name)
+
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
+        """As ``layers.Weights.read_quantized``."""
+        stored = self._find(name)
+        if not stored.ranges:
+            return self._base.read_quantized(stored.name, outputs, inputs, rows)
+        parts = [self._base.read_quantized(stored.name, stored.total, inputs, each) for each in stored.rows(rows)]
+        return parts[0] if len(parts) == 1 else _stack(parts)
+
+
+def _stack(parts: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor:
+    """Rows of one matrix, one part after the other."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    offsets = [part.offsets for part in quantized if part.offsets is not None]
+    return replace(
+        first,
+        values=torch.cat([part.values for part in quantized]),
+        scales=torch.cat([part.scales for part in quantized]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )

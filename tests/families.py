@@ -1,0 +1,281 @@
+"""Configurations of every dense family, drawn at random, and their checkpoints of random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from checkpoints import SMALL, save
+from transformers import (
+    AutoConfig,
+    Cohere2Config,
+    CohereConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+)
+
+SIZES = SMALL | {"max_position_embeddings": 512}
+VOCABULARY = SIZES["vocab_size"]
+
+
+def sizes(rng: Random, head_dim: bool = True) -> dict[str, Any]:
+    """Sizes of a model.
+
+    Args:
+        head_dim: whether it may be another one than ``hidden_size`` is for each head.
+    """
+    heads, kv_heads = rng.choice(((4, 2), (4, 4), (4, 1), (8, 2)))
+    hidden = rng.choice((128, 192) if heads == 8 else (64, 128))
+    given: dict[str, Any] = SIZES | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": hidden,
+        "intermediate_size": rng.choice((96, 128, 200)),
+        "num_hidden_layers": rng.choice((3, 4)),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    if head_dim:
+        given["head_dim"] = rng.choice((16, 32))
+    elif heads == 8:
+        given["hidden_size"] = 128  # heads of 16
+    return given
+
+
+def rope(rng: Random, dim: int, *kinds: str) -> dict[str, Any]:
+    """Rotary positions of one of these types, or plain ones."""
+    kind, base = rng.choice(("default", "default", *kinds)), {"rope_theta": rng.choice((10_000.0, 500_000.0))}
+    longer = {"factor": 4.0, "original_max_position_embeddings": 128}
+    match kind:
+        case "linear":
+            return base | {"rope_type": kind, "factor": 4.0}
+        case "yarn":
+            return base | {"rope_type": kind, **longer}
+        case "llama3":
+            return base | {"rope_type": kind, **longer, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        case _:
+            return base | {"rope_type": "default"}
+
+
+SCALINGS = ("linear", "yarn", "llama3")
+
+
+def flag(rng: Random) -> bool:
+    return rng.random() < 0.5
+
+
+def llama(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    given["rope_parameters"] = rope(rng, given["head_dim"], *SCALINGS)
+    return LlamaConfig(**given, attention_bias=flag(rng), mlp_bias=flag(rng))
+
+
+def mistral(rng: Random) -> PreTrainedConfig:
+    return MistralConfig(**sizes(rng), sliding_window=rng.choice((None, 24, 100)))
+
+
+def qwen2(rng: Random) -> PreTrainedConfig:
+    windows = {"use_sliding_window": flag(rng), "sliding_window": 24, "max_window_layers": rng.choice((0, 1, 2))}
+    return Qwen2Config(**sizes(rng, head_dim=False), **windows)
+
+
+def qwen3(rng: Random) -> PreTrainedConfig:
+    return Qwen3Config(**sizes(rng), attention_bias=flag(rng))
+
+
+def gemma(rng: Random) -> PreTrainedConfig:
+    return GemmaConfig(**sizes(rng), attention_bias=flag(rng))
+
+
+def gemma2(rng: Random) -> PreTrainedConfig:
+    return Gemma2Config(
+        **sizes(rng),
+        attention_bias=flag(rng),
+        sliding_window=rng.choice((24, 100)),
+        query_pre_attn_scalar=rng.choice((16, 24, 64)),
+        attn_logit_softcapping=rng.choice((None, 5.0, 50.0)),
+        final_logit_softcapping=rng.choice((None, 5.0, 30.0)),
+    )
+
+
+def gemma3(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    parameters = {
+        "full_attention": rope(rng, given["head_dim"], *SCALINGS),
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    return Gemma3TextConfig(
+        **given,
+        attention_bias=flag(rng),
+        sliding_window=rng.choice((24, 100)),
+        sliding_window_pattern=rng.choice((2, 3)),
+        query_pre_attn_scalar=rng.choice((16, 24, 64)),
+        final_logit_softcapping=rng.choice((None, 30.0)),
+        rope_parameters=parameters,
+    )
+
+
+def phi3(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    given["num_hidden_layers"] = 3
+    dim = given["hidden_size"] // given["num_attention_heads"]
+    share = rng.choice((1.0, 0.75, 0.5))
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": share}
+    if flag(rng):  # all lengths of the test are within the trained context
+        factors = [[rng.uniform(1, most) for _ in range(int(dim * share) // 2)] for most in (1.5, 8)]
+        parameters |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+        given |= {"original_max_position_embeddings": 512}
+        parameters |= {"original_max_position_embeddings": 512}
+    return Phi3Config(**given, rope_parameters=parameters, sliding_window=rng.choice((None, 24, 100)))
+
+
+def _glm(kind: type[PreTrainedConfig]) -> Callable[[Random], PreTrainedConfig]:
+    def draw(rng: Random) -> PreTrainedConfig:
+        parameters = {"rope_theta": 10_000.0, "partial_rotary_factor": rng.choice((0.5, 1.0, 0.25))}
+        parameters |= {"rope_type": "default"}
+        return kind(**sizes(rng), attention_bias=flag(rng), rope_parameters=parameters)
+
+    return draw
+
+
+def granite(rng: Random) -> PreTrainedConfig:
+    return GraniteConfig(
+        **sizes(rng, head_dim=False),
+        attention_bias=flag(rng),
+        mlp_bias=flag(rng),
+        embedding_multiplier=rng.choice((1.0, 12.0)),
+        attention_multiplier=rng.choice((0.25, 0.1)),
+        residual_multiplier=rng.choice((1.0, 0.22)),
+        logits_scaling=rng.choice((1.0, 3.0, 8.0)),
+    )
+
+
+def olmo2(rng: Random) -> PreTrainedConfig:
+    return Olmo2Config(**sizes(rng, head_dim=False), attention_bias=flag(rng))
+
+
+def olmo3(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    given["num_hidden_layers"] = 4
+    dim = given["hidden_size"] // given["num_attention_heads"]
+    parameters = {
+        "full_attention": rope(rng, dim, "yarn"),
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    return Olmo3Config(**given, attention_bias=flag(rng), sliding_window=24, rope_parameters=parameters)
+
+
+def cohere(rng: Random) -> PreTrainedConfig:
+    return CohereConfig(
+        **sizes(rng, head_dim=False),
+        attention_bias=flag(rng),
+        use_qk_norm=flag(rng),
+        logit_scale=rng.choice((0.0625, 0.3, 1.0)),
+    )
+
+
+def cohere2(rng: Random) -> PreTrainedConfig:
+    return Cohere2Config(
+        **sizes(rng, head_dim=False),
+        attention_bias=flag(rng),
+        sliding_window=rng.choice((24, 100)),
+        sliding_window_pattern=rng.choice((2, 3)),
+        logit_scale=rng.choice((0.0625, 0.3, 1.0)),
+    )
+
+
+def smollm3(rng: Random) -> PreTrainedConfig:
+    windows = {"use_sliding_window": flag(rng), "sliding_window": 24}
+    interval = rng.choice((2, 4))
+    return SmolLM3Config(**sizes(rng, head_dim=False), **windows, no_rope_layer_interval=interval)
+
+
+def seed_oss(rng: Random) -> PreTrainedConfig:
+    return SeedOssConfig(**sizes(rng), attention_bias=flag(rng), attention_out_bias=flag(rng), mlp_bias=flag(rng))
+
+
+def exaone4(rng: Random) -> PreTrainedConfig:
+    if flag(rng):
+        given = sizes(rng)
+        return Exaone4Config(**given, sliding_window=None, layer_types=["full_attention"] * given["num_hidden_layers"])
+    return Exaone4Config(**sizes(rng), sliding_window=24, sliding_window_pattern=rng.choice((2, 3)))
+
+
+def starcoder2(rng: Random) -> PreTrainedConfig:
+    return Starcoder2Config(**sizes(rng, head_dim=False), use_bias=flag(rng), sliding_window=rng.choice((None, 24)))
+
+
+def ernie4_5(rng: Random) -> PreTrainedConfig:
+    return Ernie4_5Config(**sizes(rng), use_bias=flag(rng))
+
+
+def hunyuan(rng: Random) -> PreTrainedConfig:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+    if flag(rng):
+        parameters |= {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    config: PreTrainedConfig = AutoConfig.for_model(
+        "hunyuan_v1_dense", **sizes(rng), attention_bias=flag(rng), rope_parameters=parameters
+    )
+    return config
+
+
+def internlm3(rng: Random) -> PreTrainedConfig:
+    bias = flag(rng)
+    config: PreTrainedConfig = AutoConfig.for_model("internlm3", **sizes(rng), attention_bias=bias, mlp_bias=bias)
+    return config
+
+
+FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
+    "Llama": llama,
+    "Mistral": mistral,
+    "Qwen2": qwen2,
+    "Qwen3": qwen3,
+    "Gemma": gemma,
+    "Gemma2": gemma2,
+    "Gemma3": gemma3,
+    "Phi3": phi3,
+    "Granite": granite,
+    "Glm": _glm(GlmConfig),
+    "Glm4": _glm(Glm4Config),
+    "Olmo2": olmo2,
+    "Olmo3": olmo3,
+    "Cohere": cohere,
+    "Cohere2": cohere2,
+    "SmolLM3": smollm3,
+    "SeedOss": seed_oss,
+    "Exaone4": exaone4,
+    "Starcoder2": starcoder2,
+    "Ernie4_5": ernie4_5,
+    "HunYuanDenseV1": hunyuan,
+    "InternLM3": internlm3,
+}
+"""A draw of a configuration for each, by the name of its architecture before ``ForCausalLM``."""
+
+
+def draw(family: str, seed: int, folder: Path) -> PreTrainedModel:
+    """The checkpoint of a configuration of a family.
+
+    Args:
+        seed: another one draws another configuration.
+    """
+    config = FAMILIES[family](Random(f"{family} {seed}"))
+    return save(config, folder)
