@@ -5,6 +5,7 @@ from .context import BuildContext, PackedWeights, Weights
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mlp import GatedMLP, MLPLayer
+from .moe import MixtureOfExperts
 from .norm import RMSNorm
 from .rope import depends_on_length, rope_table
 
@@ -18,6 +19,7 @@ __all__ = [
     "LoRALayer",
     "LoRATarget",
     "MLPLayer",
+    "MixtureOfExperts",
     "PackedWeights",
     "RMSNorm",
     "Weights",

@@ -15,6 +15,8 @@ from penstock.planning.model_size import (
     rope_parameters_of,
 )
 
+from .experts_config import ExpertsConfig
+
 MAX_COUNT = 2**24
 """More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
 
@@ -55,6 +57,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys of each head are normed."""
+    experts: ExpertsConfig | None = None
+    """None for models without experts."""
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .. import _kernels, native
 from ..reference import apply_bitmask, log_softmax, sample_random, topk
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
+from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture, empty
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .limits import measure_limits, set_threads
@@ -41,9 +42,12 @@ __all__ = [
     "attention",
     "capture",
     "clone",
+    "combine_experts",
     "copy_blocks",
     "embedding",
     "empty",
+    "experts_linear",
+    "experts_silu_and_mul",
     "export_kv",
     "fingerprint",
     "from_packed",
@@ -64,9 +68,11 @@ __all__ = [
     "rope",
     "rope_and_store",
     "sample_random",
+    "select_experts",
     "set_lora",
     "set_threads",
     "silu_and_mul",
+    "stack_experts",
     "store_kv",
     "supports",
     "topk",

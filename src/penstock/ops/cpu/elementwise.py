@@ -92,8 +92,9 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.silu_and_mul``."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = empty((rows, size), gate_up.dtype) if out is None else out
-    _kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, out.stride(0), DTYPE_CODES[gate_up.dtype])
+    """As ``reference.silu_and_mul``, also of ``[tokens, rows, 2 * size]``."""
+    *each, size = *gate_up.shape[:-1], gate_up.shape[-1] // 2
+    out = empty((*each, size), gate_up.dtype) if out is None else out
+    code = DTYPE_CODES[gate_up.dtype]
+    _kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), each[0], prod(each[1:]), size, out.stride(-2), code)
     return out
