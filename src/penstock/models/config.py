@@ -18,9 +18,11 @@ from penstock.planning.model_size import (
 )
 
 from .decoder_options import DecoderOptions
+from .experts_config import ExpertsConfig
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """Values of ``hidden_act``."""
+
 MAX_COUNT = 2**24
 """More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
 
@@ -62,6 +64,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normed, as ``options.qk_norm`` says."""
+    experts: ExpertsConfig | None = None
+    """None for models without experts."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
