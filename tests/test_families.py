@@ -35,15 +35,16 @@ OPTIONS: dict[str, Any] = {
 
 
 def check(folder: Path, model: PreTrainedModel) -> None:
-    """In a batch and in chunks, with preemption, and again from the prefix cache: the tokens of the library, and its log
-    probabilities in float64, up to ``TOLERANCE`` or its own error in float32, whichever is larger."""
+    """In a batch and in chunks, with preemption, and again from the prefix cache: the library's tokens and, up to
+    ``TOLERANCE``, its log probabilities. Where its own errors, against itself in float64, are not much smaller than that,
+    twice as much."""
     llm = LLM(folder, **OPTIONS)
     first, again = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2))
     assert llm.engine.scheduler.num_preemptions > 0
     assert any(output.num_cached_tokens for output in again)
     whole = llm.generate(PROMPTS, WITH_PROMPT, use_tqdm=False)
     exact = deepcopy(model).double()
-    error, tolerance = 0.0, TOLERANCE
+    error, own_error = 0.0, 0.0
     for prompt, output, repeated, with_prompt in zip(PROMPTS, first, again, whole, strict=True):
         (made,) = output.outputs
         assert repeated.outputs[0].token_ids == made.token_ids
@@ -57,9 +58,9 @@ def check(folder: Path, model: PreTrainedModel) -> None:
         for row, own, position in zip(table, library, told, strict=False):
             assert position
             for token_id, found in position.items():
-                error = max(error, abs(found.logprob - row[token_id].item()))
-                tolerance = max(tolerance, abs(own[token_id].item() - row[token_id].item()))
-    assert error <= tolerance
+                error = max(error, abs(found.logprob - own[token_id].item()))
+                own_error = max(own_error, abs(own[token_id].item() - row[token_id].item()))
+    assert error <= max(TOLERANCE, 2 * own_error)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
