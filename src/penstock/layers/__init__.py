@@ -2,6 +2,7 @@
 
 from .attention import Attention, AttentionLayer
 from .context import BuildContext, PackedWeights, Weights
+from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mlp import GatedMLP, MLPLayer
@@ -15,6 +16,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Embedding",
     "GatedMLP",
+    "LatentAttention",
     "LoRALayer",
     "LoRATarget",
     "MLPLayer",

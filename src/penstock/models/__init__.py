@@ -17,7 +17,7 @@ from penstock.parallel import SINGLE_RANK, Group
 from penstock.planning.engine_config import read_engine_config
 from penstock.quant import read_quantization_config
 
-from . import llama, mistral, qwen2, qwen3
+from . import deepseek, llama, mistral, qwen2, qwen3
 from .config import ModelConfig
 from .model import Model, MTPHead
 from .read_config import read_config
@@ -51,7 +51,7 @@ __all__ = [
     "register",
 ]
 
-for module in (llama, mistral, qwen2, qwen3):
+for module in (deepseek, llama, mistral, qwen2, qwen3):
     register(module.FAMILY)
 
 

@@ -15,6 +15,8 @@ from penstock.planning.model_size import (
     rope_parameters_of,
 )
 
+from .latent_config import LatentConfig
+
 MAX_COUNT = 2**24
 """More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
 
@@ -55,6 +57,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys of each head are normed."""
+    latent: LatentConfig | None = None
+    """Of multi-head latent attention; None where keys and values are cached."""
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:

@@ -41,8 +41,9 @@ class ModelSize:
     """1 with ``latent``."""
     kv_dim: int
     """Numbers in a head's key, and in its value; with ``latent``, in the latent vector and its rotary key together."""
-    latent: bool
-    """Whether a token keeps one latent vector in place of keys and values (multi-head latent attention)."""
+    latent: int
+    """Numbers of the latent vector that a token keeps in place of keys and values (multi-head latent attention); 0 where
+    it keeps these."""
     mtp_weights: int
     """Parameters of the layers for multi-token prediction, which are loaded only where speculation uses them."""
     num_mtp_layers: int
@@ -72,7 +73,7 @@ def model_size_of(config: Mapping[str, Any]) -> ModelSize:
 
 def _model_size(config: Mapping[str, Any]) -> ModelSize:
     hidden, heads, layers = (int(config[k]) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    vocabulary, latent = int(config["vocab_size"]), bool(config.get("kv_lora_rank"))
+    vocabulary, latent = int(config["vocab_size"]), int(config.get("kv_lora_rank") or 0)
     kv_heads = 1 if latent else int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
     if latent:
