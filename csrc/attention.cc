@@ -1,6 +1,7 @@
 // Attention of one instruction set, and what it reads.
 
 #include "attention.h"
+#include "latent.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -10,16 +11,20 @@ void store(const Store& a, int64_t token) {
 }
 
 void export_kv(const Exchange& a, int64_t task) {
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { exchange_tokens<K, true>(a, task); });
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { a.latent ? exchange_latent<K, true>(a, task) : exchange_tokens<K, true>(a, task); });
 }
 
 void import_kv(const Exchange& a, int64_t task) {
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { exchange_tokens<K, false>(a, task); });
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { a.latent ? exchange_latent<K, false>(a, task) : exchange_tokens<K, false>(a, task); });
 }
 
 void attention(const Attention& a, int64_t task) {
   const TileUse tiles;
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { attention_task<T, K>(a, task); });
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { a.latent ? latent_task<T, K>(a, task) : attention_task<T, K>(a, task); });
+}
+
+void latent_store(const LatentStore& a, int64_t token) {
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { store_latent<T, K>(a, token); });
 }
 
 }  // namespace PENSTOCK_ISA

@@ -205,11 +205,11 @@ template <class K>
 constexpr bool kByTiles = ByTiles<typename K::KeyStep>::value;
 constexpr int64_t kTogether = kHasTiles ? kTaskRows : kTileRows;  // rows at a span, at most
 
-// What the rows of a task have come to; vectors of a row lie `dim` apart.
+// What the rows of a task have come to; queries lie `dim` apart, and what they have come to the size of a value.
 template <class K>
 struct Rows {
-  alignas(64) typename K::KeyStep::In q[kTaskRows * kMaxHead];
-  alignas(64) float out[kTaskRows * kMaxHead];
+  typename K::KeyStep::In* q;  // in lines of memory, as `out`
+  float* out;
   f32x16 total[kTaskRows];
   float top[kTaskRows + 16];
   int64_t seen[kTaskRows], from[kTaskRows];  // a row sees positions from..seen
@@ -227,7 +227,7 @@ struct Meeting {
   int first;
   const Panel<K>& span;
   const Panel<K>& next;
-  int64_t dim, begin;
+  int64_t dim, value_dim, begin;  // elements of a key, and of a value
   int64_t filled, columns;  // positions seen by one of the rows, and those in full vectors
 
   // The next span is asked for while the first rows are at this one.
@@ -326,8 +326,8 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
   const f32x16 keep = exp2<false>((before - top) * power);
   for (int r = 0; r < R; r++)
     if (grows[r]) {
-      float* out = m.rows.out + (first + r) * m.dim;
-      for (int64_t d = 0; d < m.dim; d += 16) store(out + d, load(out + d) * keep[r]);
+      float* out = m.rows.out + (first + r) * m.value_dim;
+      for (int64_t d = 0; d < m.value_dim; d += 16) store(out + d, load(out + d) * keep[r]);
       m.rows.total[first + r] *= keep[r];
     }
   f32x16 relative[kSpan / 16];
@@ -367,18 +367,18 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
 // Weights by values join what the rows have come to.
 template <class K, int R>
 PENSTOCK_APART void blend(Meeting<K>& m) {
-  float* out = m.rows.out + m.first * m.dim;
+  float* out = m.rows.out + m.first * m.value_dim;
   multiply_columns<typename K::ValueStep, R>(
-      m.rows.weights, kSpan, m.span.values, m.dim, m.dim, K::kRounds ? (m.filled + 3) / 4 * 4 : m.filled,
+      m.rows.weights, kSpan, m.span.values, m.value_dim, m.value_dim, K::kRounds ? (m.filled + 3) / 4 * 4 : m.filled,
       m.soon(m.next.values, R),
       [&](int r, int64_t c) {
         if constexpr (K::kRounds)
           return i32xw{};
         else
-          return load_bits<f32xw>(out + r * m.dim + c);
+          return load_bits<f32xw>(out + r * m.value_dim + c);
       },
       [&](int r, int64_t c, const auto& sums) {
-        float* to = out + r * m.dim + c;
+        float* to = out + r * m.value_dim + c;
         if constexpr (K::kRounds)
           store_bits(to, fma(as_float(sums), all<f32xw>(m.rows.scales[r]), load_bits<f32xw>(to)));
         else
@@ -389,17 +389,17 @@ PENSTOCK_APART void blend(Meeting<K>& m) {
 template <class K>
 PENSTOCK_APART void blend_by_tiles(Meeting<K>& m, int count) {
   using Step = typename K::ValueStep;
-  const int64_t stride = m.dim / 16 * Step::kBytes;
+  const int64_t dim = m.value_dim, stride = dim / 16 * Step::kBytes;
   const Soon soon = m.soon_by_tiles(m.next.values, count);
-  float* out = m.rows.out + m.first * m.dim;
+  float* out = m.rows.out + m.first * m.value_dim;
   if constexpr (K::kRounds) {
-    alignas(64) int32_t sums[kTogether * kMaxHead];
-    multiply_tiles<Step>(m.rows.weights, kSpan, count, m.span.values, stride, m.dim, m.filled, sums, m.dim, true, soon);
+    alignas(64) int32_t sums[kTogether * kMaxLatent];
+    multiply_tiles<Step>(m.rows.weights, kSpan, count, m.span.values, stride, dim, m.filled, sums, dim, true, soon);
     for (int r = 0; r < count; r++)
-      for (int64_t d = r * m.dim; d < (r + 1) * m.dim; d += 16)
+      for (int64_t d = r * dim; d < (r + 1) * dim; d += 16)
         store(out + d, fma(as_float(load_bits<i32x16>(sums + d)), all(m.rows.scales[r]), load(out + d)));
   } else {
-    multiply_tiles<Step>(m.rows.weights, kSpan, count, m.span.values, stride, m.dim, m.filled, out, m.dim, false, soon);
+    multiply_tiles<Step>(m.rows.weights, kSpan, count, m.span.values, stride, dim, m.filled, out, dim, false, soon);
   }
 }
 
@@ -414,14 +414,14 @@ PENSTOCK_APART void cap_scores(Meeting<K>& m, int count, float squeeze) {
 }
 
 template <class K>
-void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Panel<K>& next, int64_t dim, int64_t begin,
-            float power, float squeeze) {
+void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Panel<K>& next, int64_t dim,
+            int64_t value_dim, int64_t begin, float power, float squeeze = 0) {
   int64_t last = 0;
   for (int r = 0; r < count; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
   // What is filled and seen by one of the rows: beyond it lies what other sequences left, which may be anything.
   const int64_t filled = last + 1 - begin < kSpan ? last + 1 - begin : kSpan;
-  Meeting<K> m{rows, first, span, next, dim, begin, filled, (filled + 15) / 16 * 16};
+  Meeting<K> m{rows, first, span, next, dim, value_dim, begin, filled, (filled + 15) / 16 * 16};
   if constexpr (kByTiles<K>) {
     score_by_tiles(m, count);
     if (squeeze) cap_scores(m, count, squeeze);
@@ -467,7 +467,11 @@ void attention_task(const Attention& a, int64_t task) {
   const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
   const int64_t before = a.lengths[sequence] - queries, left = queries * sharing - first_row;
   const int count = int(left < kTaskRows ? left : kTaskRows);
+  alignas(64) typename K::KeyStep::In queries_of_rows[kTaskRows * kMaxHead];
+  alignas(64) float out_of_rows[kTaskRows * kMaxHead];
   Rows<K> rows;
+  rows.q = queries_of_rows;
+  rows.out = out_of_rows;
   int64_t offsets[kTaskRows], places[kTaskRows], last = 0, earliest = a.lengths[sequence];
   for (int r = 0; r < count; r++) {
     const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
@@ -504,7 +508,7 @@ void attention_task(const Attention& a, int64_t task) {
   auto go_over = [&](const Panel<K>& span, const Panel<K>& next, int64_t begin) {
     constexpr int together = kByTiles<K> ? kTogether : kTileRows;
     for (int first = 0; first < count; first += together)
-      attend<K>(rows, first, count - first < together ? count - first : together, span, next, dim, begin,
+      attend<K>(rows, first, count - first < together ? count - first : together, span, next, dim, dim, begin,
                 power, squeeze);
   };
   const int64_t begin = earliest / kSpan * kSpan;

@@ -2,6 +2,7 @@
 
 #include "kernels.h"
 
+#include "by_head.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "likeliest.h"
@@ -36,6 +37,11 @@ template <bool gated>
 void expert(const Choices& a, int64_t task) {
   const TileUse tiles;
   a.out_type == Type::float32 ? expert_block<float, gated>(a, task) : expert_block<bf16, gated>(a, task);
+}
+
+void by_head(const ByHead& a, int64_t task) {
+  const TileUse tiles;
+  a.matrix.type == Type::float32 ? by_head_block<float>(a, task) : by_head_block<bf16>(a, task);
 }
 
 template <void (*Float)(const Gather&, int64_t), void (*Brain)(const Gather&, int64_t)>
@@ -74,6 +80,7 @@ void store(const Store& a, int64_t token);
 void export_kv(const Exchange& a, int64_t task);
 void import_kv(const Exchange& a, int64_t task);
 void attention(const Attention& a, int64_t task);
+void latent_store(const LatentStore& a, int64_t token);
 
 #define PENSTOCK_TEXT(x) #x
 #define PENSTOCK_NAME(x) PENSTOCK_TEXT(x)
@@ -109,6 +116,8 @@ const Kernels kernels = {
     export_kv,
     import_kv,
     attention,
+    latent_store,
+    by_head,
     read,
     dots<PairStep>,
     dots<QuadStep>,

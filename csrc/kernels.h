@@ -253,6 +253,7 @@ struct Exchange {
   int64_t all_heads, first_head, slot_tokens, slot_bytes;
   Type type;
   bool rounded;
+  bool latent;  // [slot_tokens] vectors in the buffer
 };
 
 struct Attention {
@@ -270,6 +271,34 @@ struct Attention {
   bool rounded;
   float cap;           // of scores, cap * tanh(score / cap); 0: none
   const float* sinks;  // [heads]: scores that take part in the softmax and have no value; null: none
+  int64_t latent;     // of a latent cache, elements of a value; 0: the cache has keys and values
+  int64_t task_rows;  // of a latent cache: queries times heads of a task
+};
+
+// Rotary parts of queries and keys, turned, and what a latent cache keeps of a token: a panel's vectors lie one after the
+// other, each a latent vector and the turned key behind it. Where these are rounded to 8 bits, a float32 scale for each
+// follows the panel's.
+struct LatentStore {
+  const void *q, *k, *latent;  // [tokens, heads, rope], [tokens, rope] and [tokens, dim - rope]
+  void* out;                   // [tokens, heads, rope], of queries
+  const int64_t* positions;
+  const float* table;  // [longest, rope], cosines then sines
+  void* cache;
+  const int64_t* slots;
+  int64_t heads, rope, dim, panel;
+  int64_t q_stride, q_head, k_stride, latent_stride, out_stride, out_head;  // elements from a token, or head, to the next
+  bool pairs;  // neighbours are turned together, and not halves
+  Type type;
+  bool rounded;
+};
+
+// Each head of a row by its own matrix, which lie one after the other, each of `padded` outputs, of which it has `outputs`.
+struct ByHead {
+  Matrix matrix;  // plain
+  const void* x;
+  void* out;
+  int64_t x_stride, x_head, out_stride, out_head;  // elements from a row, or head, to the next
+  int64_t rows, heads, outputs, padded;
 };
 
 // A piece of memory for each task, `size` bytes, a multiple of 256.
@@ -292,6 +321,9 @@ constexpr int64_t kTileRows = 6;    // rows of a product, unless its format says
 constexpr int64_t kMostPanels = 8;  // of a linear layer's task
 constexpr int64_t kRowsTogether = 16;
 constexpr int64_t kMaxHead = 256;   // largest head size
+constexpr int64_t kMaxLatent = 512;     // largest value of a latent cache
+constexpr int64_t kMaxLatentKey = 640;  // and key
+constexpr int64_t kLatentGroups = 6;    // rows of a latent cache's task, in those of another one
 constexpr int64_t kMaxBlock = 256;  // largest block size
 
 struct Kernels {
@@ -323,6 +355,8 @@ struct Kernels {
   void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
   void (*import_kv)(const Exchange&, int64_t task);
   void (*attention)(const Attention&, int64_t task);
+  void (*latent_store)(const LatentStore&, int64_t task);
+  void (*by_head)(const ByHead&, int64_t task);  // of a head and linear_rows rows
   void (*read)(const Read&, int64_t task);
   int64_t (*float_dots)(int64_t steps);
   int64_t (*integer_dots)(int64_t steps);

@@ -486,7 +486,7 @@ void store(Address k, Address v, Address cache, Address slots, int64_t tokens, i
 template <auto kernel>
 void exchange(Address cache, Address buffer, Address slots, Address places, int64_t tokens, int64_t kv_heads,
               int64_t dim, int64_t block_size, int64_t all_heads, int64_t first_head, int64_t slot_tokens,
-              int64_t slot_bytes, int64_t offset, int type, bool rounded, Address progress) {
+              int64_t slot_bytes, int64_t offset, int type, bool rounded, bool latent, Address progress) {
   make({tokens, 0}, [=](Size size) {
     thread_local std::vector<int64_t> chosen;
     chosen.clear();
@@ -496,7 +496,7 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
     const Exchange args{at<void>(cache), at<char>(buffer) + offset, at<int64_t>(slots), at<int64_t>(places),
                         chosen.data(),   int64_t(chosen.size()),    kv_heads,           dim,
                         panel_of(block_size), all_heads,                 first_head,         slot_tokens,
-                        slot_bytes,      Type(type),                rounded};
+                        slot_bytes,      Type(type),                rounded,            latent};
     pool()->run(ceil_div(args.count, kRowsTogether), [&](int64_t task) { (kernels->*kernel)(args, task); });
     if (progress) at<std::atomic<int64_t>>(progress)->fetch_add(1, std::memory_order_release);
   });
@@ -505,13 +505,18 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded, float cap,
-               Address sinks) {
+               Address sinks, int64_t latent) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
     std::vector<int32_t> tiles;
+    int64_t task_rows = kernels->attention_rows;
+    if (latent) {  // a task of many rows lays out the cache less often, as long as there is one for each thread
+      const int64_t fair = ceil_div(starts[size.sequences] * heads, pool()->threads() * task_rows);
+      task_rows *= fair < 1 ? 1 : fair > kLatentGroups ? kLatentGroups : fair;
+    }
     for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
       const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
-      for (int64_t row = 0; row < rows; row += kernels->attention_rows) {
+      for (int64_t row = 0; row < rows; row += task_rows) {
         tiles.push_back(int32_t(sequence));
         tiles.push_back(int32_t(row));
       }
@@ -519,8 +524,29 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
     const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
                          at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
-                         window, out_stride, scale, Type(type), rounded, cap, at<float>(sinks)};
+                         window, out_stride, scale, Type(type), rounded, cap, at<float>(sinks), latent,
+                         task_rows};
     pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
+  });
+}
+
+void latent_store(Address q, Address k, Address latent, Address out, Address positions, Address table, Address cache,
+                  Address slots, int64_t tokens, int64_t heads, int64_t rope, int64_t dim, int64_t block_size,
+                  int64_t q_stride, int64_t q_head, int64_t k_stride, int64_t latent_stride, int64_t out_stride,
+                  int64_t out_head, bool pairs, int type, bool rounded) {
+  make_rows(tokens, &Kernels::latent_store,
+            LatentStore{at<void>(q), at<void>(k), at<void>(latent), at<void>(out), at<int64_t>(positions),
+                        at<float>(table), at<void>(cache), at<int64_t>(slots), heads, rope, dim, panel_of(block_size),
+                        q_stride, q_head, k_stride, latent_stride, out_stride, out_head, pairs, Type(type), rounded});
+}
+
+void by_head(Address x, const Matrix& matrix, Address out, int64_t x_stride, int64_t x_head, int64_t out_stride,
+             int64_t out_head, int64_t rows, int64_t heads, int64_t outputs) {
+  make({rows, 0}, [=](Size size) {
+    const ByHead args{matrix, at<void>(x), at<void>(out), x_stride, x_head,  out_stride,
+                      out_head, size.tokens, heads,       outputs,  ceil_div(outputs, kPanel) * kPanel};
+    const int64_t tasks = heads * ceil_div(args.rows, kernels->linear_rows);
+    pool()->run(tasks, [&](int64_t task) { kernels->by_head(args, task); });
   });
 }
 
@@ -572,6 +598,8 @@ NB_MODULE(_kernels, m) {
   m.doc() = "CPU kernels. Addresses and sizes are trusted: penstock.ops.cpu is the face to use.";
   m.attr("PANEL") = kPanel;
   m.attr("MAX_HEAD") = kMaxHead;
+  m.attr("MAX_LATENT") = kMaxLatent;
+  m.attr("MAX_LATENT_KEY") = kMaxLatentKey;
   m.attr("MAX_BLOCK") = kMaxBlock;
   nb::set_leak_warnings(false);  // what lives until the process ends is no leak
   m.attr("BUILT") = names_of(built);
@@ -654,6 +682,8 @@ NB_MODULE(_kernels, m) {
   m.def("scale", &scale, free);
   m.def("store", &store, free);
   m.def("attention", &attention, free);
+  m.def("latent_store", &latent_store, free);
+  m.def("by_head", &by_head, free);
   m.def("export_kv", &exchange<&Kernels::export_kv>, free);
   m.def("import_kv", &exchange<&Kernels::import_kv>, free);
   m.def("barrier", &barrier, free);

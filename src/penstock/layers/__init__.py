@@ -2,6 +2,7 @@
 
 from .attention import Attention, AttentionLayer, QKNormLayers
 from .context import BuildContext, PackedWeights, Weights
+from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mlp import MLP, GatedMLP, MLPLayer
@@ -17,6 +18,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Embedding",
     "GatedMLP",
+    "LatentAttention",
     "LayerNorm",
     "LoRALayer",
     "LoRATarget",

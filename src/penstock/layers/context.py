@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.core.quantization import Format, Scheme
+from penstock.core.quantization import UNQUANTIZED, Format, Scheme
 from penstock.ops import Ops, QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Group, Shard
 from penstock.quant import Matrix, PackedMatrix, StackedMatrix
@@ -181,6 +181,21 @@ class BuildContext:
         ]
         outputs = [shard.size for shard in shards]
         return StackedMatrix(self.ops, [part for part in parts if part], outputs, self.dtype)
+
+    def read_matrix(self, name: str, inputs: int, shard: Shard) -> Tensor:
+        """This rank's outputs of a matrix that is not multiplied as it is stored, ``[outputs, inputs]`` in the model's
+        dtype: dequantized where the checkpoint has quantized it.
+
+        Args:
+            name: without ``.weight``.
+        """
+        if self._is_packed:
+            weight = self._read_tensor(f"{name}.weight", shard.total, inputs, rows=shard.rows)
+            return weight.to(self.device, self.dtype)
+        weight = self._read(name, inputs, shard, UNQUANTIZED)
+        if self.output:
+            self.output.add_tensor(f"{name}.weight", weight.cpu())
+        return weight
 
     def vocabulary_matrix(self, name: str, inputs: int, shard: Shard) -> PackedMatrix:
         """The matrix of an embedding or a language model head."""

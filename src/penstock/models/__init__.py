@@ -20,6 +20,7 @@ from penstock.quant import read_quantization_config
 
 from . import (
     cohere,
+    deepseek,
     ernie4_5,
     exaone4,
     gemma,
@@ -76,6 +77,7 @@ __all__ = [
 
 for family in (
     *cohere.FAMILIES,
+    deepseek.FAMILY,
     ernie4_5.FAMILY,
     exaone4.FAMILY,
     *gemma.FAMILIES,

@@ -19,6 +19,7 @@ from penstock.planning.model_size import (
 
 from .decoder_options import DecoderOptions
 from .experts_config import ExpertsConfig
+from .latent_config import LatentConfig
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """Values of ``hidden_act``."""
@@ -66,6 +67,8 @@ class ModelConfig:
     """Whether queries and keys are normed, as ``options.qk_norm`` says."""
     experts: ExpertsConfig | None = None
     """None for models without experts."""
+    latent: LatentConfig | None = None
+    """Of multi-head latent attention; None where keys and values are cached."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""

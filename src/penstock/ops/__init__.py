@@ -136,6 +136,28 @@ class Ops(Protocol):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor: ...
+    def pack_by_head(self, weight: Tensor) -> Any: ...
+    def linear_by_head(self, x: Tensor, matrices: Any, out: Tensor | None = None) -> Tensor: ...
+    def latent_rope_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        latent: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        cache: Any,
+        slot_mapping: Tensor,
+        interleaved: bool,
+        out: Tensor,
+    ) -> None: ...
+    def latent_attention(
+        self,
+        q: Tensor,
+        cache: Any,
+        metadata: AttentionMetadata,
+        scale: float,
+        latent: int,
+    ) -> Tensor: ...
     def export_kv(
         self,
         cache: Any,

@@ -217,6 +217,9 @@ def attention(
     scale: float,
     type: int,
     rounded: bool,
+    cap: float,
+    sinks: int,
+    latent: int,
     /,
 ) -> None: ...
 def export_kv(

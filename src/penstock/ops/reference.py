@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.core import Code, PenstockError
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
@@ -69,8 +68,8 @@ class Matrix:
 
 
 KVCache = list[Tensor]
-"""Keys and values of each layer: ``[2, blocks, block_size, kv_heads, head_dim]``. A quantized cache is int8 or
-float8_e4m3fn, and its last dimension ends with the four bytes of the vector's float32 scale."""
+"""Keys and values of each layer: ``[vectors, blocks, block_size, kv_heads, head_dim]``, with ``KVSpec.vectors``. A
+quantized cache is int8 or float8_e4m3fn, and its last dimension ends with the four bytes of the vector's float32 scale."""
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Of quantized caches, by ``KVSpec.quantization``."""
 CACHE_LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
@@ -445,17 +444,12 @@ def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> KVCache:
-    """An empty KV cache of ``blocks`` blocks in each layer, one entry a spec.
-
-    Raises ``PenstockError`` (``unsupported``) for layers that this backend has no attention for.
-    """
-    if any(spec.latent for spec in specs):
-        raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
+    """An empty KV cache of ``blocks`` blocks in each layer, one entry a spec."""
 
     def empty(spec: KVSpec) -> Tensor:
         size = spec.head_dim + SCALE_BYTES if spec.quantization else spec.head_dim
         dtype = CACHE_DTYPES[spec.quantization] if spec.quantization else getattr(torch, spec.dtype)
-        return torch.zeros((2, blocks, spec.block_size, spec.kv_heads, size), dtype=dtype, device=device)
+        return torch.zeros((spec.vectors, blocks, spec.block_size, spec.kv_heads, size), dtype=dtype, device=device)
 
     return [empty(spec) for spec in specs]
 
@@ -466,12 +460,15 @@ def store_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     A quantized cache divides the vector of each token and head by its largest magnitude over 127 (int8) or 448 (fp8),
     and rounds.
     """
-    flat = cache.flatten(1, 2)
-    for part, given in zip(flat, (k, v), strict=True):
-        if cache.dtype in CACHE_LIMITS:
-            part.view(torch.int8)[slot_mapping] = _quantize(given, cache.dtype)
-        else:
-            part[slot_mapping] = given.to(cache.dtype)
+    for part, given in zip(cache.flatten(1, 2), (k, v), strict=True):
+        _store(part, given, slot_mapping)
+
+
+def _store(part: Tensor, vectors: Tensor, slot_mapping: Tensor) -> None:
+    if part.dtype in CACHE_LIMITS:
+        part.view(torch.int8)[slot_mapping] = _quantize(vectors, part.dtype)
+    else:
+        part[slot_mapping] = vectors.to(part.dtype)
 
 
 def _quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -539,6 +536,69 @@ def attention(
     return out
 
 
+def pack_by_head(weight: Tensor) -> Tensor:
+    """Pack a matrix for each head, ``[heads, out, in]``, for ``linear_by_head``."""
+    return weight
+
+
+def linear_by_head(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
+    """Each head by its own matrix: ``[tokens, heads, in]``, of which only the last dimension must be contiguous, to
+    ``[tokens, heads, out]``.
+
+    Args:
+        matrices: of ``pack_by_head``.
+        out: where to write the result; likewise.
+    """
+    return _write(torch.einsum("thi,hoi->tho", x.float(), matrices.float()).to(x.dtype), out)
+
+
+def latent_rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    latent: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    cache: Any,
+    slot_mapping: Tensor,
+    interleaved: bool,
+    out: Tensor,
+) -> None:
+    """Apply the rotary embedding to the rotary parts of queries and key, and store each token's latent vector and,
+    behind it, its key in a latent cache.
+
+    Args:
+        q: ``[tokens, heads, rope_dim]``, of which only the last dimension must be contiguous; k: ``[tokens, rope_dim]``,
+            whose rows may lie apart; latent: ``[tokens, latent]``.
+        positions, table: as for ``rope``.
+        cache, slot_mapping: as for ``store_kv``.
+        interleaved: whether neighbours are rotated against each other, and not halves.
+        out: ``[tokens, heads, rope_dim]``, where to write the queries; its last dimension must be contiguous.
+    """
+    rotate = _rope_pairs if interleaved else rope
+    out.copy_(rotate(q, positions, table))
+    vectors = torch.cat((latent[:, None], rotate(k[:, None], positions, table)), -1)
+    _store(cache.flatten(1, 2)[0], vectors, slot_mapping)
+
+
+def _rope_pairs(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """As ``rope``, where each pair of neighbours is rotated (GPT-J style)."""
+    cos, sin = table[positions][:, None].chunk(2, -1)
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
+
+
+def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
+    """Causal attention of all heads over a latent cache: each token's vector is the key of all heads, and its first
+    ``latent`` numbers are their value (DeepSeek-AI, 2024). Returns ``[tokens, heads, latent]``.
+
+    Args:
+        q: ``[tokens, heads, head_dim]``.
+        metadata, scale: as for ``attention``.
+    """
+    whole = attention(q, cache.expand(2, *cache.shape[1:]), metadata, scale)
+    return whole.view(q.shape)[..., :latent]
+
+
 def export_kv(
     cache: Tensor,
     slot_mapping: Tensor,
@@ -564,7 +624,7 @@ def export_kv(
     whole, index = _transfer_view(buffer, layout), places[chosen].cpu()
     rows = cache.flatten(1, 2)[:, slot_mapping[chosen]].contiguous().view(torch.uint8).cpu()
     heads = slice(layout.first_head, layout.first_head + rows.shape[2])
-    for part in (0, 1):
+    for part in range(layout.vectors):
         whole[index // layout.slot_tokens, part, index % layout.slot_tokens, heads] = rows[part]
     if progress is not None:
         progress += 1
@@ -581,8 +641,8 @@ def import_kv(cache: Tensor, slot_mapping: Tensor, buffer: Tensor, places: Tenso
 
 
 def _transfer_view(buffer: Tensor, layout: TransferLayout) -> Tensor:
-    """One layer's part of a transfer buffer: ``[slots, 2, slot_tokens, kv_heads, vector_bytes]`` uint8."""
-    shape = (2, layout.slot_tokens, layout.kv_heads, layout.vector_bytes)
+    """One layer's part of a transfer buffer: ``[slots, vectors, slot_tokens, kv_heads, vector_bytes]`` uint8."""
+    shape = (layout.vectors, layout.slot_tokens, layout.kv_heads, layout.vector_bytes)
     slots = buffer[: len(buffer) // layout.slot_bytes * layout.slot_bytes].view(-1, layout.slot_bytes)
     part: Tensor = slots[:, layout.offset : layout.offset + prod(shape)].unflatten(1, shape)
     return part

@@ -52,7 +52,9 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
         return sum(share * weight(_kept(wanted, format)) for format, share in stored.items())
 
     layers, head = size.gguf_layers or {size.stored: 1.0}, size.gguf_head or {UNQUANTIZED: 1.0}
-    return mean(scheme.layers, layers), mean(scheme.head, head)
+    plain = size.unquantized_weights / max(size.layer_weights, 1)
+    layer = plain * ITEM_BYTES[computed] + (1 - plain) * mean(scheme.layers, layers)
+    return layer, mean(scheme.head, head)
 
 
 def _kept(wanted: Format, stored: Format) -> Format:

@@ -23,7 +23,8 @@ class KVSpec:
     """The KV cache of one layer on one rank.
 
     A block holds ``block_size`` tokens. Of each token it keeps a key and a value vector a head, or, with ``latent``,
-    one vector that all heads share (multi-head latent attention; DeepSeek-AI, 2024).
+    one vector that all heads share: their key, of which the first ``latent`` numbers are their value (multi-head latent
+    attention; DeepSeek-AI, 2024).
     """
 
     kv_heads: int
@@ -38,11 +39,17 @@ class KVSpec:
     """What vectors are kept in, each with a float32 scale: ``int8``, or ``fp8``, which is e4m3; empty is ``dtype``."""
     window: int = 0
     """Positions that a query sees, its own included (sliding window); 0 is all."""
-    latent: bool = False
+    latent: int = 0
+    """Numbers of the one vector's beginning that are the value; 0: keys and values are vectors of their own."""
+
+    @property
+    def vectors(self) -> int:
+        """That are kept of a token and head."""
+        return 1 if self.latent else 2
 
     @property
     def bytes_per_token(self) -> int:
-        return (1 if self.latent else 2) * self.kv_heads * self.bytes_per_vector
+        return self.vectors * self.kv_heads * self.bytes_per_vector
 
     @property
     def bytes_per_vector(self) -> int:
@@ -68,8 +75,8 @@ class TransferLayout:
     """Where keys and values of one layer lie in a transfer buffer: the same for all backends, ranks and block sizes.
 
     A buffer is slots of ``slot_tokens`` tokens. In a slot the layers follow one another, each
-    ``[2, slot_tokens, kv_heads, vector_bytes]``, keys first. A vector is ``head_dim`` numbers of the KV cache's dtype,
-    or, quantized, ``head_dim`` of 8 bits and the vector's float32 scale. Numbers are little-endian.
+    ``[vectors, slot_tokens, kv_heads, vector_bytes]``, keys first. A vector is ``head_dim`` numbers of the KV cache's
+    dtype, or, quantized, ``head_dim`` of 8 bits and the vector's float32 scale. Numbers are little-endian.
     """
 
     slot_tokens: int
@@ -84,6 +91,8 @@ class TransferLayout:
     """First head of this rank."""
     numbers: str = ""
     """Type of a vector's numbers: a dtype or ``KVSpec.quantization``."""
+    vectors: int = 2
+    """Of a token and head: key and value, or one that is both (``KVSpec.latent``)."""
 
 
 def transfer_layouts(specs: Sequence[KVSpec], slot_tokens: int) -> list[TransferLayout]:
@@ -103,6 +112,7 @@ def transfer_layouts(specs: Sequence[KVSpec], slot_tokens: int) -> list[Transfer
                 spec.kv_heads,
                 spec.bytes_per_vector,
                 numbers=spec.quantization or spec.dtype,
+                vectors=spec.vectors,
             )
         )
         offset += slot_tokens * spec.bytes_per_token

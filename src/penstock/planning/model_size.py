@@ -41,8 +41,9 @@ class ModelSize:
     """1 with ``latent``."""
     kv_dim: int
     """Numbers in a head's key, and in its value; with ``latent``, in the latent vector and its rotary key together."""
-    latent: bool
-    """Whether a token keeps one latent vector in place of keys and values (multi-head latent attention)."""
+    latent: int
+    """Numbers of the latent vector that a token keeps in place of keys and values (multi-head latent attention); 0 where
+    it keeps these."""
     mtp_weights: int
     """Parameters of the layers for multi-token prediction, which are loaded only where speculation uses them."""
     num_mtp_layers: int
@@ -54,6 +55,8 @@ class ModelSize:
     """In a GGUF file the shares of formats among the layers' weights."""
     gguf_head: Mapping[Format, float] = field(default_factory=dict)
     """Among the weights of embedding and language model head."""
+    unquantized_weights: int = 0
+    """Of the layers' weights, those that are not quantized whatever the format: latent attention's that are absorbed."""
 
     def on_cpu(self) -> ModelSize:
         """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
@@ -72,14 +75,14 @@ def model_size_of(config: Mapping[str, Any]) -> ModelSize:
 
 def _model_size(config: Mapping[str, Any]) -> ModelSize:
     hidden, heads, layers = (int(config[k]) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    vocabulary, latent = int(config["vocab_size"]), bool(config.get("kv_lora_rank"))
+    vocabulary, latent = int(config["vocab_size"]), int(config.get("kv_lora_rank") or 0)
     kv_heads = 1 if latent else int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
     if latent:
-        attention, kv_dim = _latent_attention(config, hidden, heads)
+        attention, absorbed, kv_dim = _latent_attention(config, hidden, heads)
     else:
         attention = 2 * hidden * head_dim * (heads + kv_heads)
-        kv_dim = head_dim
+        absorbed, kv_dim = 0, head_dim
     matrices = 2 if config.get("model_type") == "starcoder2" else 3  # without a gate
     dense = matrices * hidden * int(config["intermediate_size"])
     sparse = _experts(config, hidden)
@@ -103,6 +106,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         stored=stored_format(quantization_config_of(config)),
         gguf_layers=_gguf_shares(config, "layers"),
         gguf_head=_gguf_shares(config, "head"),
+        unquantized_weights=layers * absorbed,
     )
 
 
@@ -135,13 +139,15 @@ def quantization_config_of(config: Mapping[str, Any]) -> Any:
     return own
 
 
-def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
-    """Parameters of a layer's latent attention (DeepSeek-V2, section 2.1), and elements of a token's latent vector."""
+def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
+    """Parameters of a layer's latent attention (DeepSeek-V2, section 2.1), those of the matrix among them that makes keys
+    and values of latent vectors, and elements of a token's latent vector."""
     rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
     rank, value, queries = int(config["kv_lora_rank"]), int(config["v_head_dim"]), heads * (nope + rope)
     low = int(config.get("q_lora_rank") or 0)
     q = low * (hidden + queries) if low else hidden * queries
-    return q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden, rank + rope
+    absorbed = rank * heads * (nope + value)
+    return q + hidden * (rank + rope) + absorbed + heads * value * hidden, absorbed, rank + rope
 
 
 def _experts(config: Mapping[str, Any], hidden: int) -> int:

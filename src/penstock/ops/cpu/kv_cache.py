@@ -38,11 +38,21 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
             words = f"a KV cache in {spec.quantization} is not supported on CPUs; int8 takes as little memory"
             raise PenstockError(Code.UNSUPPORTED, words, "kv_cache_dtype")
         if spec.latent:
-            raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
-        if spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
+            _check_latent(spec)
+        elif spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
             words = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {_kernels.MAX_HEAD}"
             raise PenstockError(Code.UNSUPPORTED, words, "model")
     return [LayerCache(pages.zeros(blocks * s.bytes_per_block).view(blocks, s.bytes_per_block), s) for s in specs]
+
+
+def _check_latent(spec: KVSpec) -> None:
+    largest = _kernels.MAX_LATENT, _kernels.MAX_LATENT_KEY
+    if spec.latent % 16 or spec.head_dim % 16 or spec.latent > largest[0] or spec.head_dim > largest[1]:
+        words = (
+            f"latent vectors of {spec.latent} numbers, {spec.head_dim} with the rotary key; supported are multiples of "
+            f"16 up to {largest[0]} and {largest[1]}"
+        )
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
 
 
 def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -116,6 +126,7 @@ def attention(
         bool(spec.quantization),
         softcap,
         0 if sinks is None else sinks.data_ptr(),
+        0,
     )
     return out
 
@@ -166,6 +177,7 @@ def _exchange(
         layout.offset,
         dtype_code(getattr(torch, spec.dtype)),
         bool(spec.quantization),
+        bool(spec.latent),
         0 if progress is None else progress.data_ptr(),
     )
 

@@ -1,0 +1,195 @@
+// Attention over a latent cache (DeepSeek-AI, 2024): a position has one vector, which is the key of all heads, and its
+// beginning their value.
+//
+// Vectors are kept once, one after the other. Products want keys as columns of positions, and values as rows of them: so a
+// task lays out a span both ways in its own memory, and takes many rows, of which there are as many as heads for a single
+// query. From there on it is the attention of other caches (attention.h).
+
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+// The vectors of a panel, and their scales where they are rounded.
+template <class K>
+struct LatentPanel {
+  typename K::Element* vectors;
+  float* scales;
+
+  LatentPanel(const void* cache, int64_t number, int64_t dim, int64_t size) {
+    const int64_t vector = dim * sizeof(typename K::Element) + (K::kRounds ? sizeof(float) : 0);
+    vectors = (typename K::Element*)((char*)cache + number * size * vector);
+    scales = (float*)(vectors + size * dim);
+  }
+};
+
+// Turns each pair of neighbours, or of halves, by a position's angles.
+template <class T>
+inline void turn(const T* x, T* out, const float* cos, const float* sin, int64_t half, bool pairs) {
+  const int64_t step = pairs ? 2 : 1, other = pairs ? 1 : half;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = widen(x[i * step]), b = widen(x[i * step + other]);
+    narrow(out + i * step, a * cos[i] - b * sin[i]);
+    narrow(out + i * step + other, b * cos[i] + a * sin[i]);
+  }
+}
+
+template <class T, class K>
+void store_latent(const LatentStore& a, int64_t token) {
+  const int64_t half = a.rope / 2, slot = a.slots[token], latent = a.dim - a.rope;
+  const float *cos = a.table + a.positions[token] * a.rope, *sin = cos + half;
+  for (int64_t head = 0; head < a.heads; head++)
+    turn((const T*)a.q + token * a.q_stride + head * a.q_head, (T*)a.out + token * a.out_stride + head * a.out_head, cos,
+         sin, half, a.pairs);
+  T vector[kMaxLatentKey];
+  memcpy(vector, (const T*)a.latent + token * a.latent_stride, latent * sizeof(T));
+  turn((const T*)a.k + token * a.k_stride, vector + latent, cos, sin, half, a.pairs);
+  const LatentPanel<K> panel(a.cache, slot / a.panel, a.dim, a.panel);
+  auto* to = panel.vectors + slot % a.panel * a.dim;
+  if constexpr (K::kRounds)
+    panel.scales[slot % a.panel] = round_row(vector, a.dim, to).scale;
+  else
+    memcpy(to, vector, a.dim * sizeof(T));
+}
+
+// As exchange_tokens.
+template <class K, bool out>
+void exchange_latent(const Exchange& a, int64_t task) {
+  constexpr int64_t scale_bytes = K::kRounds ? sizeof(float) : 0;
+  const int64_t bytes = a.dim * sizeof(typename K::Element);
+  const int64_t first = task * kRowsTogether, end = first + kRowsTogether < a.count ? first + kRowsTogether : a.count;
+  auto move = [](void* cached, void* sent, int64_t size) { out ? memcpy(sent, cached, size) : memcpy(cached, sent, size); };
+  for (int64_t i = first; i < end; i++) {
+    const int64_t slot = a.slots[a.chosen[i]], position = slot % a.panel, place = a.places[a.chosen[i]];
+    const LatentPanel<K> panel(a.cache, slot / a.panel, a.dim, a.panel);
+    char* vector = a.buffer + place / a.slot_tokens * a.slot_bytes + place % a.slot_tokens * (bytes + scale_bytes);
+    move(panel.vectors + position * a.dim, vector, bytes);
+    if constexpr (K::kRounds) move(panel.scales + position, vector + bytes, scale_bytes);
+  }
+}
+
+// Four vectors as four columns of a span's keys, whose elements lie some together in 32 bits.
+template <class K>
+inline void lay_out_keys(const typename K::Element* vectors, int64_t dim, uint32_t* keys) {
+  using Four = Vector<uint32_t, 4>;
+  const int64_t bytes = dim * sizeof(typename K::Element);
+  for (int64_t word = 0; word < bytes / 4; word += 4) {
+    Four v[4];
+    for (int i = 0; i < 4; i++) {
+      v[i] = load_bits<Four>((const char*)vectors + i * bytes + word * 4);
+      if constexpr (K::kRounds) v[i] = v[i] ^ 0x80808080;  // keys have 128 added
+    }
+    const Four a = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5), b = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5);
+    const Four c = __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7), d = __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7);
+    store_bits(keys + word * kSpan, __builtin_shufflevector(a, b, 0, 1, 4, 5));
+    store_bits(keys + (word + 1) * kSpan, __builtin_shufflevector(a, b, 2, 3, 6, 7));
+    store_bits(keys + (word + 2) * kSpan, __builtin_shufflevector(c, d, 0, 1, 4, 5));
+    store_bits(keys + (word + 3) * kSpan, __builtin_shufflevector(c, d, 2, 3, 6, 7));
+  }
+}
+
+// The beginnings of some vectors as a row of a span's values.
+template <class K>
+inline void lay_out_values(const typename K::Element* vectors, int64_t dim, int64_t value_dim,
+                           typename K::Element* values) {
+  using Element = typename K::Element;
+  constexpr int n = K::ValueStep::kInputs;
+  if constexpr (n == 1) {
+    memcpy(values, vectors, value_dim * sizeof(Element));
+  } else {
+    using Narrow = std::conditional_t<sizeof(Element) == 1, u8x16, u16x16>;
+    for (int64_t d = 0; d < value_dim; d += 16) {
+      u32x16 together = {};
+      for (int i = 0; i < n; i++)
+        together |= convert<u32x16>(load_bits<Narrow>(vectors + i * dim + d)) << int(8 * sizeof(Element) * i);
+      store_bits(values + d * n, together);
+    }
+  }
+}
+
+// Some positions of a panel, a multiple of four, to those from `at` on of a span.
+template <class K>
+void lay_out(const Panel<K>& span, int64_t at, const LatentPanel<K>& panel, int64_t count, int64_t dim,
+             int64_t value_dim) {
+  constexpr int n = K::ValueStep::kInputs;
+  for (int64_t p = 0; p < count; p += 4) lay_out_keys<K>(panel.vectors + p * dim, dim, (uint32_t*)span.keys + at + p);
+  for (int64_t p = 0; p < count; p += n)
+    lay_out_values<K>(panel.vectors + p * dim, dim, value_dim, span.values + (at + p) * value_dim);
+  if constexpr (K::kRounds) {
+    memcpy(span.key_scales + at, panel.scales, count * sizeof(float));
+    memcpy(span.value_scales + at, panel.scales, count * sizeof(float));
+  }
+}
+
+// The memory of a task, which is this thread's.
+template <class K>
+struct LatentMemory {
+  std::vector<Line> q, out, span;
+  Rows<K> groups[kLatentGroups];
+
+  LatentMemory()
+      : q(ceil_div(kLatentGroups * kTaskRows * kMaxLatentKey * sizeof(typename K::KeyStep::In), sizeof(Line))),
+        out(ceil_div(kLatentGroups * kTaskRows * kMaxLatent * sizeof(float), sizeof(Line))),
+        span(ceil_div(Panel<K>::bytes(kMaxLatentKey, kSpan), sizeof(Line))) {}
+};
+
+template <class T, class K>
+void latent_task(const Attention& a, int64_t task) {
+  thread_local LatentMemory<K> memory;
+  const int64_t sequence = a.tiles[2 * task], first_row = a.tiles[2 * task + 1], dim = a.dim, latent = a.latent;
+  const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
+  const int64_t before = a.lengths[sequence] - queries, left = queries * a.heads - first_row;
+  const int64_t count = left < a.task_rows ? left : a.task_rows, groups = ceil_div(count, kTaskRows);
+  auto rows_of = [&](int64_t group) { return int(group + 1 < groups ? kTaskRows : count - group * kTaskRows); };
+  for (int64_t group = 0; group < groups; group++) {
+    Rows<K>& rows = memory.groups[group];
+    rows.q = (typename K::KeyStep::In*)memory.q.data() + group * kTaskRows * kMaxLatentKey;
+    rows.out = (float*)memory.out.data() + group * kTaskRows * kMaxLatent;
+    memset(rows.out, 0, rows_of(group) * latent * sizeof(float));
+    for (int r = 0; r < rows_of(group); r++) {
+      const int64_t row = first_row + group * kTaskRows + r;
+      const T* q = (const T*)a.q + (start * a.heads + row) * dim;
+      rows.top[r] = kNever;
+      rows.total[r] = f32x16{};
+      rows.seen[r] = before + row / a.heads;
+      rows.from[r] = 0;
+      if constexpr (K::kRounds) {
+        int8_t rounded[kMaxLatentKey];
+        rows.rounding[r] = round_row(q, dim, rounded);
+        prepare<typename K::KeyStep>(rounded, dim, rows.q + r * dim);
+      } else {
+        prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
+      }
+    }
+  }
+  const int64_t size = panel_of(a.block_size), of_block = a.block_size / size;
+  const int64_t last = before + (first_row + count - 1) / a.heads;
+  Panel<K> span(memory.span.data(), 0, dim, kSpan);
+  for (int64_t at = 0; at <= last; at += kSpan) {
+    for (int64_t position = at; position <= last && position < at + kSpan; position += size) {
+      const int64_t panel = position / size, block = a.block_tables[sequence * a.table_width + panel / of_block];
+      const int64_t some = last + 1 - position < size ? ceil_div(last + 1 - position, 4) * 4 : size;
+      lay_out(span, position - at, LatentPanel<K>(a.cache, block * of_block + panel % of_block, dim, size), some, dim,
+              latent);
+    }
+    constexpr int together = kByTiles<K> ? kTogether : kTileRows;
+    for (int64_t group = 0; group < groups; group++)
+      for (int first = 0, rows = rows_of(group); first < rows; first += together)
+        attend<K>(memory.groups[group], first, rows - first < together ? rows - first : together, span, span, dim, latent,
+                  at, a.scale * 1.44269504088896341f);
+  }
+  for (int64_t group = 0; group < groups; group++) {
+    const Rows<K>& rows = memory.groups[group];
+    for (int r = 0; r < rows_of(group); r++) {
+      const f32x16 share = all(1.0f / sum(rows.total[r]));
+      T* out = (T*)a.out + (start * a.heads + first_row + group * kTaskRows + r) * latent;
+      for (int64_t d = 0; d < latent; d += 16) store(out + d, load(rows.out + r * latent + d) * share);
+    }
+  }
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

@@ -1,0 +1,122 @@
+"""Latent attention: heads by matrices of their own, and the latent KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .. import _kernels
+from ..batch import AttentionMetadata
+from .dtypes import DTYPE_CODES
+from .graph import empty
+from .kv_cache import LayerCache
+from .matrix import Matrix, pack
+
+
+@dataclass(frozen=True)
+class HeadMatrices:
+    """A matrix ``[out, in]`` of each head."""
+
+    stacked: Matrix
+    """Each head's in whole panels."""
+    heads: int
+    outputs: int
+
+
+def pack_by_head(weight: Tensor) -> HeadMatrices:
+    """As ``reference.pack_by_head``."""
+    heads, outputs, _ = weight.shape
+    stacked = pad(weight, (0, 0, 0, -outputs % _kernels.PANEL)).flatten(0, 1)
+    return HeadMatrices(pack([stacked]), heads, outputs)
+
+
+def linear_by_head(x: Tensor, matrices: HeadMatrices, out: Tensor | None = None) -> Tensor:
+    """As ``reference.linear_by_head``."""
+    tokens, heads, _ = x.shape
+    out = empty((tokens, heads, matrices.outputs), x.dtype) if out is None else out
+    assert heads == matrices.heads and x.stride(2) == out.stride(2) == 1
+    _kernels.by_head(
+        x.data_ptr(),
+        matrices.stacked.native,
+        out.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        tokens,
+        heads,
+        matrices.outputs,
+    )
+    return out
+
+
+def latent_rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    latent: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    interleaved: bool,
+    out: Tensor,
+) -> None:
+    """As ``reference.latent_rope_and_store``."""
+    spec, (tokens, heads, rope_dim) = cache.spec, q.shape
+    assert q.stride(2) == k.stride(1) == latent.stride(1) == out.stride(2) == 1
+    _kernels.latent_store(
+        q.data_ptr(),
+        k.data_ptr(),
+        latent.data_ptr(),
+        out.data_ptr(),
+        positions.data_ptr(),
+        table.data_ptr(),
+        cache.data.data_ptr(),
+        slot_mapping.data_ptr(),
+        tokens,
+        heads,
+        rope_dim,
+        spec.head_dim,
+        spec.block_size,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        latent.stride(0),
+        out.stride(0),
+        out.stride(1),
+        interleaved,
+        DTYPE_CODES[q.dtype],
+        bool(spec.quantization),
+    )
+
+
+def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
+    """As ``reference.latent_attention``."""
+    spec, (tokens, heads, _) = cache.spec, q.shape
+    assert q.is_contiguous() and latent == spec.latent
+    out = empty((tokens, heads, latent), q.dtype)
+    _kernels.attention(
+        q.data_ptr(),
+        out.data_ptr(),
+        cache.data.data_ptr(),
+        metadata.block_tables.data_ptr(),
+        metadata.query_start_loc.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        metadata.seq_lens.shape[0],
+        heads,
+        1,
+        spec.head_dim,
+        spec.block_size,
+        metadata.block_tables.shape[1],
+        0,
+        heads * latent,
+        scale,
+        DTYPE_CODES[q.dtype],
+        bool(spec.quantization),
+        0.0,
+        0,
+        latent,
+    )
+    return out

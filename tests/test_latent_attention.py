@@ -1,0 +1,270 @@
+"""Multi-head latent attention: DeepSeek's families against transformers, kernels against the reference ops, and the
+same bits in any batch, over ranks and stages, and through a transfer buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import test_kv_export
+import test_models
+import test_prefill_decode
+import torch
+from checkpoints import SMALL, save
+from hypothesis import given, settings
+from peft import LoraConfig, get_peft_model
+from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
+from test_ops import DTYPES, KEPT, NAMES, close, cpu, draw_batch, kernels, randn, seeds
+from torch import Tensor
+from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
+
+from penstock.core import PenstockError
+from penstock.frontend.llm import LLM
+from penstock.models import load_model, read_config
+from penstock.ops import AttentionMetadata, KVSpec, backend, reference
+from penstock.planning.kv_size import bytes_per_weight, kv_specs
+from penstock.planning.kv_spec import transfer_layouts
+from penstock.planning.model_size import model_size_of
+
+LATENT = SMALL | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 3,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SCALED = {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "v3": DeepseekV3Config(**LATENT),
+    "v3, biases, yarn": DeepseekV3Config(**LATENT, **SCALED, attention_bias=True),
+    "v3, halves rotated": DeepseekV3Config(**LATENT | {"q_lora_rank": None}, rope_interleave=False),
+    "v2, biases": DeepseekV2Config(**LATENT, attention_bias=True, mlp_bias=True),
+    "v2, yarn, tied": DeepseekV2Config(**LATENT | {"q_lora_rank": None, "tie_word_embeddings": True}, **SCALED),
+}
+CPU = torch.device("cpu")
+
+# What every family passes, and every layout of a KV cache.
+ops = test_models.ops
+test_scores_and_greedy_tokens = test_models.test_scores_and_greedy_tokens
+test_bfloat16_is_no_worse_than_the_librarys = test_models.test_bfloat16_is_no_worse_than_the_librarys
+export_ops = test_kv_export.ops
+secret = test_prefill_decode.secret
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, ops: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, Any]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = save(CONFIGS[request.param], folder)
+    options = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "max_num_batched_tokens": 50}
+    return LLM(folder, ops=ops, **options), model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With adapters, as ``test_exactness.checkpoint``."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = save(CONFIGS["v3, biases, yarn"], folder)
+    for rank, name in enumerate(ADAPTERS, 3):
+        targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+        adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets))
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.2)
+        adapted.save_pretrained(folder / name)
+        model = adapted.unload()
+    return folder
+
+
+# --- Kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=kernels.available(), scope="module")
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = kernels.current()
+    kernels.use(request.param)
+    cpu.set_threads(2)
+    yield
+    kernels.use(before)
+
+
+def draw_spec(rng: Random, dtype: torch.dtype, block_size: int, quantization: str) -> tuple[KVSpec, int]:
+    """With the rotary part's size. The largest is V3's."""
+    latent, rope = rng.choice(((16, 16), (32, 16), (48, 32), (512, 64)))
+    return KVSpec(1, latent + rope, NAMES[dtype], block_size, quantization, latent=latent), rope
+
+
+def store(ops: Any, cache: Any, vectors: Tensor, rope: int, slots: Tensor, pairs: bool = True) -> Tensor:
+    """Store vectors at position 0, where nothing is turned."""
+    table, none = (
+        torch.cat((torch.ones(rope // 2), torch.zeros(rope // 2)))[None],
+        vectors.new_zeros(len(vectors), 1, rope),
+    )
+    positions, out = torch.zeros(len(vectors), dtype=torch.int64), torch.empty_like(none)
+    latent, k = vectors[:, :-rope], vectors[:, -rope:]
+    ops.latent_rope_and_store(none, k, latent, positions, table, cache, slots, pairs, out)
+    return out
+
+
+@pytest.mark.usefixtures("instruction_set")
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds)
+def test_latent_attention(seed: int) -> None:
+    """Against the reference; and every row bit by bit alone, in blocks of another size."""
+    rng = Random(seed)
+    dtype, block_size, heads = rng.choice(DTYPES), 16 * rng.randint(1, 5), rng.randint(1, 40)
+    spec, rope = draw_spec(rng, dtype, block_size, rng.choice(KEPT))
+    batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 3))
+    ours, theirs = (ops.new_kv_cache([spec], blocks, CPU)[0] for ops in (cpu, reference))
+    other = cpu.new_kv_cache([replace(spec, block_size=64)], 3, CPU)[0]
+    for cache in (ours, other):
+        cache.data.fill_(255)  # which is no number
+    q = randn(seed, tokens, heads, spec.head_dim, dtype=dtype)
+    scale, starts = spec.head_dim**-0.5, batch.attention.query_start_loc.tolist()
+    rows = []
+    for i, length in enumerate(batch.attention.seq_lens.tolist()):
+        at = torch.arange(length)
+        vectors = randn(rng.getrandbits(31), length, spec.head_dim, dtype=dtype)
+        slots = batch.attention.block_tables[i].long()[at // block_size] * block_size + at % block_size
+        for ops, cache in ((cpu, ours), (reference, theirs)):
+            store(ops, cache, vectors, rope, slots, rng.random() < 0.5)
+        row = rng.randrange(starts[i], starts[i + 1])
+        store(cpu, other, vectors, rope, at)
+        alone = AttentionMetadata(
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=batch.positions[row : row + 1].int() + 1,
+            block_tables=torch.tensor([[0, 1, 2]], dtype=torch.int32),
+        )
+        rows.append((row, cpu.latent_attention(q[row : row + 1], other, alone, scale, spec.latent)[0]))
+    got = cpu.latent_attention(q, ours, batch.attention, scale, spec.latent)
+    expected = reference.latent_attention(q, theirs, batch.attention, scale, spec.latent)
+    if spec.quantization:
+        error = (got - expected).float()
+        assert error.square().mean() < 4e-4 * expected.float().square().mean()
+    else:
+        close(got, expected.contiguous())
+    for row, result in rows:
+        assert torch.equal(result, got[row])
+
+
+@pytest.mark.usefixtures("instruction_set")
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds)
+def test_heads_by_their_own_matrices(seed: int) -> None:
+    """Between other columns, bit by bit in any cut of the batch; and the rotary parts likewise."""
+    rng = Random(seed)
+    dtype, tokens, heads = rng.choice(DTYPES), rng.randint(2, 300), rng.randint(1, 5)
+    inputs, outputs = rng.randint(1, 150), rng.randint(1, 150)
+    weight = randn(seed, heads, outputs, inputs, dtype=dtype)
+    x = randn(seed + 1, tokens, heads, inputs + 7, dtype=dtype)[..., 3 : 3 + inputs]
+    packed, out = cpu.pack_by_head(weight), torch.full((tokens, heads, outputs + 5), 7, dtype=dtype)
+    got = cpu.linear_by_head(x, packed, out[..., 2 : 2 + outputs])
+    close(got, reference.linear_by_head(x, reference.pack_by_head(weight)), 5)
+    assert (out[..., :2] == 7).all()
+    assert (out[..., 2 + outputs :] == 7).all()
+    cut = rng.randint(1, tokens - 1)
+    parts = torch.cat([cpu.linear_by_head(x[:cut], packed), cpu.linear_by_head(x[cut:], packed)])
+    assert torch.equal(got, parts)
+
+    rope, latent, pairs = 2 * rng.choice((8, 16)), 16 * rng.randint(1, 3), rng.random() < 0.5
+    spec = KVSpec(1, latent + rope, NAMES[dtype], 16, rng.choice(KEPT), latent=latent)
+    q, down = (
+        randn(seed + 2, tokens, heads, rope + 8, dtype=dtype)[..., 8:],
+        randn(seed, tokens, 64 + rope, dtype=dtype),
+    )
+    table, positions = randn(seed, 50, rope), torch.tensor([rng.randrange(50) for _ in range(tokens)])
+    slots = torch.tensor(rng.sample(range(320), tokens))
+    buffers = []
+    for ops in (cpu, reference):
+        cache, turned = ops.new_kv_cache([spec], 20, CPU)[0], torch.empty((tokens, heads, rope + 4), dtype=dtype)
+        ops.latent_rope_and_store(
+            q, down[:, 64:], down[:, :latent], positions, table, cache, slots, pairs, turned[..., 4:]
+        )
+        (layout,) = transfer_layouts([spec], 32)
+        buffer = torch.zeros(10 * layout.slot_bytes, dtype=torch.uint8)
+        ops.export_kv(cache, slots, buffer, slots, layout)
+        again = ops.new_kv_cache([spec], 20, CPU)[0]
+        ops.import_kv(again, slots, buffer, slots, layout)
+        copy = torch.zeros_like(buffer)
+        ops.export_kv(again, slots, copy, slots, layout)
+        assert torch.equal(buffer, copy)
+        buffers.append((turned[..., 4:].contiguous(), buffer))
+    close(buffers[0][0], buffers[1][0], 3)
+    if dtype is torch.bfloat16 and not spec.quantization:
+        close(*(buffer.view(dtype) for _, buffer in buffers))
+
+
+def test_what_the_kernels_cannot_do_is_refused() -> None:
+    for spec in (KVSpec(1, 24, "float32", 16, latent=16), KVSpec(1, 1024, "float32", 16, latent=960)):
+        with pytest.raises(PenstockError, match="supported are multiples of 16 up to 512 and 640"):
+            cpu.new_kv_cache([spec], 1, CPU)
+
+
+# --- Engines -----------------------------------------------------------------------------------------------------------
+
+KINDS = ["float32 none auto", "bfloat16 none auto", "bfloat16 none int8", "bfloat16 w8a8 int8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
+    """Chunks, prefixes, preemption by recompute and swap, host and disk tiers, drafts and adapters: as drawn."""
+    rng = Random(f"latent:{kind}")
+    requests = [draw_request(rng, number) for number in range(12)]
+    lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
+    alone = run(lone, requests)
+    for _ in range(3):
+        engine = draw_engine(rng, checkpoint, kind, len(requests), False, (1, 1))
+        assert run(engine, requests, rng) == alone
+        engine.close()
+    lone.close()
+
+
+def test_ranks_stages_and_a_prefill_engine(checkpoint: Path, secret: str) -> None:
+    kind, rng = "bfloat16 none int8", Random("latent:ranks")
+    requests = [draw_request(rng, number) for number in range(6)]
+    lone = start(checkpoint, kind)
+    alone = run(lone, requests)
+    lone.close()
+    engine = draw_engine(rng, checkpoint, kind, len(requests), True, (2, 2))
+    assert answers(engine, requests, rng) == alone
+    engine.close()
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 32}
+    cluster = test_prefill_decode.Cluster(checkpoint, kind, secret, rng, [ranks], [{}])
+    try:
+        assert answers(cluster, requests, rng) == alone
+        assert cluster.counts("completed") > 0
+    finally:
+        cluster.close()
+
+
+def test_a_step_exports(checkpoint: Path) -> None:
+    for name in ("cpu", "reference"):
+        for quantization in ("", "int8"):
+            test_kv_export.test_a_step_exports(checkpoint, backend(CPU, name), quantization)
+
+
+def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
+    """Bytes of a token, and of weights, of which the matrix that is absorbed is not quantized."""
+    config = read_config(checkpoint)
+    model = load_model(checkpoint, backend(CPU, "reference"), dtype=torch.bfloat16)
+    size = model_size_of(config.raw)
+    for quantization in ("auto", "int8"):
+        planned = kv_specs(size, 16, quantization, "bfloat16")
+        assert planned == model.kv_specs(16, "" if quantization == "auto" else quantization)
+    assert sum(spec.bytes_per_token for spec in planned) == (48 + 4) * 3
+    absorbed = 3 * 4 * 32 * (24 + 20)
+    weights = 2 * absorbed + (size.layer_weights - absorbed) * (1 + 4 / 64)
+    assert bytes_per_weight(size, "wint8", "bfloat16")[0] * size.layer_weights == pytest.approx(weights)
+
+
+def test_layers_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    save(DeepseekV3Config(**LATENT | {"first_k_dense_replace": 2}), tmp_path)
+    with pytest.raises(PenstockError, match="layers of experts in DeepseekV3ForCausalLM"):
+        LLM(tmp_path, num_gpu_blocks_override=8)
