@@ -45,6 +45,7 @@ class Attention:
         rope: ``[max_len, head_dim]``, of ``BuildContext.rope_table``.
         window: positions that a query sees, its own included (sliding window); 0 is all.
         qk_norm_eps: epsilon of RMS norms on the queries and keys of each head; None where there are none.
+        input_size: of what is projected to queries, keys and values; None is ``hidden_size``.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Attention:
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
+        input_size: int | None = None,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
@@ -73,7 +75,7 @@ class Attention:
         self._num_kv_heads = keys.size // head_dim
         self._sizes = [queries.size, keys.size, keys.size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
-        self._qkv = ColumnParallelLinear(context, names, hidden_size, [queries, keys, keys], qkv_bias)
+        self._qkv = ColumnParallelLinear(context, names, input_size or hidden_size, [queries, keys, keys], qkv_bias)
         shards = [shard_outputs(context.group, hidden_size)]
         self._output = ColumnParallelLinear(
             context, [f"{name}.o_proj"], num_heads * head_dim, shards, output_bias, gather_output=True

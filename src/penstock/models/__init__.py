@@ -19,7 +19,9 @@ from penstock.quant import read_quantization_config
 
 from . import llama, mistral, qwen2, qwen3
 from .config import ModelConfig
-from .model import Model, MTPHead
+from .draft_heads import METHODS as HEAD_METHODS
+from .draft_heads import head_method, load_draft_heads
+from .model import DraftHead, LanguageModelHead, Model
 from .read_config import read_config
 from .registry import Family, find_family, register
 from .weights import (
@@ -37,14 +39,18 @@ from .weights import (
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "HEAD_METHODS",
     "Checkpoint",
+    "DraftHead",
     "EngineOutput",
     "Family",
+    "LanguageModelHead",
     "LoRAAdapter",
-    "MTPHead",
     "Model",
     "ModelConfig",
     "compute_dtype",
+    "head_method",
+    "load_draft_heads",
     "load_lora",
     "load_model",
     "read_config",
