@@ -17,11 +17,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Raises ``PenstockError`` (``invalid``) for values that do not go together.
     """
 
-    method: Literal["", "ngram", "draft_model", "mtp"] = ""
-    """The drafter: n-grams of the text, a smaller model, or the model's own MTP layers. Empty is ``draft_model``, or
-    ``ngram`` without one."""
+    method: Literal["", "ngram", "draft_model", "mtp", "eagle", "eagle3", "medusa"] = ""
+    """The drafter: n-grams of the text, a smaller model, the model's own MTP layers, or heads that were trained for the
+    model. Empty is what the folder ``model`` holds, or ``ngram`` without one."""
     model: str = ""
-    """Folder or GGUF file of the draft model; empty for the built-in model's."""
+    """Folder of the heads, or folder or GGUF file of the draft model; empty for the built-in model's."""
     num_speculative_tokens: Number = 4
     """Maximum length of a draft."""
     prompt_lookup_max: Number = 4
@@ -34,7 +34,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise invalid("speculative_config", "prompt_lookup_min must be at most prompt_lookup_max")
-        if self.model and self.method not in ("", "draft_model"):
+        if self.model and self.method in ("ngram", "mtp"):
             raise invalid("speculative_config", f"the method {self.method} takes no model")
 
     @classmethod

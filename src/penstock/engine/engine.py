@@ -86,7 +86,7 @@ class Engine:
         speculative = SpeculativeConfig.read(options.speculative_config)
         check_backend(options.guided_decoding_backend)
         if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
-            words = "pipeline_parallel_size allows the method ngram only, no draft model and no MTP layers"
+            words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
             raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
         _check_ranks(options, config)
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size

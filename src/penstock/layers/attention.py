@@ -62,6 +62,7 @@ class Attention:
         rope_interleaved: as of ``reference.rope``.
         scale: of the products of queries and keys; None is ``head_dim ** -0.5``.
         softcap, sinks: as of ``reference.attention``; sinks are those of this rank's heads.
+        input_size: of what is projected to queries, keys and values; None is ``hidden_size``.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Attention:
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        input_size: int | None = None,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
@@ -101,17 +103,18 @@ class Attention:
         q_proj, k_proj, v_proj = names = [f"{name}.{part}_proj" for part in "qkv"]
         self._qk_norms, self._qk_norm_layers = qk_norms, qk_norm_layers
         self._qkv = self._q = self._k = None
+        inputs = input_size or hidden_size
         if qk_norm_layers and qk_norm_layers.over_projection:
             # Every rank norms all heads, whichever are its own.
             self._q, self._k = (
                 ColumnParallelLinear(
-                    context, [each], hidden_size, [shard_outputs(context.group, total)], qkv_bias, gather_output=True
+                    context, [each], inputs, [shard_outputs(context.group, total)], qkv_bias, gather_output=True
                 )
                 for each, total in ((q_proj, queries.total), (k_proj, keys.total))
             )
-            self._v = ColumnParallelLinear(context, [v_proj], hidden_size, [keys], qkv_bias)
+            self._v = ColumnParallelLinear(context, [v_proj], inputs, [keys], qkv_bias)
         else:
-            self._qkv = ColumnParallelLinear(context, names, hidden_size, [queries, keys, keys], qkv_bias)
+            self._qkv = ColumnParallelLinear(context, names, inputs, [queries, keys, keys], qkv_bias)
         shards = [shard_outputs(context.group, hidden_size)]
         self._output = ColumnParallelLinear(
             context, [f"{name}.o_proj"], num_heads * head_dim, shards, output_bias, gather_output=True

@@ -42,7 +42,9 @@ from . import (
     starcoder2,
 )
 from .config import ModelConfig
-from .model import Model, MTPHead
+from .draft_heads import METHODS as HEAD_METHODS
+from .draft_heads import head_method, load_draft_heads
+from .model import DraftHead, LanguageModelHead, Model
 from .read_config import read_config
 from .registry import Family, find_family, register
 from .weights import (
@@ -61,14 +63,18 @@ from .weights import (
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "HEAD_METHODS",
     "Checkpoint",
+    "DraftHead",
     "EngineOutput",
     "Family",
+    "LanguageModelHead",
     "LoRAAdapter",
-    "MTPHead",
     "Model",
     "ModelConfig",
     "compute_dtype",
+    "head_method",
+    "load_draft_heads",
     "load_lora",
     "load_model",
     "read_config",
@@ -186,10 +192,10 @@ def load_model(
         max_lora_rank=max_lora_rank,
     )
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
-    for (stored, wanted), size in context.dequantized_bytes.items():
+    for (given, wanted), size in context.dequantized_bytes.items():
         then = f", and rounded to {wanted}" if wanted.bits else ""
         name = str(dtype).removeprefix("torch.")
-        logger.info("weights in %s are dequantized to %s, %.2f GB%s", stored, name, size / 1e9, then)
+        logger.info("weights in %s are dequantized to %s, %.2f GB%s", given, name, size / 1e9, then)
     if isinstance(cache, WeightCache):
         cache.save()
     return model

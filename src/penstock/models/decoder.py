@@ -24,7 +24,7 @@ from penstock.planning.kv_spec import transfer_layouts
 from .config import ModelConfig
 from .decoder_options import DecoderOptions
 from .layer import AttentionFactory, DecoderLayer, MLPFactory, feed_forward, grouped_query_attention, make_norm
-from .model import MTPHead
+from .model import DraftHead
 from .mtp import DecoderMTPHead
 
 
@@ -65,11 +65,11 @@ class Decoder:
             self._lm_head = (
                 self._embedding if tied else Embedding(context, "lm_head", config.vocab_size, config.hidden_size)
             )
-        self._mtp_heads = [
-            DecoderMTPHead(context, config, layer, config.num_layers + head, self._embedding)
+        self.draft_heads: Sequence[DraftHead] = [
+            DecoderMTPHead(context, config, layer, config.num_layers + head, self._embedding, self._lm_head)
             for head in range(num_mtp_heads)
         ]
-        self.mtp_heads: Sequence[MTPHead] = self._mtp_heads
+        self.aux_hidden_state_layers: Sequence[int] = ()
         lora_targets, others = context.lora_targets, set(range(config.num_layers)).difference(self.layers)
         self.lora_targets: Mapping[str, LoRATarget | None] = {
             **lora_targets,
@@ -78,7 +78,8 @@ class Decoder:
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        attentions = [layer.attention for layer in (*self._layers, *(head.layer for head in self._mtp_heads))]
+        of_heads = [head.attention for head in self.draft_heads if head.attention]
+        attentions = [*(layer.attention for layer in self._layers), *of_heads]
         return [attention.kv_spec(block_size, quantization) for attention in attentions]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
@@ -91,14 +92,22 @@ class Decoder:
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
         x, residual = self._embed(batch.token_ids) if self._is_first else batch.hidden_states, None
         assert x is not None
-        exports = export or repeat(None)
-        for layer, layer_cache, layer_export in zip(self._layers, cache, exports, strict=False):  # MTP heads' follow
+        exports, aux_hidden_states = export or repeat(None), list[Tensor]()
+        for number, layer, layer_cache, layer_export in zip(self.layers, self._layers, cache, exports, strict=False):
+            if number in self.aux_hidden_state_layers:
+                stream = self._ops.clone(x if residual is None else residual)
+                aux_hidden_states.append(stream if residual is None else self._ops.add_residual(x, stream))
             x, residual = layer(x, residual, layer_cache, batch, layer_export)
+        batch.aux_hidden_states = tuple(aux_hidden_states)
         assert residual is not None
         if not self._is_last:
             return self._ops.add_residual(x, residual)
         hidden, _ = self._norm.add(x, residual)
         return hidden
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embed(token_ids)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,28 +8,67 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.layers import LoRATarget
+from penstock.layers import AttentionLayer, LoRATarget
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
 from .config import ModelConfig
 
 
-class MTPHead(Protocol):
-    """A layer that predicts the token after the next one (multi-token prediction)."""
+class LanguageModelHead(Protocol):
+    """Hidden states to logits."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
+        ...
+
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        """``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing all logits.
+
+        Args:
+            bitmask: ``[rows, ceil(vocabulary / 32)]`` int32, a bit for each allowed token; None allows all.
+        """
+        ...
+
+
+class DraftHead(LanguageModelHead, Protocol):
+    """What predicts the token after the next one, by the model's hidden states: a layer for multi-token prediction, or
+    of EAGLE; or a later token, as Medusa's do. Its ``logits`` and ``argmax`` take what ``forward`` returns."""
+
+    @property
+    def attention(self) -> AttentionLayer | None:
+        """None where it keeps nothing in the KV cache."""
+        ...
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it predicts any number of further tokens, from what ``forward`` has returned for the ones before."""
+        ...
+
+    def combine_hidden_states(self, states: Tensor) -> Tensor:
+        """What the model computed of some tokens as ``states`` of ``forward``, ``[tokens, hidden]``.
+
+        Args:
+            states: ``[tokens, hidden]``; where the model has ``aux_hidden_state_layers`` the hidden states of these,
+                one beside the other.
+        """
+        ...
 
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """Hidden states ``[tokens, hidden]`` whose logits are those of the token after the next one.
+        """Hidden states of ``batch.logits_indices``, ``[rows, hidden]``, of which the token after the next one is
+        predicted.
 
         Args:
             batch: token ids are the *next* tokens, each at the position of the token before it.
-            states: ``[tokens, hidden]``, what the model, or the head before this one, computed of those tokens before.
+            states: ``[tokens, hidden]``, what the model (``combine_hidden_states``) or the head before this one
+                computed of those tokens before.
             cache: this layer's entry of the KV cache.
         """
         ...
 
 
-class Model(Protocol):
-    """A decoder on one rank: token ids and a KV cache to hidden states, and hidden states to logits."""
+class Model(LanguageModelHead, Protocol):
+    """A decoder on one rank: token ids and a KV cache to hidden states, and in the last pipeline stage hidden states to
+    logits."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -45,14 +84,18 @@ class Model(Protocol):
     mapped_bytes: int
     """Bytes of packed weights that are mapped from disk. The system counts them as free memory, as it could read them
     again, but every step needs them."""
-    mtp_heads: Sequence[MTPHead]
+    draft_heads: Sequence[DraftHead]
+    """Of the checkpoint's own layers for multi-token prediction, or set by ``load_draft_heads``. Their keys and values
+    are in the model's KV cache."""
+    aux_hidden_state_layers: Sequence[int]
+    """Numbers of the layers before which the residual stream is returned (``Batch.aux_hidden_states``)."""
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        """The KV cache entry of each layer, those of ``mtp_heads`` last."""
+        """The KV cache entry of each layer, those of ``draft_heads`` last."""
         ...
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        """The place in a transfer buffer of each of this stage's layers, without those of ``mtp_heads``."""
+        """The place in a transfer buffer of each of this stage's layers, without those of ``draft_heads``."""
         ...
 
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
@@ -65,15 +108,7 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """In the last stage: ``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
-        ...
-
-    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """In the last stage: ``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing
-        all logits.
-
-        Args:
-            bitmask: ``[rows, ceil(vocabulary / 32)]`` int32, a bit for each allowed token; None allows all.
-        """
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings of tokens: ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change. In the first
+        pipeline stage."""
         ...

@@ -61,6 +61,9 @@ class Batch:
     index``; -1 for none. None where no token is exported."""
     export_step: int = 0
     """Number of the step in ``LayerExport.progress``, where tokens are exported."""
+    aux_hidden_states: tuple[Tensor, ...] = ()
+    """Filled by the forward pass: the residual stream ``[tokens, hidden]`` before each of the model's
+    ``aux_hidden_state_layers``; valid until the next forward pass."""
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device, but for ``export_places``."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
-from .batch import AttentionMetadata, ForwardFn, QKNorms
+from .batch import AttentionMetadata, Batch, ForwardFn, QKNorms
 from .experts import combine_experts as combine_experts
 from .experts import select_experts as select_experts
 from .lora import LoRAWeights
@@ -687,4 +687,13 @@ def capture(
         sampled: int64 on the device: the tokens that the step before has sampled, to which token ids of a batch may
             refer where the backend is ``ASYNCHRONOUS``.
     """
-    return forward if device.type == "cpu" else lambda batch: forward(batch.to(device))
+    if device.type == "cpu":
+        return forward
+
+    def run(batch: Batch) -> Tensor:
+        moved = batch.to(device)
+        out = forward(moved)
+        batch.aux_hidden_states = moved.aux_hidden_states
+        return out
+
+    return run

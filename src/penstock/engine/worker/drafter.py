@@ -1,4 +1,4 @@
-"""Drafters that run a model in the worker: a draft model, or the model's own layers for multi-token prediction."""
+"""Drafters that run in the worker: a draft model, or heads on the model's hidden states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class VerifiedStep(NamedTuple):
     """Rows that were forked in this step, by parent row."""
     hidden: Tensor
     """``[tokens, hidden]`` in the model's dtype: the last hidden states of all tokens of all items, draft tokens
-    included, where the drafter ``needs_all_hidden_states``; else only those that sampling needed."""
+    included, where the drafter ``needs_all_hidden_states``; else only those that sampling needed. Of a model with
+    ``aux_hidden_state_layers`` the hidden states of these, one beside the other, of all tokens."""
 
 
 class DraftBuilder:

@@ -16,7 +16,15 @@ from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
-from penstock.models import Model, ModelConfig, load_model, read_config
+from penstock.models import (
+    HEAD_METHODS,
+    Model,
+    ModelConfig,
+    head_method,
+    load_draft_heads,
+    load_model,
+    read_config,
+)
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.kv_spec import KV_QUANTIZATION, KVSpec
@@ -73,6 +81,7 @@ def load_models(
     max_model_len = options.max_model_len or config.max_model_len
     max_loras = options.max_loras if options.enable_lora or parse_lora_modules(options.lora_modules) else 0
     speculative = SpeculativeConfig.read(options.speculative_config)
+    mtp = bool(speculative and speculative.method == "mtp")
 
     layers, split = None, options.pipeline_parallel_layers
     if stage.size > 1 or split:
@@ -99,7 +108,7 @@ def load_models(
             quantization=options.quantization,
             weight_cache_dir=None if other else cache_folder(options.weight_cache_dir),
             weight_cache_size=options.weight_cache_size,
-            mtp_heads=bool(speculative and speculative.method == "mtp"),
+            mtp_heads=mtp,
             max_loras=max_loras,
             max_lora_rank=options.max_lora_rank,
             group=group,
@@ -107,12 +116,25 @@ def load_models(
             check_finite=check,
         )
 
-    def reload(other: Path | None) -> Model:
+    def read_model(other: Path | None) -> Model:
         own = _config_of(other, config) if other else config
         return load(other or folder, own, options.max_model_len or None, max_loras, check=True, other=bool(other))
 
+    def reload(other: Path | None) -> Model:
+        result = read_model(other)
+        if heads:
+            heads.attach(result)
+        return result
+
     draft = _draft(speculative, options, config)
-    model = reload(Path(weights)) if weights else load(folder, config, options.max_model_len or None, max_loras)
+    model = read_model(Path(weights)) if weights else load(folder, config, options.max_model_len or None, max_loras)
+    heads = None
+    if draft and not draft.config:
+        quantized = options.quantization
+        heads = load_draft_heads(
+            draft.folder, draft.method, model, backend, device=device, quantization=quantized, group=group
+        )
+        heads.attach(model)
     dtype = str(model.dtype).removeprefix("torch.")
     specs = model.kv_specs(options.block_size, quantization)
     info = ModelInfo(
@@ -125,9 +147,9 @@ def load_models(
         fingerprint=fingerprint(backend, model, options.quantization, specs[0]),
         batch_invariant=backend.BATCH_INVARIANT,
         weights_version=model.weights_version,
-        mtp_layers=len(model.mtp_heads),
+        mtp_layers=len(model.draft_heads) if mtp else 0,
     )
-    draft_model = load(*draft, max_model_len) if draft else None
+    draft_model = load(draft.folder, draft.config, max_model_len) if draft and draft.config else None
     return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, reload)
 
 
@@ -169,13 +191,21 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _draft(
-    speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig
-) -> tuple[Path, ModelConfig] | None:
-    """Folder and configuration of the draft model; None where the options ask for none.
+class Draft(NamedTuple):
+    """What drafts, beside the served model."""
 
-    Raises ``PenstockError`` (``invalid``) where its folder is not given, its vocabulary has another size, or MTP is
-    asked for and the model has no such layers.
+    folder: Path
+    method: str
+    """``draft_model``, or one of ``HEAD_METHODS``."""
+    config: ModelConfig | None
+    """Of a draft model."""
+
+
+def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig) -> Draft | None:
+    """The draft model or the heads; None where the options ask for none.
+
+    Raises ``PenstockError`` (``invalid``) where their folder is not given, a draft model's vocabulary has another size,
+    or MTP is asked for and the model has no such layers.
     """
     if not speculative or speculative.method == "ngram":
         return None
@@ -184,14 +214,20 @@ def _draft(
             raise invalid("speculative_config", "this model has no MTP layers (num_nextn_predict_layers)")
         return None
     folder = Path(speculative.model) if speculative.model else None
+    if not folder and speculative.method == "medusa":
+        folder = Path(options.model) if options.model else None  # some checkpoints have heads beside the model
+    if not folder and speculative.method in HEAD_METHODS:
+        raise invalid("speculative_config", f"name the folder of the {speculative.method} heads as model")
     if not folder and (not options.model or Path(options.model) == demo.CHAT):
         folder = demo.DRAFT
     if not folder and speculative.method:
         raise invalid("speculative_config", "name the draft model's folder as model")
     if not folder:
         return None
+    if method := speculative.method if speculative.method in HEAD_METHODS else head_method(folder):
+        return Draft(folder, method, None)
     config = read_config(folder)
     if config.vocab_size != model.vocab_size:
         words = f"the draft model knows {config.vocab_size} tokens, and the model {model.vocab_size}"
         raise invalid("speculative_config", words)
-    return folder, config
+    return Draft(folder, "draft_model", config)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.core import Logprob
-from penstock.models import Model
+from penstock.models import LanguageModelHead, Model
 from penstock.ops import AttentionMetadata, Batch, ForwardFn, KVSpec, LayerExport, Ops
 from penstock.planning.kv_spec import PROGRESS_BITS, bytes_per_block
 
@@ -218,7 +218,11 @@ class ModelRunner:
         self._sampled[: len(token_ids)].copy_(token_ids)
 
     def sample(
-        self, hidden: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None
+        self,
+        hidden: Tensor,
+        positions: Sequence[Position],
+        grammar_bitmask: np.ndarray | None = None,
+        head: LanguageModelHead | None = None,
     ) -> PendingSamples:
         """Sample the next token at each position, independently of other positions. On a GPU, only ``result`` of what
         is returned waits.
@@ -227,12 +231,14 @@ class ModelRunner:
             hidden: ``[positions, hidden]``: the last hidden state before each position.
             grammar_bitmask: ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled; None
                 allows all.
+            head: in place of the model's own.
         """
+        head = head or self.model
         if all([position.is_plain_greedy for position in positions]):
-            return self._argmax(hidden, grammar_bitmask)
+            return self._argmax(hidden, grammar_bitmask, head)
         plain = [i for i, position in enumerate(positions) if position.is_plain_greedy]
         if not plain:
-            return sample(self.model.logits(hidden), positions, grammar_bitmask, self._ops)
+            return sample(head.logits(hidden), positions, grammar_bitmask, self._ops)
         others = [i for i, position in enumerate(positions) if not position.is_plain_greedy]
         token_ids = torch.empty(len(positions), dtype=torch.int64, device=self._device)
         parts = []
@@ -240,9 +246,9 @@ class ModelRunner:
             rows = to_device(part, self._device)
             bitmask = None if grammar_bitmask is None else grammar_bitmask[part]
             if part is plain:
-                pending = self._argmax(hidden[rows], bitmask)
+                pending = self._argmax(hidden[rows], bitmask, head)
             else:
-                pending = sample(self.model.logits(hidden[rows]), [positions[i] for i in part], bitmask, self._ops)
+                pending = sample(head.logits(hidden[rows]), [positions[i] for i in part], bitmask, self._ops)
             token_ids[rows] = pending.token_ids
             parts.append(pending)
 
@@ -252,10 +258,10 @@ class ModelRunner:
 
         return PendingSamples(token_ids, finish)
 
-    def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None) -> PendingSamples:
+    def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None, head: LanguageModelHead) -> PendingSamples:
         """Sample the argmax, without storing logits."""
         bitmask = None if grammar_bitmask is None else to_device(grammar_bitmask, self._device)
-        token_ids = self.model.argmax(hidden, bitmask)
+        token_ids = head.argmax(hidden, bitmask)
         finite, sampled = HostCopy(_finite(hidden)), HostCopy(token_ids)
 
         def finish() -> list[SampledTokens]:

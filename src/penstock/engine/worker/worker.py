@@ -50,12 +50,12 @@ from ..step import (
 )
 from .draft_model import DraftModel
 from .drafter import VerifiedStep, WorkerDrafter
+from .head_drafter import HeadDrafter
 from .host_copy import to_device
 from .input_batch import InputBatch
 from .loading import load_models
 from .model_runner import ModelRunner
 from .model_swap import ModelSwap, return_memory
-from .mtp import MTPDrafter
 from .pending_step import PendingStep
 from .row import Position, Row
 from .transfer_memory import layer_exports
@@ -150,8 +150,8 @@ class Worker:
             size, tokens = options.block_size, options.max_num_batched_tokens
             self._runners.append(runner(loaded.draft, False))
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
-        elif loaded.model.mtp_heads:
-            self._drafter = MTPDrafter(self._runner, self._batch)
+        elif loaded.model.draft_heads:
+            self._drafter = HeadDrafter(self._runner, self._batch)
         self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not self._drafter
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
 
@@ -279,12 +279,12 @@ class Worker:
             self._write_drafts(step)
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
         if not self._stage.is_last:
-            self._stage.send(self._forward(step, num_tokens, num_tokens))
+            self._stage.send(self._forward(step, num_tokens, num_tokens)[0])
             return lambda: (StepOutput([]), None)
         prompt_states = self._prompt_states(step, num_states) if self._batch.any_prompt_outputs else {}
         if self._drafter and self._drafter.needs_all_hidden_states:
             num_states = num_tokens
-        hidden = self._forward(step, num_tokens, num_states)
+        hidden, aux_hidden_states = self._forward(step, num_tokens, num_states)
         ends = num_states.cumsum()
         output = StepOutput([], {}, {}, {})
         for i, count in prompt_states.items():
@@ -299,7 +299,8 @@ class Worker:
             if not self._drafter:
                 return output, None
             drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
-            return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, hidden)
+            states = torch.cat(aux_hidden_states, -1) if aux_hidden_states else hidden
+            return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, states)
 
         return finish
 
@@ -369,9 +370,12 @@ class Worker:
         if self._drafter:
             self._drafter.apply(updates)
 
-    def _forward(self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray) -> Tensor:
+    def _forward(
+        self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the step's tokens with this stage's layers. Returns the hidden states of each item's last
-        ``num_states`` tokens; before the last stage, the input of the next stage for them."""
+        ``num_states`` tokens, before the last stage the input of the next stage for them, and
+        ``Batch.aux_hidden_states``."""
         batch = self._batch.flatten(step.rows, step.starts, num_tokens, num_states)
         if len(step.export_places):
             batch.export_step = step.export_step
@@ -380,7 +384,7 @@ class Worker:
             model = self._runner.model
             hidden = self._stage.receive(model.config.hidden_size, model.dtype)
             batch.hidden_states = hidden
-        return self._runner.forward(batch)
+        return self._runner.forward(batch), batch.aux_hidden_states
 
     def _write_drafts(self, step: StepInput) -> None:
         at = 0

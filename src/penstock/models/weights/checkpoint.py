@@ -18,7 +18,7 @@ from penstock.quant import CheckpointFormat
 
 from .tensor_files import TensorFile, open_tensors
 
-SINGLE, PYTORCH_SINGLE = "model.safetensors", "pytorch_model.bin"
+SINGLE, PYTORCH_SINGLE, MEDUSA = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"
 OTHERS = ("adapter_", "consolidated")
 """How files begin that have other weights, or the same under other names."""
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
@@ -143,7 +143,9 @@ def _names(folder: Path) -> tuple[str, str]:
         if (folder / index).exists() or (folder / single).exists():
             return index, single
     own = [path.name for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS)]
-    return (INDEX, own[0]) if len(own) == 1 and not SHARD.search(own[0]) else (PYTORCH_INDEX, PYTORCH_SINGLE)
+    if len(own) == 1 and not SHARD.search(own[0]):
+        return INDEX, own[0]
+    return PYTORCH_INDEX, MEDUSA if (folder / MEDUSA).exists() else PYTORCH_SINGLE
 
 
 class Index(msgspec.Struct):

@@ -150,6 +150,7 @@ class CapturedGraph:
             for mine, given in ((own.attention, batch.attention), (own.logits_attention, batch.logits_attention))
         )
         self._native.run(tokens, sequences, rows, logits_sequences)
+        batch.aux_hidden_states = tuple(states[:tokens] for states in own.aux_hidden_states)
         return self._out[:rows]
 
     def _set_export_places(self, given: Tensor | None) -> None:

@@ -139,7 +139,10 @@ class CapturedForward:
             for size in self._sizes:
                 if size >= sequences:
                     return self._graphs[size](batch)
-        return self._run(self._to_device(batch))
+        moved = self._to_device(batch)
+        out = self._run(moved)
+        batch.aux_hidden_states = moved.aux_hidden_states
+        return out
 
     def _to_device(self, batch: Batch) -> Batch:
         """The batch on the device, in one copy. ``export_places`` stay in host memory, as the transfer buffer does."""
@@ -205,9 +208,10 @@ class DecodeGraph:
         with torch.cuda.stream(stream):
             run(self._batch())  # compiles and loads kernels, which a capture cannot
             stream.synchronize()
+            self._captured = self._batch()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may use the GPU
             try:
-                self._out = run(self._batch())
+                self._out = run(self._captured)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -228,8 +232,11 @@ class DecodeGraph:
         if self._graph:
             self._graph.replay()
         else:
-            self._out = self._run(self._batch())
-        return self._out[: len(batch.token_ids)]
+            self._captured = self._batch()
+            self._out = self._run(self._captured)
+        count = len(batch.token_ids)
+        batch.aux_hidden_states = tuple(states[:count] for states in self._captured.aux_hidden_states)
+        return self._out[:count]
 
     def _batch(self) -> Batch:
         """The batch over the graph's memory: a new one for each run, since kernels leave their plan in it."""

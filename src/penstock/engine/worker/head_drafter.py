@@ -1,4 +1,5 @@
-"""Multi-token prediction (MTP): layers of the model itself draft the tokens after the next one."""
+"""Draft heads: what drafts the tokens after the next one from the model's hidden states, as MTP layers do, and heads of
+EAGLE and Medusa."""
 
 from __future__ import annotations
 
@@ -21,25 +22,25 @@ class FirstDraft(NamedTuple):
     """Tokens of the row before the draft token."""
     sampled: SampledTokens
     state: Tensor
-    """``[hidden]`` of the MTP layer at position ``length - 2``."""
+    """``[hidden]`` of the head at position ``length - 2``."""
 
 
-class MTPDrafter:
-    """Drafts with the model's MTP layers, which read the model's last hidden states.
+class HeadDrafter:
+    """Drafts with the model's ``draft_heads``, which read its hidden states. The first head drafts the first token, and
+    the last one all that are left, if it is ``recurrent``.
 
     ``after_step`` computes their keys and values for the tokens of each step, in the model's KV cache. They are missing
-    after a swap, and at the last position of a cached prefix, which only lowers acceptance.
+    at the last position of a cached prefix, and in one that comes from a lower tier, which only lowers acceptance.
 
     Args:
         runner: of the model.
         batch: the worker's rows.
     """
 
-    needs_all_hidden_states = True
-
     def __init__(self, runner: ModelRunner, batch: InputBatch) -> None:
         self._runner = runner
         self._batch = batch
+        self.needs_all_hidden_states = not runner.model.aux_hidden_state_layers
         self._first: dict[int, FirstDraft] = {}
         """The first draft token of each row, by row number."""
 
@@ -68,14 +69,17 @@ class MTPDrafter:
             first = self._first.get(row)
             if first and first.length == length:
                 add(i, first.sampled, first.state, length)
-        for place in range(1, int(counts.max(initial=0))):
+        heads = self._runner.model.draft_heads
+        longest = int(counts.max(initial=0))
+        for place in range(1, longest if heads[-1].recurrent else min(longest, len(heads))):
             states = {i: state for i, state in states.items() if counts[i] > place}
             if not states:
                 break
             at = list(states)
             starts = lengths[at] + place - 2
-            layer = min(place, len(self._runner.model.mtp_heads) - 1)  # the last one drafts all that are left
-            last, sampled = self._run(layer, rows[at], starts, np.ones_like(starts), torch.stack(list(states.values())))
+            number = min(place, len(heads) - 1)
+            stacked = torch.stack(list(states.values()))
+            last, sampled = self._run(number, rows[at], starts, np.ones_like(starts), stacked)
             for i, state, result in zip(at, last, sampled, strict=True):
                 add(i, result, state, lengths[i] + place)
         return drafts.token_ids
@@ -100,7 +104,8 @@ class MTPDrafter:
         if not items:
             return
         rows, starts, counts = np.array(items).T
-        last, drafted = self._run(0, rows, starts, counts, step.hidden[states])
+        combined = self._runner.model.draft_heads[0].combine_hidden_states(step.hidden[states])
+        last, drafted = self._run(0, rows, starts, counts, combined)
         lengths = (starts + counts + 1).tolist()
         for row, length, state, result in zip(rows.tolist(), lengths, last, drafted, strict=True):
             if row in sampled:
@@ -112,21 +117,20 @@ class MTPDrafter:
     def _run(
         self, number: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor
     ) -> tuple[Tensor, list[SampledTokens]]:
-        """Compute ``counts`` positions from ``starts`` on of each row with layer ``number``.
+        """Compute ``counts`` positions from ``starts`` on of each row with head ``number``.
 
         Args:
-            states: ``[counts.sum(), hidden]``: hidden states at these positions, of the model or of the layer before.
+            states: ``[counts.sum(), hidden]``: hidden states at these positions, of the model or of the head before.
 
         Returns:
-            The layer's hidden state at each row's last position, ``[rows, hidden]``, and the token drafted from it: the
-            one after the next.
+            The head's hidden state at each row's last position, ``[rows, hidden]``, and the token drafted from it.
         """
-        batch = self._batch.flatten(rows, starts, counts, counts.copy(), shift=1)
+        batch = self._batch.flatten(rows, starts, counts, np.ones_like(counts), shift=1)
         model = self._runner.model
-        layer = model.mtp_heads[number]
-        hidden = layer.forward(batch.to(states.device), states, self._runner.cache[model.config.num_layers + number])
-        last = hidden[torch.from_numpy(counts.cumsum() - 1).to(hidden.device)]
+        head = model.draft_heads[number]
+        cache = self._runner.cache[model.config.num_layers + number] if head.attention else None
+        last = head.forward(batch.to(states.device), states, cache)
         own = [self._batch.row(row) for row in rows]
         lengths = (starts + counts + 1).tolist()
         positions = [row.draft_position(length) for row, length in zip(own, lengths, strict=True)]
-        return last, self._runner.sample(last, positions).result()
+        return last, self._runner.sample(last, positions, head=head).result()

@@ -1,0 +1,95 @@
+"""Loads heads that draft tokens from the model's hidden states, and have a checkpoint of their own: EAGLE, Medusa."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.core.errors import invalid
+from penstock.core.quantization import SCHEMES
+from penstock.layers import BuildContext
+from penstock.ops import Ops
+from penstock.parallel import SINGLE_RANK, Group
+from penstock.planning.config_json import CONFIG, read_config_json
+
+from .eagle import EAGLE_HEADS, EagleHead, read_eagle_config
+from .medusa import MedusaHead, build_medusa_heads
+from .model import Model
+from .weights import Checkpoint
+
+FIELD = "speculative_config"
+METHODS = (*EAGLE_HEADS, "medusa")
+"""Of ``speculative_config``, for heads of a checkpoint of their own."""
+
+
+def head_method(folder: Path) -> str:
+    """The method that the ``config.json`` of a draft model asks for; empty where it is a model of its own.
+
+    Raises ``PenstockError`` (``invalid``) where there is no such file.
+    """
+    raw = read_config_json(folder)
+    names = [*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type")]
+    names = [str(name).lower() for name in names if name]
+    return next((method for method in ("eagle3", "eagle", "medusa") if any(method in name for name in names)), "")
+
+
+class DraftHeads(NamedTuple):
+    """The heads of a checkpoint. They refer to their model, but do not keep it."""
+
+    heads: Sequence[EagleHead | MedusaHead]
+    aux_hidden_state_layers: Sequence[int]
+    """Of which the heads read hidden states; none where they read the last ones."""
+
+    def attach(self, model: Model) -> None:
+        """Make them the heads of a model, the one that they were loaded for or one that differs in its weights."""
+        model.draft_heads = [head.with_model(model) for head in self.heads]
+        model.aux_hidden_state_layers = self.aux_hidden_state_layers
+
+
+def load_draft_heads(
+    folder: Path,
+    method: str,
+    model: Model,
+    ops: Ops,
+    *,
+    device: torch.device,
+    quantization: str = "none",
+    group: Group = SINGLE_RANK,
+) -> DraftHeads:
+    """Load heads for a model.
+
+    Args:
+        method: one of ``METHODS``.
+        model: in one pipeline stage.
+        quantization: to quantize the heads to, a name of ``SCHEMES``.
+
+    Raises ``PenstockError`` with one sentence where they are broken, not supported, or another model's.
+    """
+    raw = read_config_json(folder)
+    context = BuildContext(
+        ops, Checkpoint(folder), model.dtype, device, model.max_len, group=group, scheme=SCHEMES[quantization]
+    )
+    try:
+        heads = _medusa(context, raw, model) if method == "medusa" else _eagle(context, raw, method, model)
+    except KeyError as error:
+        raise invalid(FIELD, f"{folder / CONFIG} lacks {error}") from error
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise invalid(FIELD, f"{folder / CONFIG} has a value of the wrong kind: {error}") from error
+    if not heads.heads:
+        raise invalid(FIELD, f"{folder} has no {method} heads")
+    return heads
+
+
+def _medusa(context: BuildContext, raw: Mapping[str, Any], model: Model) -> DraftHeads:
+    return DraftHeads(build_medusa_heads(context, raw, model), ())
+
+
+def _eagle(context: BuildContext, raw: Mapping[str, Any], method: str, model: Model) -> DraftHeads:
+    config = read_eagle_config(raw, method, model.config.num_layers)
+    if config.decoder.vocab_size != model.config.vocab_size:
+        words = f"the head knows {config.decoder.vocab_size} tokens, and the model {model.config.vocab_size}"
+        raise invalid(FIELD, words)
+    return DraftHeads([EAGLE_HEADS[method](context, config, model)], config.aux_hidden_state_layers)

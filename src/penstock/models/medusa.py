@@ -1,0 +1,118 @@
+"""Medusa heads (Cai et al., 2024): residual blocks over the last hidden state, each for one later token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from itertools import count, takewhile
+from typing import Any, Self
+from weakref import proxy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.core.errors import invalid
+from penstock.layers import BuildContext, ColumnParallelLinear, Embedding, Weights
+from penstock.ops import Batch
+from penstock.parallel import shard_outputs
+
+from .model import LanguageModelHead, Model
+
+PREFIXES = ("medusa_head.", "medusa_heads.", "")
+"""Before the number of a head, in the layout that was published."""
+
+
+class MedusaHead:
+    """A ``DraftHead`` for one token of the draft: ``x + silu(linear(x))`` for each of its layers, then logits.
+
+    Args:
+        blocks: names of its layers in the checkpoint.
+        lm_head: name of its language model head; empty for the model's.
+    """
+
+    attention = None
+    recurrent = False
+
+    def __init__(self, context: BuildContext, model: Model, blocks: list[str], lm_head: str) -> None:
+        size = model.config.hidden_size
+        self._model: Model = proxy(model)
+        shards = [shard_outputs(context.group, size)]
+        self._blocks = [
+            ColumnParallelLinear(
+                context, [name], size, shards, bias=context.weights.has(f"{name}.bias"), gather_output=True
+            )
+            for name in blocks
+        ]
+        self._lm_head = Embedding(context, lm_head, model.config.vocab_size, size) if lm_head else None
+
+    def with_model(self, model: Model) -> Self:
+        """The same head, with the language model head of other weights of the model."""
+        other = copy(self)
+        other._model = proxy(model)
+        return other
+
+    def combine_hidden_states(self, states: Tensor) -> Tensor:
+        """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
+        return states
+
+    def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
+        """As ``DraftHead.forward``: what it was given, which the next head reads, too."""
+        return states[batch.logits_indices]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As ``LanguageModelHead.logits``."""
+        return self._head.logits(self._residual_blocks(hidden))
+
+    @torch.inference_mode()
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        """As ``LanguageModelHead.argmax``."""
+        return self._head.argmax(self._residual_blocks(hidden), bitmask)
+
+    @property
+    def _head(self) -> LanguageModelHead:
+        return self._lm_head or self._model
+
+    def _residual_blocks(self, x: Tensor) -> Tensor:
+        for block in self._blocks:
+            x = x + F.silu(block(x))
+        return x
+
+
+def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Model) -> list[MedusaHead]:
+    """All heads of a checkpoint, as Medusa's authors publish them or in vLLM's layout.
+
+    Args:
+        raw: its ``config.json``. How many heads and layers there are is told by the tensors: published ones differ.
+
+    Raises ``PenstockError`` (``invalid``) where tensors are missing, or for heads over a part of the vocabulary.
+    """
+    vocabulary = int(raw.get("truncated_vocab_size") or model.config.vocab_size)
+    if vocabulary != model.config.vocab_size:
+        words = f"the Medusa heads have {vocabulary} tokens, and the model {model.config.vocab_size}"
+        raise invalid("speculative_config", words)
+    heads: list[MedusaHead] = []
+    while names := _names(context.weights, len(heads)):
+        heads.append(MedusaHead(context, model, *names))
+    return heads
+
+
+def _names(weights: Weights, head: int) -> tuple[list[str], str] | None:
+    """Names of the layers of a head, and of its language model head, empty where it has none; None past the last."""
+    for prefix in PREFIXES:
+        if blocks := _present(weights, f"{prefix}{head}.{{}}.linear"):
+            return blocks, _if_present(weights, f"{prefix}{head}.{len(blocks)}")
+        if blocks := _present(weights, f"{prefix}blocks.{head}.layers.{{}}"):
+            own = _if_present(weights, f"{prefix}lm_heads.{head}")
+            return blocks, own or _if_present(weights, f"{prefix}lm_heads.0")  # one for all (original_lm_head)
+    return None
+
+
+def _present(weights: Weights, pattern: str) -> list[str]:
+    """Names of the matrices 0, 1, ... of a pattern, up to the first that is missing."""
+    return list(takewhile(lambda name: weights.has(f"{name}.weight"), map(pattern.format, count())))
+
+
+def _if_present(weights: Weights, name: str) -> str:
+    return name if weights.has(f"{name}.weight") else ""
