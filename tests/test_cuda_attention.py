@@ -77,6 +77,33 @@ def test_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FEW)
+def test_rows_of_other_families(seed: int) -> None:
+    """Norms whose weights are float32, layer norms, GELU, factors, and rotary positions of neighbours or part of a head."""
+    rng = Random(seed)
+    dtype, rows, size, heads = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 300), rng.randint(1, 10)
+    weight, bias, own = randn(rng, size), randn(rng, size), randn(rng, heads, size)
+    x, residual = (randn(rng, rows, size + 3, dtype=dtype)[:, 2:-1] for _ in range(2))
+    apart = randn(rng, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
+    close(elementwise.rms_norm(apart, weight, 1e-6), reference.rms_norm(apart, weight, 1e-6))
+    residual = residual.contiguous()
+    expected = reference.add_rms_norm(x, residual, weight, 1e-6)
+    for ours, theirs in zip(elementwise.add_rms_norm(x, residual.clone(), weight, 1e-6), expected, strict=True):
+        close(ours, theirs)
+    close(elementwise.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
+    close(elementwise.layer_norm(apart, own, None, 1e-5), reference.layer_norm(apart, own, None, 1e-5))
+    gate_up = randn(rng, rows, 2 * size, dtype=dtype) * 4
+    close(elementwise.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
+    close(elementwise.gelu(x), reference.gelu(x))
+    for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
+        close(elementwise.scale(x, factor, cap), reference.scale(x, factor, cap))
+    dim = rng.choice((16, 80, 128))
+    rotary, interleaved = rng.choice((0, dim // 2, dim)), rng.random() < 0.5
+    positions, table = torch.randint(50, (rows,)), randn(rng, 50, rotary)
+    given = randn(rng, rows, heads * dim + 5, dtype=dtype)[:, : heads * dim].view(rows, heads, dim)
+    close(elementwise.rope(given, positions, table, interleaved), reference.rope(given, positions, table, interleaved))
+
+
+@pytest.mark.parametrize("seed", FEW)
 @pytest.mark.parametrize("kept", KEPT)
 def test_rope_and_store(kept: str, seed: int) -> None:
     """One kernel stores and returns what the separate ones do, to the bit, and nearly what the reference does. Padding
@@ -191,7 +218,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:
     monkeypatch.setattr(attention, "WORKSPACE_BYTES", rng.choice((1, 64)) << 20)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(seed)
     cut(monkeypatch, rng)
@@ -211,8 +238,10 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, same = sequences.cache(reference, kept, block_size, chosen, 0)
     assert torch.equal(tables, same)
     q, metadata = randn(rng, sum(counts), heads * group, dim, dtype=dtype), metadata_of(counts, lengths, tables)
-    got = attention.attention(q, ours, metadata, dim**-0.5, window)
-    close(got, reference.attention(q, theirs, metadata, dim**-0.5, window))
+    sinks = rng.choice((None, randn(rng, heads * group) * rng.choice((1, 100))))
+    options: dict[str, Any] = {"softcap": rng.choice((0.0, 0.0, 0.5, 30.0)), "sinks": sinks}
+    got = attention.attention(q, ours, metadata, dim**-0.5, window, **options)
+    close(got, reference.attention(q, theirs, metadata, dim**-0.5, window, **options))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def test_products(name: str, dtype: torch.dtype) -> None:
             exact = x.double() @ weight.double().T + (0 if given is None else given.double())
             assert_close(product, exact.float(), 1e-6)
         assert torch.equal(product.to(dtype), out[:, :outputs])
+        gelu = matrix.linear_gelu_and_mul(x, packed)
+        assert_close(gelu, reference.gelu_and_mul(out[:, :outputs]), 1e-6 if dtype is torch.float32 else 2e-3)
         gated = matrix.linear_silu_and_mul(x, packed)
         assert_close(gated, reference.silu_and_mul(out[:, :outputs]), 1e-6 if dtype is torch.float32 else 2e-3)
         ids = torch.tensor([outputs - 1, 0, outputs // 2])

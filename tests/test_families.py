@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
 def check(folder: Path, model: PreTrainedModel) -> None:
     """In a batch and in chunks, with preemption, and again from the prefix cache: the library's tokens and, up to
     ``TOLERANCE``, its log probabilities. Where its own errors, against itself in float64, are not much smaller than that,
-    twice as much."""
+    thrice those."""
     llm = LLM(folder, **OPTIONS)
     first, again = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2))
     assert llm.engine.scheduler.num_preemptions > 0
@@ -60,7 +60,7 @@ def check(folder: Path, model: PreTrainedModel) -> None:
             for token_id, found in position.items():
                 error = max(error, abs(found.logprob - own[token_id].item()))
                 own_error = max(own_error, abs(own[token_id].item() - row[token_id].item()))
-    assert error <= max(TOLERANCE, 2 * own_error)
+    assert error <= max(TOLERANCE, 3 * own_error)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

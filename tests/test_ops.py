@@ -312,6 +312,53 @@ def test_rope_and_gate(seed: int, tokens: int, heads: int, half: int, dtype: tor
     close(cpu.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), 10)
 
 
+@few
+@given(seed=seeds, rows=st.integers(1, 40), size=sizes, heads=st.integers(1, 5), dtype=dtypes)
+def test_wide_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) -> None:
+    """RMS norms whose weights are float32, and layer norms: alone, of a head's rows that lie apart, with weights of each
+    head's own."""
+    weight, bias, x, residual = (
+        randn(seed + i, *shape) for i, shape in enumerate(((size,), (size,), (rows, size), (rows, size)))
+    )
+    x, residual = x.to(dtype), residual.to(dtype)
+    close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    expected = reference.add_rms_norm(x, residual, weight, 1e-6)
+    for ours, theirs in zip(cpu.add_rms_norm(x, residual.clone(), weight, 1e-6), expected, strict=True):
+        close(ours, theirs)
+    view = randn(seed + 4, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
+    close(cpu.rms_norm(view, weight, 1e-6), reference.rms_norm(view, weight, 1e-6))
+    close(cpu.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
+    own = randn(seed + 5, heads, size)
+    close(cpu.layer_norm(view, own, None, 1e-5), reference.layer_norm(view, own, None, 1e-5))
+
+
+@few
+@given(
+    seed=seeds, tokens=st.integers(1, 40), heads=st.integers(1, 5), dim=st.integers(1, 8), share=st.integers(0, 8),
+    interleaved=st.booleans(), dtype=dtypes,
+)  # fmt: skip
+def test_other_ropes(
+    seed: int, tokens: int, heads: int, dim: int, share: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """Of neighbours, of part of a head, and of nothing."""
+    dim, rotary = 16 * dim, min(2 * share * dim, 16 * dim)
+    table, positions = randn(seed, 50, rotary), torch.randint(50, (tokens,))
+    view = randn(seed, tokens, heads * dim + 5, dtype=dtype)[:, : heads * dim].view(tokens, heads, dim)
+    close(cpu.rope(view, positions, table, interleaved), reference.rope(view, positions, table, interleaved))
+
+
+@few
+@given(seed=seeds, rows=st.integers(1, 40), size=sizes, dtype=dtypes)
+def test_gelu_and_factors(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = randn(seed, rows, 2 * size, dtype=dtype) * 10, randn(seed + 1, 128, 2 * size, dtype=dtype)
+    close(cpu.gelu_and_mul(x), reference.gelu_and_mul(x), 10)
+    close(cpu.gelu(x), reference.gelu(x), 10)
+    matrix = cpu.pack([weight])
+    assert torch.equal(cpu.linear_gelu_and_mul(x, matrix), cpu.gelu_and_mul(cpu.linear(x, matrix)))
+    for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
+        close(cpu.scale(x, factor, cap), reference.scale(x, factor, cap), 10)
+
+
 def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int, int]:
     """Sequences that have some tokens cached and bring some; returns the batch, its tokens and the blocks there are."""
     lengths = [rng.randint(1, 150) for _ in range(sequences)]
@@ -371,10 +418,14 @@ def test_attention(seed: int) -> None:
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
     ours, theirs = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
-    window = rng.choice((0, 0, 1, 7, 40))
-    got = cpu.attention(q, ours, batch.attention, dim**-0.5, window)
-    expected = reference.attention(q, theirs, batch.attention, dim**-0.5, window)
-    if spec.quantization:
+    window, softcap = rng.choice((0, 0, 1, 7, 40)), rng.choice((0.0, 0.0, 0.5, 30.0))
+    sinks = rng.choice((None, randn(seed + 1, kv_heads * sharing) * rng.choice((1, 100))))
+    options = {"softcap": softcap, "sinks": sinks}
+    got = cpu.attention(q, ours, batch.attention, dim**-0.5, window, **options)
+    expected = reference.attention(q, theirs, batch.attention, dim**-0.5, window, **options)
+    if spec.quantization and sinks is not None:
+        assert (got - expected).float().abs().max() < 0.12
+    elif spec.quantization:
         error = (got - expected).float()
         assert error.square().mean() < 4e-4 * expected.float().square().mean()
         assert error.abs().max() < 0.12

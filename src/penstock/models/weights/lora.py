@@ -21,6 +21,8 @@ from penstock.core.errors import invalid
 from penstock.layers import LoRALayer, LoRATarget
 from penstock.ops import LoRAWeights
 
+from .renamed import FUSED
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of all tensors' names; the name of the checkpoint's matrix follows."""
@@ -85,18 +87,19 @@ def load_lora(
     config = _config(folder)
     content = _content(folder)
     version = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + content).hexdigest()
-    tensors = _tensors(content, folder)
+    tensors, fused = _split_fused(_tensors(content, folder), targets)
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     for name in sorted({_module(key, targets) for key in tensors}):
         if not (target := targets[name]):
             continue  # another pipeline stage reads it
-        rank = _by_pattern(config["rank_pattern"], name, config["r"])
+        own_name = fused.get(name, name)
+        rank = _by_pattern(config["rank_pattern"], own_name, config["r"])
         if not 1 <= rank <= max_lora_rank:
             message = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
             raise invalid(FIELD, message, max_lora_rank)
         a = _checked(tensors, name, LORA_A, (rank, target.inputs), folder)
         b = _checked(tensors, name, LORA_B, (target.shard.total, rank), folder)[slice(*target.shard.rows)]
-        alpha = _by_pattern(config["alpha_pattern"], name, config["lora_alpha"])
+        alpha = _by_pattern(config["alpha_pattern"], own_name, config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
         weights = LoRAWeights(a.to(device, dtype), b.to(device, dtype), target.offset, scale)
         parts[target.layer].append(weights)
@@ -160,6 +163,30 @@ def _tensors(content: bytes, folder: Path) -> dict[str, Tensor]:
     if not tensors:
         raise invalid(FIELD, f"{path} holds nothing")
     return tensors
+
+
+def _split_fused(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, LoRATarget | None]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors of a matrix that the checkpoint has with others in one (``FUSED``) as those of its parts, which share
+    ``A`` and have some rows of ``B`` each. Also the checkpoint's name for each of these parts."""
+    split: dict[str, Tensor] = {}
+    wholes: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        end = next((end for end in (LORA_A, LORA_B) if key.endswith(end)), "")
+        whole = key.removeprefix(PREFIX).removesuffix(end)
+        parent, _, last = whole.rpartition(".")
+        names = [f"{parent}.{part}" for part in FUSED.get(last, ())]
+        if not names or not targets.keys() >= set(names):
+            split[key] = tensor
+            continue
+        sizes = [target.shard.total if (target := targets[name]) else 0 for name in names]
+        fits = end == LORA_B and sum(sizes) == len(tensor)
+        parts = tensor.split(sizes) if fits else [tensor] * len(names)  # a wrong shape is told of when it is read
+        for name, part in zip(names, parts, strict=True):
+            split[f"{PREFIX}{name}{end}"] = part
+            wholes[name] = whole
+    return split, wholes
 
 
 def _module(key: str, targets: Mapping[str, LoRATarget | None]) -> str:

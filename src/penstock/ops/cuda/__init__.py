@@ -13,7 +13,19 @@ from penstock.core import Code, PenstockError
 
 from ..reference import empty
 from .attention import attention
-from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
+from .elementwise import (
+    add_residual,
+    add_rms_norm,
+    clone,
+    gelu,
+    gelu_and_mul,
+    index_select,
+    layer_norm,
+    rms_norm,
+    rope,
+    scale,
+    silu_and_mul,
+)
 from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .launch import INTERPRETED
@@ -23,6 +35,7 @@ from .matrix import (
     embedding,
     from_packed,
     linear,
+    linear_gelu_and_mul,
     linear_silu_and_mul,
     pack,
     pack_quantized,
@@ -52,9 +65,13 @@ __all__ = [
     "export_kv",
     "fingerprint",
     "from_packed",
+    "gelu",
+    "gelu_and_mul",
     "import_kv",
     "index_select",
+    "layer_norm",
     "linear",
+    "linear_gelu_and_mul",
     "linear_silu_and_mul",
     "log_softmax",
     "new_kv_cache",
@@ -67,6 +84,7 @@ __all__ = [
     "rope",
     "rope_and_store",
     "sample_random",
+    "scale",
     "set_batch_invariant",
     "set_lora",
     "set_threads",

@@ -101,6 +101,8 @@ def attention(
     scale: float,
     window: int = 0,
     out: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As ``reference.attention``, in three kernels: a plan of the work, which layers of one shape share
     (``metadata.plan``), attention, and the reduction of sequences that were split.
@@ -164,9 +166,10 @@ def attention(
         plan.tensor,
         partial,
         partial_sums,
+        sinks,
         sequences,
         capacity * heads,
-        scale * math.log2(math.e),
+        scale / softcap if softcap else scale * math.log2(math.e),
         q.stride(0),
         out.stride(0),
         metadata.block_tables.stride(0),
@@ -183,6 +186,7 @@ def attention(
         ROWS=variant.rows,
         DIM=padded,
         IN_MEMORY=variant.in_memory,
+        CAP=softcap * math.log2(math.e),
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
@@ -197,6 +201,7 @@ def attention(
             plan.tensor,
             partial,
             partial_sums,
+            sinks,
             sequences,
             out.stride(0),
             KV_HEADS=spec.kv_heads,

@@ -1,4 +1,4 @@
-"""Row-wise kernels: norms, rotary embedding, gates, and rows by index."""
+"""Row-wise kernels: norms, rotary embedding, activations, factors, and rows by index."""
 
 from __future__ import annotations
 
@@ -78,6 +78,40 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, residual
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """As ``reference.layer_norm``."""
+    size = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    assert x.stride(-1) == 1 and (heads == 1 or x.stride(1) == size) and weight.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        kernels.layer_norm,
+        (x.shape[0] * heads,),
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        heads,
+        size if weight.dim() == 2 else 0,
+        eps,
+        SIZE=size,
+        BLOCK=power_of_two(size),
+        num_warps=norm_warps(size),
+    )
+    return out
+
+
+def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
+    """As ``reference.scale``."""
+    rows, size = x.shape
+    assert x.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = rows, -(-size // COLUMNS)
+    launch(kernels.scale, grid, x, out, x.stride(0), factor, cap, SIZE=size, CAPPED=bool(cap), BLOCK=COLUMNS)
+    return out
+
+
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     """As ``reference.add_residual``; ``residual`` is changed in place."""
     rows, size = x.shape
@@ -86,11 +120,31 @@ def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     return residual
 
 
-def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
     """As ``reference.rope``."""
     tokens, heads, dim = x.shape
-    assert x.stride(2) == 1 and x.stride(1) == dim
+    assert x.stride(2) == 1 and (x.stride(1) == dim or heads == 1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if interleaved or table.shape[1] < dim:
+        half = table.shape[1] // 2
+        launch(
+            kernels.rope_some,
+            (tokens, -(-heads // HEADS)),
+            x,
+            positions,
+            table,
+            out,
+            x.stride(0),
+            HEADS=heads,
+            DIM=dim,
+            HALF=half,
+            INTERLEAVED=interleaved,
+            ROWS=min(HEADS, power_of_two(heads)),
+            BLOCK=power_of_two(max(half, 1)),
+            REST=power_of_two(max(dim - 2 * half, 1)),
+            num_warps=2,
+        )
+        return out
     launch(
         kernels.rope,
         (tokens, -(-heads // HEADS)),
@@ -123,4 +177,23 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         SIZE=size,
         BLOCK=COLUMNS,
     )
+    return out
+
+
+def gelu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``reference.gelu_and_mul``."""
+    return _gelu(gate_up, gate_up.shape[1] // 2, out, gated=True)
+
+
+def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``reference.gelu``."""
+    return _gelu(x, x.shape[1], out, gated=False)
+
+
+def _gelu(x: Tensor, size: int, out: Tensor | None, gated: bool) -> Tensor:
+    rows = x.shape[0]
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    assert x.stride(1) == out.stride(1) == 1
+    grid = rows, -(-size // COLUMNS)
+    launch(kernels.gelu, grid, x, out, x.stride(0), out.stride(0), SIZE=size, GATED=gated, BLOCK=COLUMNS)
     return out

@@ -17,7 +17,7 @@ from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout, bytes
 
 from .. import pages
 from ..batch import QKNorms
-from .elementwise import power_of_two
+from .elementwise import power_of_two, rms_norm, rope
 from .kernels import kv_cache as kernels
 from .launch import MIN_FP8, architecture, launch
 
@@ -130,8 +130,17 @@ def rope_and_store(
     cache: LayerCache,
     slot_mapping: Tensor,
     norms: QKNorms | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
-    """As ``reference.rope_and_store``, in one kernel; tokens with negative slots are padding."""
+    """As ``reference.rope_and_store``; tokens with negative slots are padding. It is one kernel, unless neighbours are
+    rotated, part of a head, or norms have weights in float32 that the model does not compute in."""
+    wide = norms is not None and norms.q_weight.dtype is not q.dtype
+    if interleaved or wide or table.shape[1] < q.shape[2]:
+        if norms:
+            q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+        q, k = rope(q, positions, table, interleaved), rope(k, positions, table, interleaved)
+        store_kv(cache, k, v, slot_mapping)
+        return q
     spec = cache.spec
     tokens, heads, dim = q.shape
     assert q.stride()[1:] == (dim, 1) and (k.stride()[1:] == v.stride()[1:] == (dim, 1) or spec.kv_heads == 1)

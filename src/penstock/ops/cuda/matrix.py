@@ -16,7 +16,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
 from ..quantized_weight import QuantizedWeight
-from .elementwise import silu_and_mul
+from .elementwise import gelu_and_mul, silu_and_mul
 from .kernels import matrix as kernels
 from .launch import MIN_FP8, architecture, launch, sm_count
 from .tiles import choose_tile
@@ -272,7 +272,20 @@ def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) ->
     return _product(x, matrix, out, gated=True)
 
 
-def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
+def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
+    """As ``reference.linear_gelu_and_mul``; one kernel."""
+    if _cublas and not matrix.format.bits:
+        return gelu_and_mul(linear(x, matrix), out)
+    out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
+    return _product(x, matrix, out, gated=kernels.GELU.value)
+
+
+def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: int) -> Tensor:
+    """A product.
+
+    Args:
+        gated: 1 multiplies SiLU of the first half of the outputs by the second, ``kernels.GELU`` does so with GELU.
+    """
     format, tokens = matrix.format, len(x)
     if tokens == 0:
         return out

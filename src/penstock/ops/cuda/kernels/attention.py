@@ -10,9 +10,12 @@ which it sees nothing may be walked or not, as other queries need it.
 import triton
 import triton.language as tl
 
+from .elementwise import tanh
+
 HEADER = tl.constexpr(4)
 """Integers of a plan before its arrays: items, splits an item, rows to reduce, and one unused."""
 NOTHING = tl.constexpr(float("-inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -140,8 +143,15 @@ def fold(largest, total, acc, split_largest, split_total, split_acc):
 
 
 @triton.jit
-def inverse_of(total):
-    """What accumulators are multiplied with in the end; rows that are no queries have seen nothing."""
+def inverse_of(total, largest, sinks, head, valid):
+    """What accumulators are multiplied with in the end; rows that are no queries have seen nothing.
+
+    Args:
+        sinks: a score of each head that is added to the sum, and has no value; or None.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=valid, other=NOTHING) * LOG2_E
+        total += tl.exp2(tl.minimum(sink - relative_to(largest), 100.0))
     return 1.0 / tl.where(total > 0, total, 1.0)
 
 
@@ -183,6 +193,7 @@ def attention(
     plan,
     partial,
     partial_sums,
+    sinks,
     num_seqs,
     first_row,
     scale,
@@ -203,6 +214,7 @@ def attention(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     IN_MEMORY: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Attention of the items of a plan, which programs take in turn.
 
@@ -210,12 +222,14 @@ def attention(
     ``GROUP`` heads that share keys and values.
 
     Args:
-        scale: of scores, for exponents of two.
+        scale: of scores, for exponents of two; with CAP, of what the hyperbolic tangent is taken of.
+        sinks: as of ``inverse_of``.
         partial, partial_sums: accumulators, ``[rows, HEAD_DIM]``, and maxima and sums, ``[rows, 2]``. First those of
             split sequences, where a row is a split of a token, for each head; from ``first_row`` on, ``ROWS`` for each
             program.
         IN_MEMORY: keep what was folded so far in these rows of the program, not in registers: for tiles with few
             queries, that costs nothing, and leaves registers for two programs on a multiprocessor.
+        CAP: of scores, for exponents of two; 0 is none.
     """
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     TOKENS: tl.constexpr = ROWS // GROUP_TILE
@@ -298,6 +312,8 @@ def attention(
                     scores *= (tl.load(key_scale) * scale)[None]
                 else:
                     scores *= scale
+                if CAP:
+                    scores = tanh(scores) * CAP
                 if (tile < seen_whole_from) | (tile >= seen_whole_to):
                     visible = at[None] <= position
                     if WINDOW:
@@ -327,7 +343,7 @@ def attention(
                         new, before, own = fold_weights(all_largest, largest)
                         total = all_total * before + total * own
                         end_split(
-                            acc, own, before, inverse_of(total), partial + row * HEAD_DIM, target,
+                            acc, own, before, inverse_of(total, new, sinks, head, valid), partial + row * HEAD_DIM, target,
                             loaded, stored, finished, 0, HEAD_DIM, True,
                         )  # fmt: skip
                         tl.store(partial_sums + row * 2, new, mask=stored)
@@ -345,7 +361,8 @@ def attention(
                     total = tl.zeros([ROWS], tl.float32)
                     acc = tl.zeros([ROWS, DIM], tl.float32)
             if not IN_MEMORY:
-                mean = (all_acc * inverse_of(all_total)[:, None]).to(queries.dtype)
+                inverse = inverse_of(all_total, all_largest, sinks, head, valid)
+                mean = (all_acc * inverse[:, None]).to(queries.dtype)
                 here = valid & (rows < tl.where(place < 0, ROWS, 0))
                 tl.store(target[:, None] + dims[None], mean, mask=here[:, None] & (dims < HEAD_DIM)[None])
 
@@ -358,6 +375,7 @@ def reduce(
     plan,
     partial,
     partial_sums,
+    sinks,
     num_seqs,
     out_stride,
     KV_HEADS: tl.constexpr,
@@ -406,4 +424,5 @@ def reduce(
             part_acc = tl.load(partial + (at * HEAD_DIM)[:, None] + dims[None], mask=inside, other=0.0)
             largest, total, acc = fold(largest, total, acc, part_largest, part_total, part_acc)
         target = out + (start + token).to(tl.int64) * out_stride + head * HEAD_DIM
-        tl.store(target[:, None] + dims[None], (acc * inverse_of(total)[:, None]).to(out.dtype.element_ty), mask=inside)
+        mean = acc * inverse_of(total, largest, sinks, head, valid)[:, None]
+        tl.store(target[:, None] + dims[None], mean.to(out.dtype.element_ty), mask=inside)

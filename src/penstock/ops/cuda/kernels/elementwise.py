@@ -1,4 +1,4 @@
-"""Row-wise kernels: norms, rotary embedding and gates."""
+"""Row-wise kernels: norms, rotary embedding, activations and factors."""
 
 import triton
 import triton.language as tl
@@ -24,6 +24,14 @@ def inverse_rms(x, size, eps):
 
 
 @triton.jit
+def times_weights(wide, weights, dtype: tl.constexpr):
+    """What was normed, in float32, times the weights: rounded before, or, where these are float32, only then."""
+    if weights.dtype == dtype:
+        return wide.to(dtype) * weights
+    return (wide * weights).to(dtype)
+
+
+@triton.jit
 def rms_norm(x, weight, out, stride, group_size, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """One row a program: row ``program % group_size`` of a token's, which are contiguous."""
     row = tl.program_id(0)
@@ -33,7 +41,7 @@ def rms_norm(x, weight, out, stride, group_size, eps, SIZE: tl.constexpr, BLOCK:
     given = tl.load(x + start + columns, mask=inside, other=0.0)
     weights = tl.load(weight + columns, mask=inside, other=0.0)
     wide = given.to(tl.float32)
-    normed = (wide * inverse_rms(wide, SIZE, eps)).to(given.dtype) * weights
+    normed = times_weights(wide * inverse_rms(wide, SIZE, eps), weights, given.dtype)
     tl.store(out + row.to(tl.int64) * SIZE + columns, normed, mask=inside)
 
 
@@ -48,8 +56,28 @@ def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOC
     weights = tl.load(weight + columns, mask=inside, other=0.0)
     tl.store(residual + row * SIZE + columns, added, mask=inside)
     wide = added.to(tl.float32)
-    normed = (wide * inverse_rms(wide, SIZE, eps)).to(added.dtype) * weights
+    normed = times_weights(wide * inverse_rms(wide, SIZE, eps), weights, added.dtype)
     tl.store(out + row * SIZE + columns, normed, mask=inside)
+
+
+@triton.jit
+def layer_norm(
+    x, weight, bias, out, stride, group_size, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row a program: row ``program % group_size`` of a token's, whose weights lie ``weight_stride`` apart."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    group = row % group_size
+    start = (row // group_size).to(tl.int64) * stride + group * SIZE
+    given = tl.load(x + start + columns, mask=inside, other=0.0)
+    wide = given.to(tl.float32)
+    centered = tl.where(inside, wide - sum_pairs(wide) / SIZE, 0.0)
+    weights = tl.load(weight + group * weight_stride + columns, mask=inside, other=0.0)
+    normed = centered * inverse_rms(centered, SIZE, eps) * weights
+    if bias is not None:
+        normed += tl.load(bias + columns, mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64) * SIZE + columns, normed.to(given.dtype), mask=inside)
 
 
 @triton.jit
@@ -87,6 +115,87 @@ def rope(
     target = out + token * (HEADS * 2 * HALF)
     tl.store(target + at, turned_low.to(low.dtype), mask=inside)
     tl.store(target + HALF + at, turned_high.to(low.dtype), mask=inside)
+
+
+@triton.jit
+def rope_some(
+    x,
+    positions,
+    table,
+    out,
+    stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Some heads of a token, whose first ``2 * HALF`` numbers are rotated: halves against each other, or neighbours."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (heads < HEADS)[:, None] & (columns < HALF)[None]
+    first = columns * 2 if INTERLEAVED else columns
+    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+    at = heads[:, None] * DIM + first[None]
+    low = tl.load(x + token * stride + at, mask=inside, other=0.0)
+    high = tl.load(x + token * stride + apart + at, mask=inside, other=0.0)
+    position = tl.maximum(tl.load(positions + token), 0)  # of padding it may be anything
+    turned_low, turned_high = rotate(low, high, table, position, HALF, columns, columns < HALF)
+    target = out + token * (HEADS * DIM)
+    tl.store(target + at, turned_low.to(low.dtype), mask=inside)
+    tl.store(target + apart + at, turned_high.to(low.dtype), mask=inside)
+    rest = 2 * HALF + tl.arange(0, REST)
+    passed = (heads < HEADS)[:, None] & (rest < DIM)[None]
+    at = heads[:, None] * DIM + rest[None]
+    tl.store(target + at, tl.load(x + token * stride + at, mask=passed), mask=passed)
+
+
+@triton.jit
+def tanh(x):
+    """To about 1 in 10^7 (Cephes; Moshier, 1984)."""
+    square = x * x
+    p = -5.70498872745e-3 * square + 2.06390887954e-2
+    p = p * square - 5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square - 3.33332819422e-1
+    positive = 1.0 - 2.0 / (tl.exp(tl.minimum(2.0 * tl.abs(x), 40.0)) + 1.0)
+    return tl.where(square < 0.390625, p * square * x + x, tl.where(x < 0, -positive, positive))
+
+
+@triton.jit
+def gelu_of(x):
+    """In its approximation with tanh: x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)."""
+    exponent = -1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(tl.minimum(exponent, 80.0)))
+
+
+@triton.jit
+def gelu(x, out, stride, out_stride, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Some columns of a row; times those of the row's second half where it is gated."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    given = tl.load(x + row * stride + columns, mask=inside)
+    result = gelu_of(given.to(tl.float32))
+    if GATED:
+        result *= tl.load(x + row * stride + SIZE + columns, mask=inside).to(tl.float32)
+    tl.store(out + row * out_stride + columns, result.to(given.dtype), mask=inside)
+
+
+@triton.jit
+def scale(x, out, stride, factor, cap, SIZE: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Some columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    given = tl.load(x + row * stride + columns, mask=inside)
+    result = given.to(tl.float32) * factor
+    if CAPPED:
+        result = tanh(result / cap) * cap
+    tl.store(out + row * SIZE + columns, result.to(given.dtype), mask=inside)
 
 
 @triton.jit

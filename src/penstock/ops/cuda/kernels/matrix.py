@@ -13,6 +13,8 @@ it read last.
 import triton
 import triton.language as tl
 
+from .elementwise import gelu_of
+
 PANEL = tl.constexpr(64)
 """Outputs of a panel."""
 BLOCK = tl.constexpr(128)
@@ -20,6 +22,8 @@ BLOCK = tl.constexpr(128)
 GROUP = tl.constexpr(8)
 """Tiles of tokens that follow each other over the same weights, so that programs that run together read few of either
 from memory, and the rest from L2."""
+GELU = tl.constexpr(2)
+"""Value of GATED for a gate by GELU; 1 is SiLU."""
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether assembler widens weights, four at a time: a conversion of each takes three times as many instructions. The
 interpreter has no assembler."""
@@ -191,7 +195,8 @@ def _finish(
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BT)), (0, 2, 3, 1)))
         gate = gate.to(DTYPE).to(tl.float32)
         up = up.to(DTYPE).to(tl.float32)
-        acc = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (SIZE, BT))
+        gate = gelu_of(gate) if GATED == GELU else gate / (1 + tl.exp(-gate))
+        acc = tl.reshape(gate * up, (SIZE, BT))
     at = tl.arange(0, SIZE)
     column = first_output + at
     inside = ((at < eights * 8) & (column < outputs))[None, :] & (token < tokens)[:, None]
