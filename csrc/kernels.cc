@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "elementwise.h"
+#include "experts.h"
 #include "likeliest.h"
 #include "limits.h"
 #include "low_rank.h"
@@ -29,6 +30,12 @@ template <bool up>
 void low_rank(const LowRank& a, int64_t task) {
   const TileUse tiles;
   a.matrix.type == Type::float32 ? low_rank_block<float, up>(a, task) : low_rank_block<bf16, up>(a, task);
+}
+
+template <bool gated>
+void expert(const Choices& a, int64_t task) {
+  const TileUse tiles;
+  a.out_type == Type::float32 ? expert_block<float, gated>(a, task) : expert_block<bf16, gated>(a, task);
 }
 
 template <void (*Float)(const Gather&, int64_t), void (*Brain)(const Gather&, int64_t)>
@@ -80,6 +87,10 @@ const Kernels kernels = {
     gated,
     low_rank<false>,
     low_rank<true>,
+    expert<false>,
+    expert<true>,
+    route_token,
+    by_type<Combine, combine_token<float>, combine_token<bf16>>,
     likeliest,
     sketch,
     measure,

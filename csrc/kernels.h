@@ -68,6 +68,44 @@ struct LowRank {
   float scale;
 };
 
+// The choices of one expert in a mixture of experts, by its matrix: a choice is one of `top_k` experts of a token, and the
+// c-th choice is of the token c / top_k.
+struct Choices {
+  Matrix matrix;
+  const void* x;          // as in Linear, but not in the matrix's order
+  const float* x_scales;
+  const void* x_sums;
+  void* out;
+  const int32_t* choices;  // [count]
+  int64_t count;
+  int64_t choices_per_row;  // 1 where x has a row for each choice, top_k where it has one for each token
+  int64_t out_stride;       // elements from one choice to the next
+  int64_t panels;           // of a task
+  Type out_type;
+};
+
+// Which experts each token goes to, and with which weights.
+struct Router {
+  const float* logits;  // [tokens, experts]
+  const float* bias;    // [experts], added to scores for the choice alone; null: none
+  int64_t* ids;         // [tokens, top_k]
+  float* weights;       // [tokens, top_k]
+  int64_t experts, top_k, groups, top_groups;
+  float scale, least_sum;
+  bool sigmoid, best_two, renormalize;  // `best_two`: a group's score is the sum of its two best, else its best
+};
+
+// The weighted sum of a token's choices, in their order, and what its shared expert made.
+struct Combine {
+  const void* x;         // [tokens, top_k, size]
+  const float* weights;  // [tokens, top_k]
+  const void* shared;    // [tokens, size], rows `shared_stride` elements apart; null: none
+  const float* gate;     // [tokens]: the logit of the shared expert's weight; null: 1
+  void* out;
+  int64_t top_k, size, shared_stride, out_stride;
+  Type type;
+};
+
 // Rows rounded to 8 bits, each with its own scale, as a8 formats multiply them.
 struct Quantize {
   const void* x;  // [rows, in]
@@ -263,6 +301,10 @@ struct Kernels {
   void (*gated)(const Linear&, int64_t task);  // silu of the first half of outputs by the other one
   void (*low_rank_down)(const LowRank&, int64_t task);
   void (*low_rank_up)(const LowRank&, int64_t task);
+  void (*expert)(const Choices&, int64_t task);
+  void (*gated_expert)(const Choices&, int64_t task);
+  void (*router)(const Router&, int64_t row);
+  void (*combine)(const Combine&, int64_t row);
   void (*likeliest)(const Likeliest&, int64_t task);
   void (*sketch)(const Sketch&, int64_t panel);
   void (*measure)(const Screening&, int64_t row);

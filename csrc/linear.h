@@ -77,11 +77,10 @@ void linear_block(const Linear& given, int64_t task) {
 
 // Gate and up, each half of the outputs and whole panels, and of them what the next matrix is multiplied with. A panel of
 // both at a time, so that they stay near; those of a single tile of rows are small, and all panels then follow each other.
-template <class Out>
-void gated_block(const Linear& given, int64_t task) {
-  const int64_t size = given.matrix.outputs / 2;
-  const Share s = share_of(given, size, task);
-  const Linear a = prepared(given, s.first, s.end);
+// `out(row)` is where a row's outputs begin.
+template <class Out, class Row>
+void gated_panels(const Linear& a, const Share& s, Row&& out) {
+  const int64_t size = a.matrix.outputs / 2;
   const int64_t some = s.end - s.first > kTileRows ? kPanel : s.until - s.column;
   static_assert(kRowBlock >= kTileRows * kMostPanels);
   alignas(64) thread_local Out gates[kRowBlock * kPanel], ups[kRowBlock * kPanel];
@@ -92,8 +91,15 @@ void gated_block(const Linear& given, int64_t task) {
     for (int64_t c = begin; c < end; c += kPanel)
       write_panel(a, s.first, s.end, size + c, c + kPanel < end ? size + c + kPanel : end, ups + c - begin, some);
     for (int64_t row = 0; row < s.end - s.first; row++)
-      gate(given.activation, gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * a.out_stride + begin, some);
+      gate(a.activation, gates + row * some, ups + row * some, out(s.first + row) + begin, some);
   }
+}
+
+template <class Out>
+void gated_block(const Linear& given, int64_t task) {
+  const Share s = share_of(given, given.matrix.outputs / 2, task);
+  const Linear a = prepared(given, s.first, s.end);
+  gated_panels<Out>(a, s, [&](int64_t row) { return (Out*)a.out + row * a.out_stride; });
 }
 
 template <class T>

@@ -136,6 +136,14 @@ void make_rows(int64_t rows, void (*Kernels::*kernel)(const A&, int64_t row), co
   make_rows(rows, [=](int64_t row) { (kernels->*kernel)(args, row); });
 }
 
+// The same for `each` rows of every one.
+template <class A>
+void make_rows(int64_t rows, int64_t each, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
+  make_rows(rows, [=](int64_t row) {
+    for (int64_t i = row * each; i < (row + 1) * each; i++) (kernels->*kernel)(args, i);
+  });
+}
+
 // --- Ops -------------------------------------------------------------------------------------------------------------
 
 // Panels of a task: a few, so that a thread knows what it will need next, but tasks enough to share out evenly.
@@ -233,6 +241,65 @@ void add_low_rank(Address x, Address out, const Adapters& adapters, Address slot
     run(kernels->low_rank_down, down);
     run(kernels->low_rank_up, up);
   });
+}
+
+// The matrices of a layer's experts that this rank has, all of one shape and format, from the expert `first` on.
+struct Experts {
+  std::vector<Matrix> matrices;
+  int64_t first;
+};
+
+// `top_k` experts for each of `rows` tokens (`ids`). x has a row for each token, or for each choice.
+template <auto kernel>
+void expert_products(Address x, Address x_scales, Address x_sums, const Experts& experts, Address ids, int64_t top_k,
+                     int64_t choices_per_row, Address out, int64_t out_stride, int64_t rows, int out_type) {
+  make({rows, 0}, [=, &experts](Size size) {
+    thread_local std::vector<int32_t> order;  // choices, those of an expert together
+    const int64_t* chosen = at<int64_t>(ids);
+    const int64_t count = size.tokens * top_k, own = experts.matrices.size();
+    auto expert_of = [&](int64_t choice) { return chosen[choice] - experts.first; };
+    std::vector<int64_t> ends(own + 1);
+    for (int64_t i = 0; i < count; i++)
+      if (const int64_t e = expert_of(i); e >= 0 && e < own) ends[e + 1]++;
+    for (int64_t e = 0; e < own; e++) ends[e + 1] += ends[e];
+    if (int64_t(order.size()) < ends[own]) order.resize(ends[own]);
+    for (int64_t i = 0; i < count; i++)
+      if (const int64_t e = expert_of(i); e >= 0 && e < own) order[ends[e]++] = int32_t(i);
+    const int64_t outputs = experts.matrices[0].outputs / (kernel == &Kernels::gated_expert ? 2 : 1);
+    std::vector<Choices> calls;
+    std::vector<int64_t> tasks{0};
+    for (int64_t e = 0; e < own; e++)
+      if (const int64_t first = e ? ends[e - 1] : 0; first < ends[e])
+        calls.push_back({experts.matrices[e], at<void>(x), at<float>(x_scales), at<void>(x_sums), at<void>(out),
+                         &order[first], ends[e] - first, choices_per_row, out_stride, 1, Type(out_type)});
+    auto blocks_of = [](const Choices& call) { return ceil_div(call.count, kernels->linear_rows); };
+    int64_t blocks = 0;
+    for (const auto& call : calls) blocks += blocks_of(call);
+    const int64_t panels = panels_of_task(blocks * ceil_div(outputs, kPanel) * kPanel);
+    for (auto& call : calls) {
+      call.panels = panels;
+      tasks.push_back(tasks.back() + blocks_of(call) * ceil_div(outputs, kPanel * panels));
+    }
+    pool()->run(tasks.back(), [&](int64_t task) {
+      const auto call = std::upper_bound(tasks.begin(), tasks.end(), task) - tasks.begin() - 1;
+      (kernels->*kernel)(calls[call], task - tasks[call]);
+    });
+  });
+}
+
+void route(Address logits, Address bias, Address ids, Address weights, int64_t tokens, int64_t experts, int64_t top_k,
+           int64_t groups, int64_t top_groups, float scale, float least_sum, bool sigmoid, bool best_two,
+           bool renormalize) {
+  make_rows(tokens, &Kernels::router,
+            Router{at<float>(logits), at<float>(bias), at<int64_t>(ids), at<float>(weights), experts, top_k, groups,
+                   top_groups, scale, least_sum, sigmoid, best_two, renormalize});
+}
+
+void combine(Address x, Address weights, Address shared, Address gate, Address out, int64_t tokens, int64_t top_k,
+             int64_t width, int64_t shared_stride, int64_t out_stride, int type) {
+  make_rows(tokens, &Kernels::combine,
+            Combine{at<void>(x), at<float>(weights), at<void>(shared), at<float>(gate), at<void>(out), top_k, width,
+                    shared_stride, out_stride, Type(type)});
 }
 
 // Of outputs that rows may choose, as words of 32 bits.
@@ -333,14 +400,15 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
   return true;
 }
 
-void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t in, int64_t padded,
+// Of `rows` tokens with `each` rows.
+void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t each, int64_t in, int64_t padded,
               int64_t group, int type) {
-  make_rows(rows, &Kernels::quantize,
+  make_rows(rows, each, &Kernels::quantize,
             Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, Type(type)});
 }
 
-void sum_groups(Address x, Address sums, int64_t rows, int64_t in, int64_t group, int type) {
-  make_rows(rows, &Kernels::sum_groups, GroupSums{at<void>(x), at<float>(sums), in, group, Type(type)});
+void sum_groups(Address x, Address sums, int64_t rows, int64_t each, int64_t in, int64_t group, int type) {
+  make_rows(rows, each, &Kernels::sum_groups, GroupSums{at<void>(x), at<float>(sums), in, group, Type(type)});
 }
 
 void gather(Address ids, const Matrix& matrix, Address out, int64_t first, int64_t rows) {
@@ -397,9 +465,9 @@ void rope(Address x, Address out, Address positions, Address table, int64_t toke
                  Type(type), interleaved});
 }
 
-void activate(Address x, Address out, int64_t rows, int64_t width, int64_t out_stride, int activation, bool gated,
-              int type) {
-  make_rows(rows, &Kernels::activate,
+void activate(Address x, Address out, int64_t rows, int64_t each, int64_t width, int64_t out_stride, int activation,
+              bool gated, int type) {
+  make_rows(rows, each, &Kernels::activate,
             Activate{at<void>(x), at<void>(out), width, out_stride, Type(type), Activation(activation), gated});
 }
 
@@ -461,15 +529,16 @@ void barrier(Group& group) {
   make({0, 0}, [&group](Size) { group.barrier(); });
 }
 
-// The same, and exchanges with other nodes what lies at `part`.
-void gather_part(Group& group, Address part, int64_t row_bytes, int64_t stride, int64_t rows) {
-  make({rows, 0}, [=, &group](Size size) { group.gather(at<void>(part), row_bytes, stride, size.tokens); });
+// The same, and exchanges with other nodes what lies at `part`: of `rows` tokens, `each` rows of every one.
+void gather_part(Group& group, Address part, int64_t row_bytes, int64_t stride, int64_t rows, int64_t each) {
+  make({rows, 0}, [=, &group](Size size) { group.gather(at<void>(part), row_bytes, stride, size.tokens * each); });
 }
 
 // The same with the rows of `all` whose ids are from `first` on and before `end`.
-void gather_rows(Group& group, Address all, int64_t row_bytes, Address ids, int64_t rows, int64_t first, int64_t end) {
+void gather_rows(Group& group, Address all, int64_t row_bytes, Address ids, int64_t rows, int64_t each, int64_t first,
+                 int64_t end) {
   make({rows, 0}, [=, &group](Size size) {
-    group.gather_rows(at<void>(all), row_bytes, at<int64_t>(ids), size.tokens, first, end);
+    group.gather_rows(at<void>(all), row_bytes, at<int64_t>(ids), size.tokens * each, first, end);
   });
 }
 
@@ -555,10 +624,17 @@ NB_MODULE(_kernels, m) {
              self->slots.at(slot).parts.push_back({up, first, scale});
            })
       .def("clear", [](Adapters* self, int64_t slot) { self->slots.at(slot) = {}; });
+  nb::class_<Experts>(m, "Experts")
+      .def("__init__", [](Experts* self, int64_t first) { new (self) Experts{{}, first}; })
+      .def("add", [](Experts* self, const Matrix& matrix) { self->matrices.push_back(matrix); });
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, free);
   m.def("gated", &gated, free);
   m.def("add_low_rank", &add_low_rank, free);
+  m.def("expert_products", &expert_products<&Kernels::expert>, free);
+  m.def("gated_expert_products", &expert_products<&Kernels::gated_expert>, free);
+  m.def("route", &route, free);
+  m.def("combine", &combine, free);
   m.def("likeliest", &likeliest, free);
   m.def("sketch", &sketch, free);
   m.def("likeliest_by_sketch", &likeliest_by_sketch, free);

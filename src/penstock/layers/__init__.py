@@ -5,6 +5,7 @@ from .context import BuildContext, PackedWeights, Weights
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mlp import MLP, GatedMLP, MLPLayer
+from .moe import MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
 from .rope import depends_on_length, rope_table
 
@@ -20,6 +21,7 @@ __all__ = [
     "LoRALayer",
     "LoRATarget",
     "MLPLayer",
+    "MixtureOfExperts",
     "Norm",
     "PackedWeights",
     "QKNormLayers",

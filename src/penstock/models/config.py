@@ -18,6 +18,7 @@ from penstock.planning.model_size import (
 )
 
 from .decoder_options import DecoderOptions
+from .experts_config import ExpertsConfig
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """Values of ``hidden_act``."""
@@ -65,6 +66,8 @@ class ModelConfig:
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
+    experts: ExpertsConfig | None = None
+    """None for models without experts."""
 
     @property
     def rotary_dim(self) -> int:

@@ -16,6 +16,7 @@ from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from . import reference
 from .batch import AttentionMetadata, Batch, ForwardFn, LayerExport, QKNorms
+from .experts import Routing
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
 
@@ -33,6 +34,7 @@ __all__ = [
     "Ops",
     "QKNorms",
     "QuantizedWeight",
+    "Routing",
     "TransferLayout",
     "backend",
     "reference",
@@ -75,6 +77,18 @@ class Ops(Protocol):
     def silu_and_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
     def gelu_and_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor: ...
     def gelu(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def select_experts(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    def stack_experts(self, matrices: Sequence[Any], first: int = 0) -> Any: ...
+    def experts_linear(self, x: Tensor, experts: Any, ids: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def experts_silu_and_mul(self, x: Tensor, experts: Any, ids: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def combine_experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
     def new_lora_slots(
         self, slots: int, inputs: int, outputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> Any: ...

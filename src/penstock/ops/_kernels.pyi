@@ -44,6 +44,10 @@ class Adapters:
     def add(self, slot: int, up: Matrix, first: int, scale: float, /) -> None: ...
     def clear(self, slot: int, /) -> None: ...
 
+class Experts:
+    def __init__(self, first: int, /) -> None: ...
+    def add(self, matrix: Matrix, /) -> None: ...
+
 class Sketch:
     def __init__(self, whole: Matrix, rounded: Matrix, off: int, lengths: int, /) -> None: ...
 
@@ -82,10 +86,69 @@ def sketch(sketch: Sketch, /) -> None: ...
 def likeliest_by_sketch(
     x: int, rounded: int, x_scales: int, x_sums: int, sketch: Sketch, allowed: int, out: int, most: int, rows: int, /
 ) -> bool: ...
-def quantize(
-    x: int, out: int, scales: int, sums: int, rows: int, inputs: int, padded: int, group: int, type: int, /
+def expert_products(
+    x: int,
+    x_scales: int,
+    x_sums: int,
+    experts: Experts,
+    ids: int,
+    top_k: int,
+    choices_per_row: int,
+    out: int,
+    out_stride: int,
+    rows: int,
+    out_type: int,
+    /,
 ) -> None: ...
-def sum_groups(x: int, sums: int, rows: int, inputs: int, group: int, type: int, /) -> None: ...
+def gated_expert_products(
+    x: int,
+    x_scales: int,
+    x_sums: int,
+    experts: Experts,
+    ids: int,
+    top_k: int,
+    choices_per_row: int,
+    out: int,
+    out_stride: int,
+    rows: int,
+    out_type: int,
+    /,
+) -> None: ...
+def route(
+    logits: int,
+    bias: int,
+    ids: int,
+    weights: int,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    scale: float,
+    least_sum: float,
+    sigmoid: bool,
+    best_two: bool,
+    renormalize: bool,
+    /,
+) -> None: ...
+def combine(
+    x: int,
+    weights: int,
+    shared: int,
+    gate: int,
+    out: int,
+    tokens: int,
+    top_k: int,
+    width: int,
+    shared_stride: int,
+    out_stride: int,
+    type: int,
+    /,
+) -> None: ...
+def quantize(
+    x: int, out: int, scales: int, sums: int, rows: int, each: int, inputs: int, padded: int, group: int, type: int, /
+) -> None: ...
+def sum_groups(x: int, sums: int, rows: int, each: int, inputs: int, group: int, type: int, /) -> None: ...
 def permute(x: int, matrix: Matrix, out: int, rows: int, type: int, /) -> None: ...
 def gather(ids: int, matrix: Matrix, out: int, first: int, rows: int, /) -> None: ...
 def pack(weight: int, matrix: Matrix, first: int, rows: int, /) -> None: ...
@@ -108,7 +171,7 @@ def rope(
 ) -> None: ...
 def take(x: int, rows: int, out: int, count: int, row_bytes: int, /) -> None: ...
 def copy(x: int, out: int, rows: int, row_bytes: int, /) -> None: ...
-def silu_mul(gate_up: int, out: int, rows: int, size: int, out_stride: int, type: int, /) -> None: ...
+def silu_mul(gate_up: int, out: int, rows: int, each: int, size: int, out_stride: int, type: int, /) -> None: ...
 def store(
     k: int,
     v: int,
@@ -183,5 +246,7 @@ def import_kv(
     /,
 ) -> None: ...
 def barrier(group: Group, /) -> None: ...
-def gather_part(group: Group, part: int, row_bytes: int, stride: int, rows: int, /) -> None: ...
-def gather_rows(group: Group, all_rows: int, row_bytes: int, ids: int, rows: int, first: int, end: int, /) -> None: ...
+def gather_part(group: Group, part: int, row_bytes: int, stride: int, rows: int, each: int, /) -> None: ...
+def gather_rows(
+    group: Group, all_rows: int, row_bytes: int, ids: int, rows: int, each: int, first: int, end: int, /
+) -> None: ...

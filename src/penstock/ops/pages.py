@@ -31,9 +31,11 @@ def zeros(size: int, huge: bool = False) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     if not huge:
         return whole
-    with contextlib.suppress(OSError):  # not on every system
-        memory.madvise(mmap.MADV_HUGEPAGE)
     start = -whole.data_ptr() % HUGE
+    end = start + size // HUGE * HUGE
+    with contextlib.suppress(OSError):  # not on every system
+        memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
+        memory.madvise(mmap.MADV_NOHUGEPAGE, end)  # the rest would take a whole page, of each expert's matrix
     return whole[start : start + size]
 
 

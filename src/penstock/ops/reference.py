@@ -21,6 +21,8 @@ from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
 from .batch import AttentionMetadata, ForwardFn, QKNorms
+from .experts import combine_experts as combine_experts
+from .experts import select_experts as select_experts
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
 from .sampling import sample_random as sample_random
@@ -178,6 +180,52 @@ def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) ->
 def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
     """As ``linear_silu_and_mul``, with GELU in its approximation with tanh (GEGLU; Shazeer, 2020)."""
     return gelu_and_mul(linear(x, matrix), out)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Matrices of one shape and format, those of a layer's experts from ``first`` on."""
+
+    matrices: Sequence[Matrix]
+    first: int
+
+
+def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
+    """Packed matrices of one shape and format, for products in which each token takes those of its own experts.
+
+    Args:
+        first: number of the first matrix's expert.
+    """
+    return Experts(matrices, first)
+
+
+def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """Products with each token's own experts: ``[tokens, top_k, out]``. Those of experts that are not among the
+    matrices are left as they are in ``out``.
+
+    Args:
+        x: ``[tokens, in]``, or ``[tokens, top_k, in]``.
+        ids: ``[tokens, top_k]`` int64, as ``select_experts`` gives them.
+        out: as for ``linear``; those of a token may lie apart, too.
+    """
+    choices = x if x.dim() == 3 else x[:, None].expand(-1, ids.shape[1], -1)
+    if out is None:
+        out = x.new_zeros((*ids.shape, len(experts.matrices[0].weight)))
+    for number, matrix in enumerate(experts.matrices, experts.first):
+        if (chosen := ids == number).any():
+            out[chosen] = linear(choices[chosen], matrix)
+    return out
+
+
+def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``experts_linear``, of each product the SiLU of its first half times its second half."""
+    product = experts_linear(x, experts, ids)
+    gated = silu_and_mul(product.flatten(0, 1)).view(*ids.shape, -1)
+    if out is None:
+        return gated
+    own = (ids >= experts.first) & (ids < experts.first + len(experts.matrices))
+    out[own] = gated[own]
+    return out
 
 
 LoRASlots = list[Sequence[LoRAWeights]]

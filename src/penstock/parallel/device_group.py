@@ -48,7 +48,12 @@ class DeviceGroup:
         return self._control.size
 
     def all_gather(
-        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        rows: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         shards = self._shards_of_all(shard)
         widest = max(each.size for each in shards)
@@ -61,7 +66,13 @@ class DeviceGroup:
         return torch.cat([part[:, : each.size] for part, each in zip(gathered, shards, strict=True)], 1)
 
     def gather_rows(
-        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        ids: Tensor,
+        shard: Shard,
+        width: int,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         rows = len(ids)
         own = torch.zeros(rows, width, dtype=dtype, device=ids.device)

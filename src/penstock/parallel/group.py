@@ -52,18 +52,30 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def all_gather(
-        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        rows: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         """``[rows, shard.size]`` of each rank to ``[rows, shard.total]`` on every rank, which nobody may change.
 
         Args:
             compute: returns this rank's shard. It may be given where to write it.
             shard: this rank's.
+            rows_per_token: of ``rows``, which in a captured step vary with the tokens.
         """
         ...
 
     def gather_rows(
-        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        ids: Tensor,
+        shard: Shard,
+        width: int,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         """``[rows, width]``, of which each rank computes some rows, to all of them on every rank, which nobody may
         change.
@@ -73,6 +85,7 @@ class Group(Protocol):
                 returns all rows, which are then all this rank's.
             ids: ``[rows]`` int64.
             shard: ids whose rows are this rank's.
+            rows_per_token: as of ``all_gather``.
         """
         ...
 
@@ -98,12 +111,23 @@ class SingleRank:
     size: int = 1
 
     def all_gather(
-        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        rows: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         return compute(None)
 
     def gather_rows(
-        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        ids: Tensor,
+        shard: Shard,
+        width: int,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         return compute(None)
 

@@ -102,27 +102,39 @@ class SharedMemoryGroup:
         self._of_graphs: weakref.WeakKeyDictionary[graph.Arena, _Buffers] = weakref.WeakKeyDictionary()
 
     def all_gather(
-        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        rows: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         gathered = self._empty((rows, shard.total), dtype)
         part, item = gathered[:, shard.first : shard.end], dtype.itemsize
         compute(part)
         if self._spans_hosts:
-            _kernels.gather_part(self.native, part.data_ptr(), shard.size * item, shard.total * item, rows)
+            sizes = shard.size * item, shard.total * item, rows // rows_per_token, rows_per_token
+            _kernels.gather_part(self.native, part.data_ptr(), *sizes)
         else:
             _kernels.barrier(self.native)
         self._current_buffers().recycle()
         return gathered
 
     def gather_rows(
-        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        ids: Tensor,
+        shard: Shard,
+        width: int,
+        dtype: torch.dtype,
+        rows_per_token: int = 1,
     ) -> Tensor:
         rows, row_bytes = ids.shape[0], width * dtype.itemsize
         merged = self._empty((rows, width), dtype)
         compute(merged)
         if self._spans_hosts:
-            own = shard.first, shard.end
-            _kernels.gather_rows(self.native, merged.data_ptr(), row_bytes, ids.data_ptr(), rows, *own)
+            numbers = rows // rows_per_token, rows_per_token, shard.first, shard.end
+            _kernels.gather_rows(self.native, merged.data_ptr(), row_bytes, ids.data_ptr(), *numbers)
         else:
             _kernels.barrier(self.native)
         self._current_buffers().recycle()

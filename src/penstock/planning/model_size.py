@@ -82,8 +82,8 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         kv_dim = head_dim
     matrices = 2 if config.get("model_type") == "starcoder2" else 3  # without a gate
     dense = matrices * hidden * int(config["intermediate_size"])
-    sparse, first = _experts(config, hidden), int(config.get("first_k_dense_replace") or 0)
-    plain = min(first, layers) if sparse else layers
+    sparse = _experts(config, hidden)
+    plain = layers - _num_sparse_layers(config, layers) if sparse else layers
     mtp = int(config.get("num_nextn_predict_layers") or 0)
     return ModelSize(
         architecture=str(next(iter(config.get("architectures") or ["unknown"]))),
@@ -146,11 +146,23 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tup
 
 def _experts(config: Mapping[str, Any], hidden: int) -> int:
     """Parameters of a layer's experts and their router; 0 where the model has none."""
-    routed = int(config.get("n_routed_experts") or config.get("num_experts") or 0)
+    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    routed = next((int(config[name]) for name in names if config.get(name)), 0)
     if not routed:
         return 0
-    shared = int(config.get("n_shared_experts") or 0)
-    return routed * hidden + (routed + shared) * 3 * hidden * int(config["moe_intermediate_size"])
+    size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
+    shared = int(config.get("shared_expert_intermediate_size") or shared)
+    return routed * hidden + 3 * hidden * (routed * size + shared)
+
+
+def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Layers with experts, of a model that has any."""
+    dense, step = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
+    first = int(config.get("first_k_dense_replace") or config.get("moe_layer_start_index") or 0)
+    end, interval = int(config.get("moe_layer_end_index") or -1), int(config.get("moe_layer_interval") or 1)
+    numbers = range(first, layers if end < 0 else min(end + 1, layers))
+    return sum(number not in dense and (number + 1) % step == 0 == (number + 1) % interval for number in numbers)
 
 
 TIED = ("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2")

@@ -33,15 +33,15 @@ class PackedMatrix:
 
     def __init__(self, ops: Ops, packed: Any) -> None:
         self._ops = ops
-        self._packed = packed
+        self.packed = packed
 
     def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
         """As ``Matrix.linear``."""
-        return self._ops.linear(x, self._packed, out_float32, out)
+        return self._ops.linear(x, self.packed, out_float32, out)
 
     def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """As ``Matrix.linear_silu_and_mul``."""
-        return self._ops.linear_silu_and_mul(x, self._packed, out)
+        return self._ops.linear_silu_and_mul(x, self.packed, out)
 
     def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """As ``Matrix.linear_gelu_and_mul``."""
@@ -50,11 +50,11 @@ class PackedMatrix:
     def argmax(self, x: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``[tokens, in]`` to the index of each row's largest output among those in ``bitmask``, ``[tokens]`` int64,
         and that output, ``[tokens]`` float32."""
-        return self._ops.argmax(x, self._packed, bitmask)
+        return self._ops.argmax(x, self.packed, bitmask)
 
     def embedding(self, token_ids: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
         """``[tokens]`` int64 to those rows of the matrix, whose first is of the token ``first``: ``[tokens, in]``."""
-        return self._ops.embedding(token_ids, self._packed, first, out)
+        return self._ops.embedding(token_ids, self.packed, first, out)
 
 
 class StackedMatrix:
@@ -62,20 +62,22 @@ class StackedMatrix:
 
     Args:
         outputs: of each part.
+
+    ``places`` are the first output of each part, and the end.
     """
 
     def __init__(self, ops: Ops, parts: Sequence[PackedMatrix], outputs: Sequence[int], dtype: torch.dtype) -> None:
         self._ops = ops
-        self._parts = parts
-        self._places = list(pairwise(sum(outputs[:count]) for count in range(len(outputs) + 1)))
+        self.parts = parts
+        self.places = list(pairwise(sum(outputs[:count]) for count in range(len(outputs) + 1)))
         self._dtype = dtype
 
     def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
         """As ``Matrix.linear``."""
         if out is None:
             dtype = torch.float32 if out_float32 else self._dtype
-            out = self._ops.empty((x.shape[0], self._places[-1][1]), dtype, x.device)
-        for part, (first, end) in zip(self._parts, self._places, strict=True):
+            out = self._ops.empty((x.shape[0], self.places[-1][1]), dtype, x.device)
+        for part, (first, end) in zip(self.parts, self.places, strict=True):
             part.linear(x, out_float32, out[:, first:end])
         return out
 

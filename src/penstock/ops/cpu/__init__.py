@@ -20,6 +20,7 @@ from .elementwise import (
     scale,
     silu_and_mul,
 )
+from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture, empty
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .limits import measure_limits, set_threads
@@ -54,9 +55,12 @@ __all__ = [
     "attention",
     "capture",
     "clone",
+    "combine_experts",
     "copy_blocks",
     "embedding",
     "empty",
+    "experts_linear",
+    "experts_silu_and_mul",
     "export_kv",
     "fingerprint",
     "from_packed",
@@ -82,9 +86,11 @@ __all__ = [
     "rope_and_store",
     "sample_random",
     "scale",
+    "select_experts",
     "set_lora",
     "set_threads",
     "silu_and_mul",
+    "stack_experts",
     "store_kv",
     "supports",
     "topk",

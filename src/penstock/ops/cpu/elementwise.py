@@ -117,7 +117,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False)
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.silu_and_mul``."""
+    """As ``reference.silu_and_mul``, also of ``[tokens, rows, 2 * size]``."""
     return _activate(gate_up, out, SILU, gated=True)
 
 
@@ -132,9 +132,8 @@ def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _activate(x: Tensor, out: Tensor | None, activation: int, gated: bool) -> Tensor:
-    rows, size = x.shape[0], x.shape[1] // (2 if gated else 1)
-    out = empty((rows, size), x.dtype) if out is None else out
-    _kernels.activate(
-        x.data_ptr(), out.data_ptr(), rows, size, out.stride(0), activation, gated, DTYPE_CODES[x.dtype]
-    )
+    *each, size = *x.shape[:-1], x.shape[-1] // (2 if gated else 1)
+    out = empty((*each, size), x.dtype) if out is None else out
+    numbers = each[0], prod(each[1:]), size, out.stride(-2)
+    _kernels.activate(x.data_ptr(), out.data_ptr(), *numbers, activation, gated, DTYPE_CODES[x.dtype])
     return out

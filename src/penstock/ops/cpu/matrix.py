@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -187,13 +188,14 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
 
 
 def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
-    """Quantize rows ``[tokens, in]`` to 8 bits with one scale each, the largest magnitude being 127.
+    """Quantize rows ``[tokens, in]``, or ``[tokens, rows, in]``, to 8 bits with one scale each, the largest magnitude
+    being 127.
 
     Args:
         group_size: values that each of ``sums`` is over; 0 is the whole row.
     """
     x = contiguous(x)
-    rows, inputs = x.shape
+    (*each, inputs), rows = x.shape, prod(x.shape[:-1])
     padded, group_size = -(-inputs // 8) * 8, group_size or inputs
     groups = -(-inputs // group_size)
     out = QuantizedRows(
@@ -204,7 +206,8 @@ def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
         out.values.data_ptr(),
         out.scales.data_ptr(),
         out.sums.data_ptr(),
-        rows,
+        each[0],
+        prod(each[1:]),
         inputs,
         padded,
         group_size,
@@ -214,11 +217,12 @@ def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
 
 
 def sum_groups(x: Tensor, group_size: int = 0) -> Tensor:
-    """Sums of each group of rows ``[tokens, in]``: ``[tokens, groups]`` float32."""
-    rows, inputs = x.shape
+    """Sums of each group of rows ``[tokens, in]``, or ``[tokens, rows, in]``: ``[..., groups]`` float32."""
+    *each, inputs = x.shape
     group_size = group_size or inputs
-    sums = empty((rows, -(-inputs // group_size)), torch.float32)
-    _kernels.sum_groups(x.data_ptr(), sums.data_ptr(), rows, inputs, group_size, DTYPE_CODES[x.dtype])
+    sums = empty((*each, -(-inputs // group_size)), torch.float32)
+    code = DTYPE_CODES[x.dtype]
+    _kernels.sum_groups(x.data_ptr(), sums.data_ptr(), each[0], prod(each[1:]), inputs, group_size, code)
     return sums
 
 
@@ -228,10 +232,16 @@ def product_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[
     Returns the tensors, which the caller must keep alive until the kernel returns, and the addresses of values,
     scales and sums that the kernel takes, 0 for those that its format does not have.
     """
-    format, x = matrix.format, contiguous(x)
+    x = contiguous(x)
     if "order" in matrix.tensors:
         given, x = x, empty(x.shape, x.dtype)
         _kernels.permute(given.data_ptr(), matrix.native, x.data_ptr(), x.shape[0], DTYPE_CODES[x.dtype])
+    return rounded_input(x, matrix)
+
+
+def rounded_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    """As ``product_input``, in the order that the inputs ``[tokens, in]`` or ``[tokens, rows, in]`` come in."""
+    format = matrix.format
     if format.activation_bits:
         rows = quantize(x, format.group_size)
         tensors = rows.values, rows.scales, rows.sums

@@ -1,0 +1,40 @@
+"""Mixture of experts of decoder models."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.layers import BuildContext, GatedMLP, MixtureOfExperts, MLPLayer
+
+from .config import ModelConfig
+from .experts_config import ExpertsConfig
+from .layer import gated_mlp
+
+
+def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
+    """``MLPFactory``: ``MixtureOfExperts`` in layers that have experts, ``GatedMLP`` in others."""
+    experts = config.experts
+    if experts is None or not experts.is_sparse(layer):
+        return gated_mlp(context, config, layer, name)
+    name = f"{name.removesuffix('mlp')}{experts.module}"
+    shared = None
+    if experts.shared_size:
+        shared_name = f"{name}.{experts.shared_name}"
+        shared = GatedMLP(context, shared_name, config.hidden_size, experts.shared_size, experts.shared_bias)
+    return MixtureOfExperts(
+        context,
+        name,
+        config.hidden_size,
+        experts.num_experts,
+        experts.intermediate_size,
+        experts.routing,
+        router_bias=_router_bias(context, experts, name) if experts.router_bias else None,
+        projections=experts.projections,
+        shared=shared,
+        shared_gate=experts.shared_gate,
+    )
+
+
+def _router_bias(context: BuildContext, experts: ExpertsConfig, name: str) -> Tensor:
+    shape = experts.router_bias_shape or (experts.num_experts,)
+    return context.read_weight(f"{name}.{experts.router_bias}", *shape, as_stored=True).float().flatten().clone()

@@ -1,0 +1,37 @@
+"""Qwen2-MoE (Qwen Team, 2024): Qwen2 with experts in place of the MLP of most layers, one of which every token has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from . import qwen2
+from .config import ModelConfig
+from .decoder import build_decoder
+from .experts import mixture_of_experts
+from .experts_config import ExpertsConfig, is_sparse_by_step, num_experts_of, read_routing
+from .registry import Family
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    num_experts = num_experts_of(raw)
+    experts = ExpertsConfig(
+        num_experts,
+        int(raw["moe_intermediate_size"]),
+        read_routing(raw, num_experts),
+        is_sparse=is_sparse_by_step(raw),
+        shared_size=int(raw["shared_expert_intermediate_size"]),
+        shared_name="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+    config = qwen2.read_config(raw)
+    return replace(config, qkv_bias=bool(raw.get("qkv_bias", True)), experts=experts)
+
+
+FAMILY = Family(
+    architectures=("Qwen2MoeForCausalLM",),
+    read_config=read_config,
+    build=partial(build_decoder, mlp=mixture_of_experts),
+)

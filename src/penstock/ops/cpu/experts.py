@@ -1,0 +1,118 @@
+"""Mixture of experts: the products of all tokens of a step with their own experts, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+
+from .. import _kernels
+from ..experts import Routing
+from .dtypes import DTYPE_CODES
+from .elementwise import silu_and_mul
+from .graph import contiguous, empty
+from .matrix import Matrix, rounded_input
+
+
+@dataclass(frozen=True)
+class Experts:
+    """As ``reference.Experts``."""
+
+    matrices: Sequence[Matrix]
+    """Owners of the memory that ``native`` points to."""
+    native: Any
+
+
+def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
+    """As ``reference.stack_experts``. Raises ``PenstockError`` (``internal``) for matrices that differ in shape or
+    format, which the kernels take as one."""
+    kinds = {(each.outputs, each.inputs, each.dtype, each.format) for each in matrices}
+    if len(kinds) != 1:
+        raise PenstockError(Code.INTERNAL, "experts of a layer differ in shape or format")
+    native = _kernels.Experts(first)
+    for matrix in matrices:
+        native.add(matrix.native)
+    return Experts(matrices, native)
+
+
+def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As ``reference.select_experts``."""
+    tokens, experts = logits.shape
+    ids = empty((tokens, routing.top_k), torch.int64)
+    weights = empty((tokens, routing.top_k), torch.float32)
+    _kernels.route(
+        logits.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        tokens,
+        experts,
+        routing.top_k,
+        routing.groups,
+        routing.top_groups,
+        routing.scale,
+        routing.min_sum,
+        routing.scores == "sigmoid",
+        routing.group_score == "two best",
+        routing.renormalize,
+    )
+    return ids, weights
+
+
+def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``reference.experts_linear``."""
+    out = empty((*ids.shape, experts.matrices[0].outputs), x.dtype) if out is None else out
+    return _products(_kernels.expert_products, x, experts, ids, out)
+
+
+def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``reference.experts_silu_and_mul``; one kernel where each half has a multiple of 64 outputs."""
+    size = experts.matrices[0].outputs // 2
+    if size % _kernels.PANEL:
+        return silu_and_mul(experts_linear(x, experts, ids), out)
+    out = empty((*ids.shape, size), x.dtype) if out is None else out
+    return _products(_kernels.gated_expert_products, x, experts, ids, out)
+
+
+def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor) -> Tensor:
+    ids, top_k = contiguous(ids), ids.shape[1]
+    _tensors, addresses = rounded_input(contiguous(x), experts.matrices[0])
+    kernel(
+        *addresses,
+        experts.native,
+        ids.data_ptr(),
+        top_k,
+        top_k if x.dim() == 2 else 1,
+        out.data_ptr(),
+        out.stride(1),
+        x.shape[0],
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
+def combine_experts(
+    x: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """As ``reference.combine_experts``."""
+    tokens, top_k, size = x.shape
+    out = empty((tokens, size), x.dtype) if out is None else out
+    _kernels.combine(
+        x.data_ptr(),
+        weights.data_ptr(),
+        0 if shared is None else shared.data_ptr(),
+        0 if gate is None else gate.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        top_k,
+        size,
+        0 if shared is None else shared.stride(0),
+        out.stride(0),
+        DTYPE_CODES[x.dtype],
+    )
+    return out

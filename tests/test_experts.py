@@ -1,0 +1,256 @@
+"""Mixture of experts: kernels against the reference ops, and families against transformers, on random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, save
+from torch import Tensor
+from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen2MoeConfig, Qwen3MoeConfig
+
+from penstock.core import PenstockError, SamplingParams
+from penstock.core.quantization import SCHEMES, Format
+from penstock.frontend.llm import LLM
+from penstock.frontend.outputs import RequestOutput
+from penstock.ops import QuantizedWeight, Routing, reference
+
+cpu: Any = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+kernels: Any = cpu._kernels
+
+FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items() if not scheme.layers.floating}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=kernels.available(), scope="module")
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = kernels.current()
+    kernels.use(request.param)
+    cpu.set_threads(2)
+    yield
+    kernels.use(before)
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+ROUTINGS = {
+    "softmax": Routing(2),
+    "renormalized": Routing(4, renormalize=True),
+    "sigmoid, groups": Routing(3, "sigmoid", True, 1e-20, 2.5, groups=4, top_groups=2, group_score="two best"),
+    "softmax, groups": Routing(3, scale=16.0, groups=4, top_groups=2),
+    "sum": Routing(12, "sigmoid", True, 1e-12),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_router(instruction_set: None, routing: Routing, with_bias: bool) -> None:
+    logits, bias = randn(0, 70, 12), randn(1, 12) if with_bias else None
+    logits[5] = 0.5  # ties: the lowest experts
+    ids, weights = cpu.select_experts(logits, routing, bias)
+    expected = reference.select_experts(logits, routing, bias)
+    if routing.top_groups == routing.groups or with_bias:
+        assert torch.equal(ids, expected[0])
+    rows = slice(6, None)  # of groups that tie, the reference may have others
+    assert torch.equal(ids[rows], expected[0][rows])
+    torch.testing.assert_close(weights[rows], expected[1][rows], atol=1e-6, rtol=1e-5)
+
+
+def test_a_router_chooses_experts_whatever_the_logits_are(instruction_set: None) -> None:
+    logits = randn(0, 6, 16)
+    logits[0], logits[1, 3], logits[2], logits[3] = float("nan"), float("nan"), float("inf"), float("-inf")
+    for routing in ROUTINGS.values():
+        ids, _ = cpu.select_experts(logits, routing)
+        assert all(len(set(row)) <= routing.top_k and 0 <= min(row) <= max(row) < 16 for row in ids.tolist())
+
+
+def layer(ops: Any, pack: Callable[[Any, int], Any], sizes: tuple[int, int, int], first: int = 0, end: int = -1) -> Any:
+    """Expert matrices for gate and up, and for down: of experts from ``first`` to ``end``."""
+    experts, hidden, intermediate = sizes
+    own = range(experts)[first : end if end >= 0 else None]
+    gate_up = [pack(randn(2 * e, 2 * intermediate, hidden) * hidden**-0.5, e) for e in own]
+    down = [pack(randn(2 * e + 1, hidden, intermediate) * intermediate**-0.5, e) for e in own]
+    return ops.stack_experts(gate_up, first), ops.stack_experts(down, first)
+
+
+def compute(ops: Any, x: Tensor, matrices: Any, ids: Tensor, weights: Tensor, *shared: Tensor) -> Tensor:
+    gate_up, down = matrices
+    outputs = ops.experts_linear(ops.experts_silu_and_mul(x, gate_up, ids), down, ids)
+    result: Tensor = ops.combine_experts(outputs, weights, *shared)
+    return result
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, torch.bfloat16) for name in FORMATS] + [("none", torch.float32)])
+def test_products(instruction_set: None, name: str, dtype: torch.dtype) -> None:
+    """Against the reference, and bit by bit in any batch."""
+    format = FORMATS[name]
+    for tokens, sizes, top_k in ((1, (8, 96, 64), 2), (40, (16, 130, 40), 4), (230, (5, 70, 128), 3)):
+        x = randn(3, tokens, sizes[1], dtype=dtype)
+        ids, weights = cpu.select_experts(randn(4, tokens, sizes[0]), Routing(top_k))
+        shared, gate = randn(5, tokens, sizes[1], dtype=dtype), randn(6, tokens, 1)
+
+        def made(ops: Any) -> Any:
+            return layer(ops, lambda weight, _: ops.pack([weight.to(dtype)], None, format), sizes)
+
+        matrices = made(cpu)
+        got, expected = (
+            compute(ops, x, own, ids, weights, shared, gate)
+            for ops, own in ((cpu, matrices), (reference, made(reference)))
+        )
+        torch.testing.assert_close(got, expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+        for first, end in ((0, 1), (tokens // 2, tokens), (tokens // 3, tokens // 3 + 7)):
+            rows = slice(first, end)
+            part = compute(cpu, x[rows], matrices, ids[rows], weights[rows], shared[rows], gate[rows])
+            assert torch.equal(part, got[rows])
+
+
+@pytest.mark.parametrize("format", [Format(4, 32, asymmetric=True), Format(4, 32, 8, asymmetric=True), Format(8)])
+def test_ready_made_weights(instruction_set: None, format: Format) -> None:
+    """With offsets, and the inputs of each expert in an order of its own."""
+    sizes = 6, 96, 64
+    x = randn(3, 50, 96, dtype=torch.bfloat16)
+    ids, weights = cpu.select_experts(randn(4, 50, 6), Routing(2))
+
+    def pack(ops: Any) -> Callable[[Tensor, int], Any]:
+        def packed(weight: Tensor, expert: int) -> Any:
+            generator, (outputs, inputs) = torch.Generator().manual_seed(expert), weight.shape
+            most, groups = 1 << (format.bits - 1), -(-inputs // (format.group_size or inputs))
+            values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
+            scales, offsets = (torch.randn(outputs, groups, generator=generator) / most / 8 for _ in range(2))
+            order = torch.randperm(inputs, generator=generator)
+            given = QuantizedWeight(values, scales, format, offsets if format.asymmetric else None, order)
+            return ops.pack_quantized([given], torch.bfloat16)
+
+        return packed
+
+    got, expected = (compute(ops, x, layer(ops, pack(ops), sizes), ids, weights) for ops in (cpu, reference))
+    torch.testing.assert_close(got, expected, atol=5e-2, rtol=5e-2)
+
+
+def test_some_of_the_experts(instruction_set: None) -> None:
+    """As a rank has them: products of others are left as they are."""
+    sizes = 7, 64, 64
+    x, (ids, _) = randn(3, 30, 64), cpu.select_experts(randn(4, 30, 7), Routing(3))
+
+    def pack(weight: Tensor, expert: int) -> Any:
+        return cpu.pack([weight])
+
+    whole = cpu.experts_silu_and_mul(x, layer(cpu, pack, sizes)[0], ids)
+    merged = torch.full_like(whole, 7)
+    for first, end in ((0, 3), (3, 7)):
+        cpu.experts_silu_and_mul(x, layer(cpu, pack, sizes, first, end)[0], ids, merged)
+    assert torch.equal(merged, whole)
+    reference_out = torch.full_like(whole, 7)
+    own = reference.stack_experts([reference.pack([randn(2 * e, 128, 64) * 64**-0.5]) for e in range(3, 7)], 3)
+    reference.experts_silu_and_mul(x, own, ids, reference_out)
+    assert bool((reference_out[ids < 3] == 7).all())
+    torch.testing.assert_close(reference_out[ids >= 3], whole[ids >= 3], atol=1e-5, rtol=1e-5)
+
+
+def test_experts_of_several_shapes_are_refused() -> None:
+    with pytest.raises(PenstockError, match="differ in shape or format"):
+        cpu.stack_experts([cpu.pack([randn(0, 64, 32)]), cpu.pack([randn(0, 64, 64)])])
+
+
+SPARSE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3-moe": Qwen3MoeConfig(**SMALL, **SPARSE, num_local_experts=8, sliding_window=None),
+    "qwen3-moe, norm, dense layers": Qwen3MoeConfig(
+        **SMALL,
+        moe_intermediate_size=64,
+        num_experts_per_tok=4,
+        num_local_experts=16,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        head_dim=32,
+        sliding_window=None,
+    ),
+    "qwen3-moe, step": Qwen3MoeConfig(
+        **SMALL,
+        moe_intermediate_size=20,
+        num_experts_per_tok=3,
+        num_local_experts=5,
+        decoder_sparse_step=2,
+        sliding_window=None,
+    ),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4, sliding_window=None),
+    "mixtral, window": MixtralConfig(**SMALL, num_local_experts=7, num_experts_per_tok=3, sliding_window=24),
+    "qwen2-moe": Qwen2MoeConfig(**SMALL, **SPARSE, num_experts=8, shared_expert_intermediate_size=48),
+    "qwen2-moe, norm, dense layers": Qwen2MoeConfig(
+        **SMALL,
+        **SPARSE,
+        num_experts=8,
+        norm_topk_prob=True,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[0],
+        qkv_bias=False,
+    ),
+}
+TIGHT = {"block_size": 16, "num_gpu_blocks_override": 30, "max_num_batched_tokens": 50}
+"""Chunks, and less cache than six sequences take: some are preempted."""
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, save(CONFIGS[request.param], folder)
+
+
+def draw(seed: int, length: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(2, 300) for _ in range(length)]
+
+
+PROMPTS = [draw(length, length) for length in (1, 7, 40, 100, 200, 230)]
+
+
+def generate(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+    outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
+    return outputs
+
+
+def told(output: RequestOutput) -> list[Any]:
+    (made,) = output.outputs
+    positions = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
+    return [made.token_ids, *([(token, found.logprob) for token, found in (row or {}).items()] for row in positions)]
+
+
+@pytest.mark.parametrize("ops", ["reference", "cpu"])
+def test_families(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
+    """In a batch, chunks and little cache; against the library's one sequence at a time."""
+    folder, model = checkpoint
+    for prompt, output in zip(PROMPTS, generate(LLM(folder, dtype="float32", ops=ops, **TIGHT)), strict=True):
+        (made,) = output.outputs
+        with torch.inference_mode():
+            table = model(torch.tensor([prompt + made.token_ids])).logits[0].log_softmax(-1)
+        assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
+        for row, position in zip(table, told(output)[1:], strict=False):
+            for token, logprob in position:
+                assert logprob == pytest.approx(row[token].item(), abs=5e-5)
+
+
+def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """Alone, and in a batch, in bfloat16 and in integers."""
+    folder, _ = checkpoint
+    for quantization in ("none", "w4a8"):
+        llm = LLM(folder, dtype="bfloat16", ops="cpu", quantization=quantization, weight_cache_dir="none", **TIGHT)
+        together = [told(output) for output in generate(llm)]
+        assert [told(generate(llm, [prompt])[0]) for prompt in PROMPTS] == together
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe", "mixtral"])
+def test_ranks_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    save(CONFIGS[name], tmp_path)
+    options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", **TIGHT}
+    expected = [told(output) for output in generate(LLM(tmp_path, **options))]
+    llm = LLM(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp", **options)
+    assert [told(output) for output in generate(llm)] == expected
