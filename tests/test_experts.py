@@ -95,8 +95,8 @@ def test_products(instruction_set: None, name: str, dtype: torch.dtype) -> None:
         ids, weights = cpu.select_experts(randn(4, tokens, sizes[0]), Routing(top_k))
         shared, gate = randn(5, tokens, sizes[1], dtype=dtype), randn(6, tokens, 1)
 
-        def made(ops: Any) -> Any:
-            return layer(ops, lambda weight, _: ops.pack([weight.to(dtype)], None, format), sizes)
+        def made(ops: Any, own_sizes: tuple[int, int, int] = sizes) -> Any:
+            return layer(ops, lambda weight, _: ops.pack([weight.to(dtype)], None, format), own_sizes)
 
         matrices = made(cpu)
         got, expected = (

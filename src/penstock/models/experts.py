@@ -14,7 +14,7 @@ from .layer import gated_mlp
 def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
     """``MLPFactory``: ``MixtureOfExperts`` in layers that have experts, ``GatedMLP`` in others."""
     experts = config.experts
-    if experts is None or not experts.is_sparse(layer):
+    if experts is None or layer in experts.dense_layers:
         return gated_mlp(context, config, layer, name)
     name = f"{name.removesuffix('mlp')}{experts.module}"
     shared = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ class ExpertsConfig:
     intermediate_size: int
     """Of each expert."""
     routing: Routing
-    is_sparse: Callable[[int], bool] = lambda layer: True
-    """Whether the layer of a number has experts; others have a dense MLP."""
+    dense_layers: frozenset[int] = frozenset()
+    """Numbers of the layers that have a dense MLP in place of experts."""
     shared_size: int = 0
     """Intermediate size of the expert that every token has, or of several as one; 0 is none."""
     shared_name: str = "shared_experts"
@@ -60,7 +60,41 @@ def num_experts_of(raw: Mapping[str, Any]) -> int:
     return int(raw["num_experts"] if raw.get("num_experts") is not None else raw["num_local_experts"])
 
 
-def is_sparse_by_step(raw: Mapping[str, Any]) -> Callable[[int], bool]:
-    """``ExpertsConfig.is_sparse`` by ``mlp_only_layers`` and ``decoder_sparse_step``."""
-    dense, step = tuple(raw.get("mlp_only_layers") or ()), int(raw.get("decoder_sparse_step") or 1)
-    return lambda layer: layer not in dense and (layer + 1) % step == 0
+def dense_layers_by_step(raw: Mapping[str, Any]) -> frozenset[int]:
+    """``ExpertsConfig.dense_layers`` by ``mlp_only_layers`` and ``decoder_sparse_step``."""
+    dense, step = raw.get("mlp_only_layers") or (), int(raw.get("decoder_sparse_step") or 1)
+    layers = range(int(raw["num_hidden_layers"]))
+    return frozenset(layer for layer in layers if layer in dense or (layer + 1) % step)
+
+
+def read_deepseek_experts(raw: Mapping[str, Any], topk_method: str = "noaux_tc") -> ExpertsConfig | None:
+    """The experts of DeepSeek-V3 (DeepSeek-AI, 2024, section 2.1.2), GLM-4.5, and with ``topk_method`` ``greedy`` or
+    ``group_limited_greedy`` of DeepSeek-V2; None where all layers are dense.
+
+    Args:
+        topk_method: where ``config.json`` names none.
+    """
+    num_experts, first = int(raw.get("n_routed_experts") or 0), int(raw.get("first_k_dense_replace") or 0)
+    layers, frequency = range(int(raw["num_hidden_layers"])), int(raw.get("moe_layer_freq") or 1)
+    dense = frozenset(layer for layer in layers if layer < first or layer % frequency)
+    if not num_experts or len(dense) == len(layers):
+        return None
+    fields: dict[str, Any] = {"scale": float(raw.get("routed_scaling_factor") or 1.0)}
+    match raw.get("topk_method") or topk_method:
+        case "greedy":
+            fields |= {"renormalize": False, "groups": 1, "top_groups": 1}
+        case "group_limited_greedy":
+            fields |= {"renormalize": False}
+        case "noaux_tc":
+            fields |= {"scores": "sigmoid", "min_sum": 1e-20, "group_score": "two best"}
+        case other:
+            raise ValueError(f"topk_method is {other!r:.40}")
+    intermediate_size = int(raw["moe_intermediate_size"])
+    return ExpertsConfig(
+        num_experts,
+        intermediate_size,
+        read_routing(raw, num_experts, **fields),
+        dense_layers=dense,
+        shared_size=intermediate_size * int(raw.get("n_shared_experts") or 0),
+        router_bias="gate.e_score_correction_bias" if "scores" in fields else "",
+    )

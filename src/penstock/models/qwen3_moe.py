@@ -11,7 +11,7 @@ from . import qwen3
 from .config import ModelConfig
 from .decoder import build_decoder
 from .experts import mixture_of_experts
-from .experts_config import ExpertsConfig, is_sparse_by_step, num_experts_of, read_routing
+from .experts_config import ExpertsConfig, dense_layers_by_step, num_experts_of, read_routing
 from .registry import Family
 
 
@@ -21,7 +21,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_experts,
         int(raw["moe_intermediate_size"]),
         read_routing(raw, num_experts),
-        is_sparse=is_sparse_by_step(raw),
+        dense_layers=dense_layers_by_step(raw),
     )
     return replace(qwen3.read_config(raw), experts=experts)
 
