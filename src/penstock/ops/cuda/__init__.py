@@ -14,6 +14,7 @@ from penstock.core import Code, PenstockError
 from ..reference import empty
 from .attention import attention
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
+from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .launch import INTERPRETED
@@ -46,9 +47,12 @@ __all__ = [
     "capture",
     "check",
     "clone",
+    "combine_experts",
     "copy_blocks",
     "embedding",
     "empty",
+    "experts_linear",
+    "experts_silu_and_mul",
     "export_kv",
     "fingerprint",
     "from_packed",
@@ -67,10 +71,12 @@ __all__ = [
     "rope",
     "rope_and_store",
     "sample_random",
+    "select_experts",
     "set_batch_invariant",
     "set_lora",
     "set_threads",
     "silu_and_mul",
+    "stack_experts",
     "store_kv",
     "supports",
     "topk",
