@@ -118,7 +118,7 @@ def _group(x: Tensor, experts: Experts, ids: Tensor, per_row: int) -> Choices:
         count,
         BT=tile.bt,
         SIZE=size,
-        BLOCK=max(8192 // size, 16),
+        BLOCK=min(max(8192 // size, 16), 128),
     )
     return Choices(choices, owners, per_row, tile, experts.weight_size, experts.scales_size)
 
