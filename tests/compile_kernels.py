@@ -232,6 +232,25 @@ def adapters(whole: bool) -> Calls:
         yield "adapters", partial(lora.add_lora, out, x, slots, rows)
 
 
+def mixtures(whole: bool) -> Calls:
+    """Experts of Qwen3-30B-A3B, a few of them."""
+    from penstock.ops import Routing
+    from penstock.ops.cuda import experts
+
+    hidden, inter, top_k, count = 2048, 768, 8, 16
+    routings = [Routing(top_k), Routing(top_k, "sigmoid", True, 1e-20, 2.5, 4, 2, "two best")]
+    for tokens in TOKENS if whole else (1, 2048):
+        logits, x = torch.empty(tokens, count), empty(tokens, hidden)
+        for number, routing in enumerate(routings):
+            yield f"router {number}", partial(experts.select_experts, logits, routing, logits[0] if number else None)
+        ids, weights = torch.empty(tokens, top_k).long(), torch.empty(tokens, top_k)
+        yield "combine", partial(experts.combine_experts, empty(tokens, top_k, hidden), weights, x, logits[:, :1])
+        for name in FORMATS if whole else ("none", "w8a8", "wint4-g32", "fp8 blocks"):
+            matrices = [packed(2 * inter, hidden, FORMATS[name]) for _ in range(count)]
+            gate_up = experts.stack_experts(matrices)
+            yield f"{name} experts", partial(experts.experts_silu_and_mul, x, gate_up, ids)
+
+
 def attentions(whole: bool) -> Calls:
     from penstock.ops import AttentionMetadata, KVSpec
     from penstock.ops.cuda import kv_cache
@@ -260,6 +279,7 @@ def attentions(whole: bool) -> Calls:
 OPS: tuple[Callable[[bool], Calls], ...] = (
     products,
     adapters,
+    mixtures,
     embeddings,
     rows,
     kv_caches,

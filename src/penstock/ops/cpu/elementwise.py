@@ -134,6 +134,6 @@ def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
 def _activate(x: Tensor, out: Tensor | None, activation: int, gated: bool) -> Tensor:
     *each, size = *x.shape[:-1], x.shape[-1] // (2 if gated else 1)
     out = empty((*each, size), x.dtype) if out is None else out
-    stride, code = out.stride(-2), DTYPE_CODES[x.dtype]
-    _kernels.activate(x.data_ptr(), out.data_ptr(), each[0], prod(each[1:]), size, stride, activation, gated, code)
+    numbers = each[0], prod(each[1:]), size, out.stride(-2)
+    _kernels.activate(x.data_ptr(), out.data_ptr(), *numbers, activation, gated, DTYPE_CODES[x.dtype])
     return out

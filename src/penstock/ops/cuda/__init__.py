@@ -26,6 +26,7 @@ from .elementwise import (
     scale,
     silu_and_mul,
 )
+from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .launch import INTERPRETED
@@ -59,9 +60,12 @@ __all__ = [
     "capture",
     "check",
     "clone",
+    "combine_experts",
     "copy_blocks",
     "embedding",
     "empty",
+    "experts_linear",
+    "experts_silu_and_mul",
     "export_kv",
     "fingerprint",
     "from_packed",
@@ -85,10 +89,12 @@ __all__ = [
     "rope_and_store",
     "sample_random",
     "scale",
+    "select_experts",
     "set_batch_invariant",
     "set_lora",
     "set_threads",
     "silu_and_mul",
+    "stack_experts",
     "store_kv",
     "supports",
     "topk",

@@ -19,7 +19,7 @@ from ..quantized_weight import QuantizedWeight
 from .elementwise import gelu_and_mul, silu_and_mul
 from .kernels import matrix as kernels
 from .launch import MIN_FP8, architecture, launch, sm_count
-from .tiles import choose_tile
+from .tiles import Tile, choose_tile
 
 LAYOUT = "cuda-1"
 """Version of the packed layout."""
@@ -257,11 +257,11 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
     """As ``reference.linear``."""
     if _cublas and not matrix.format.bits:
         bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
-        product = torch.nn.functional.linear(x, matrix.tensors["values"], bias)
-        product = product.float() if out_float32 else product
-        return product if out is None else out.copy_(product)
+        result = torch.nn.functional.linear(x, matrix.tensors["values"], bias)
+        result = result.float() if out_float32 else result
+        return result if out is None else out.copy_(result)
     out = x.new_empty((len(x), matrix.outputs), dtype=torch.float32 if out_float32 else x.dtype) if out is None else out
-    return _product(x, matrix, out, gated=False)
+    return product(x, matrix, out, gated=False)
 
 
 def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
@@ -269,7 +269,7 @@ def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) ->
     if _cublas and not matrix.format.bits:
         return silu_and_mul(linear(x, matrix), out)
     out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
-    return _product(x, matrix, out, gated=True)
+    return product(x, matrix, out, gated=True)
 
 
 def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
@@ -277,14 +277,31 @@ def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) ->
     if _cublas and not matrix.format.bits:
         return gelu_and_mul(linear(x, matrix), out)
     out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
-    return _product(x, matrix, out, gated=kernels.GELU.value)
+    return product(x, matrix, out, gated=kernels.GELU.value)
 
 
-def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: int) -> Tensor:
-    """A product.
+@dataclass(frozen=True)
+class Choices:
+    """Which rows of a batch are multiplied with which of several matrices (``experts.group_choices``)."""
+
+    choices: Tensor
+    """``[places]`` int32."""
+    owners: Tensor
+    """``[places / tile.bt]`` int32."""
+    per_row: int
+    """Choices for each row of inputs."""
+    tile: Tile
+    weight_size: int
+    """Weights from one matrix to the next."""
+    scales_size: int
+
+
+def product(x: Tensor, matrix: Matrix, out: Tensor, gated: int, choices: Choices | None = None) -> Tensor:
+    """Products of rows ``x``, written to ``out``, and returned.
 
     Args:
         gated: 1 multiplies SiLU of the first half of the outputs by the second, ``kernels.GELU`` does so with GELU.
+        choices: which rows are multiplied with which matrix, where ``matrix`` is the first of several.
     """
     format, tokens = matrix.format, len(x)
     if tokens == 0:
@@ -301,10 +318,11 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: int) -> Tensor:
     if format.floating:
         values = values.view(FP8)
     width = x.shape[1]
-    tile = _tile(architecture(x.device), sm_count(x.device), tokens, matrix.outputs, x.itemsize, format)
+    tile = choices.tile if choices else tile_of(x, tokens, matrix.outputs, format)
     outputs = matrix.outputs // 2 if gated else matrix.outputs
     share = tile.rows // 2 if gated else tile.rows
-    grid = (-(-outputs // share) * -(-tokens // tile.bt),)
+    places = len(choices.choices) if choices else tokens
+    grid = (-(-outputs // share) * -(-places // tile.bt),)
     arguments: tuple[Any, ...] = (
         x,
         x_scales,
@@ -319,6 +337,12 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: int) -> Tensor:
         share // 8,
         x.stride(0),
         out.stride(0),
+        choices.choices if choices else None,
+        choices.owners if choices else None,
+        choices.per_row if choices else 1,
+        places,
+        choices.weight_size if choices else 0,
+        choices.scales_size if choices else 0,
     )
     constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated, "BN": tile.bn, "BT": tile.bt}
     if format.bits == 4:
@@ -333,6 +357,12 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: int) -> Tensor:
         constants |= {"BK": tile.bk, "EVEN": width % tile.bk == 0}
     launch(kernel, grid, *arguments, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return out
+
+
+def tile_of(x: Tensor, tokens: int, rows: int, format: Format) -> Tile:
+    """The tile for so many tokens and rows of weights; ``x`` has the dtype of inputs before they are quantized."""
+    itemsize = 1 if format.activation_bits else x.itemsize
+    return _tile(architecture(x.device), sm_count(x.device), tokens, rows, itemsize, format)
 
 
 _tile = cache(choose_tile)

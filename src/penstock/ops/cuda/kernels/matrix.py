@@ -159,6 +159,19 @@ def _tile(tokens, outputs, eights, BT: tl.constexpr):
 
 
 @triton.jit
+def _token_rows(first_token, tokens, choices, owners, choices_per_row, BT: tl.constexpr):
+    """Rows of ``x`` and of ``out`` that are a program's tokens, which of them there are, and the expert whose matrix
+    they are multiplied with: -1 where there is nothing to do."""
+    token = first_token + tl.arange(0, BT)
+    if choices is None:
+        x_row, out_row, there, expert = token, token, token < tokens, 0
+    else:
+        out_row = tl.load(choices + token)
+        x_row, there, expert = out_row // choices_per_row, out_row >= 0, tl.load(owners + first_token // BT)
+    return x_row, out_row, there, expert
+
+
+@triton.jit
 def _weight_rows(first, size, eights, BN: tl.constexpr, GATED: tl.constexpr):
     """Rows of the matrix that are a program's, and which of them it has. With GATED, ``first`` counts outputs, each is
     of two rows, and every eight rows of the first half are followed by the eight of the second: one thread has both."""
@@ -179,7 +192,7 @@ def _finish(
     own,
     first_output,
     token,
-    tokens,
+    own_tokens,
     outputs,
     eights,
     out_stride,
@@ -199,12 +212,12 @@ def _finish(
         acc = tl.reshape(gate * up, (SIZE, BT))
     at = tl.arange(0, SIZE)
     column = first_output + at
-    inside = ((at < eights * 8) & (column < outputs))[None, :] & (token < tokens)[:, None]
+    inside = ((at < eights * 8) & (column < outputs))[None, :] & own_tokens[:, None]
     values = tl.trans(acc).to(out.dtype.element_ty)
     tl.store(out + token.to(tl.int64)[:, None] * out_stride + column[None, :], values, mask=inside)
 
 
-@triton.jit(do_not_specialize=["biases", "tokens", "eights"])
+@triton.jit(do_not_specialize=["biases", "tokens", "eights", "places"])
 def product(
     x,
     x_scales,
@@ -219,6 +232,12 @@ def product(
     eights,
     x_stride,
     out_stride,
+    choices,
+    owners,
+    choices_per_row,
+    places,
+    weight_size,
+    scales_size,
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -231,10 +250,21 @@ def product(
     Weights are ``[outputs, inputs]``, or with GATED ``[2 * outputs, inputs]``: row-major and of the inputs' dtype where
     ``scales`` is None; else 8 bits packed, and the inputs either 8 bits with a scale a token, padded to whole blocks,
     or of DTYPE, to which weights are widened. EVEN: BK divides the inputs that ``x`` has.
+
+    With ``choices`` (``experts.group_choices``, ``[places]``) the matrices of experts lie ``weight_size`` weights and
+    ``scales_size`` scales apart, and a tile of tokens is of choices of the expert in ``owners``: the c-th choice is row
+    ``c // choices_per_row`` of ``x`` and row ``c`` of ``out``.
     """
-    first_output, first_token = _tile(tokens, outputs, eights, BT)
+    first_output, first_token = _tile(places, outputs, eights, BT)
+    x_row, out_row, own_tokens, expert = _token_rows(first_token, tokens, choices, owners, choices_per_row, BT)
+    if choices is not None:
+        if expert < 0:
+            return
+        weight += tl.cast(expert, tl.int64) * weight_size
+        if scales is not None:
+            scales += tl.cast(expert, tl.int64) * scales_size
+        bias += tl.cast(expert, tl.int64) * biases
     rows, own = _weight_rows(first_output, outputs, eights, BN, GATED)
-    token = first_token + tl.arange(0, BT)
     k = tl.arange(0, BK)
     if scales is None:
         weight_at = weight + rows.to(tl.int64)[:, None] * inputs + k[None, :]
@@ -242,12 +272,12 @@ def product(
         panel = (rows // PANEL).to(tl.int64) * (tl.cdiv(inputs, BLOCK) * PANEL * BLOCK)
         weight_at = weight + (panel + rows % PANEL * BLOCK)[:, None]
         weight_at += (k // BLOCK * (PANEL * BLOCK) + k % BLOCK)[None, :]
-    x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_at = x + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
     WIDEN: tl.constexpr = x.dtype.element_ty != weight.dtype.element_ty
     INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
     acc = tl.zeros((BN, BT), tl.int32 if INTEGERS else tl.float32)
     for start in range(0, inputs, BK):
-        own_weights, own_inputs = own[:, None], (token < tokens)[:, None]
+        own_weights, own_inputs = own[:, None], own_tokens[:, None]
         if not EVEN:
             inside = (k < inputs - start)[None, :]
             own_inputs = own_inputs & inside
@@ -266,14 +296,14 @@ def product(
     if scales is not None:
         acc *= tl.load(scales + rows, mask=own, other=0.0)[:, None]
     if x_scales is not None:
-        acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
+        acc *= tl.load(x_scales + x_row, mask=own_tokens, other=0.0)[None, :]
     _finish(
-        acc, bias, biases, out, rows, own, first_output, token, tokens, outputs, eights, out_stride,
+        acc, bias, biases, out, rows, own, first_output, out_row, own_tokens, outputs, eights, out_stride,
         DTYPE, GATED, BN, BT,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["biases", "tokens", "eights"])
+@triton.jit(do_not_specialize=["biases", "tokens", "eights", "places"])
 def product_int4(
     x,
     x_scales,
@@ -288,6 +318,12 @@ def product_int4(
     eights,
     x_stride,
     out_stride,
+    choices,
+    owners,
+    choices_per_row,
+    places,
+    weight_size,
+    scales_size,
     offsets,
     x_sums,
     DTYPE: tl.constexpr,
@@ -308,15 +344,23 @@ def product_int4(
     Triton reads ahead what matrix instructions take. Scales, which they do not, are read here in the iteration before;
     from two before on, Triton would read nothing ahead.
     """
-    first_output, first_token = _tile(tokens, outputs, eights, BT)
+    first_output, first_token = _tile(places, outputs, eights, BT)
+    x_row, out_row, own_tokens, expert = _token_rows(first_token, tokens, choices, owners, choices_per_row, BT)
+    if choices is not None:
+        if expert < 0:
+            return
+        weight += tl.cast(expert, tl.int64) * weight_size
+        scales += tl.cast(expert, tl.int64) * scales_size
+        if offsets is not None:
+            offsets += tl.cast(expert, tl.int64) * scales_size
+        bias += tl.cast(expert, tl.int64) * biases
     rows, own = _weight_rows(first_output, outputs, eights, BN, GATED)
-    token = first_token + tl.arange(0, BT)
     k = tl.arange(0, SIZE)
     blocks = tl.cdiv(inputs, 2 * SIZE)
     panel = (rows // PANEL).to(tl.int64) * blocks
     weight_at = weight + (panel * (PANEL * SIZE) + rows % PANEL * SIZE)[:, None] + k[None, :]
     scales_at = scales + panel * (2 * PANEL) + rows % PANEL
-    x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_at = x + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
     TOGETHER: tl.constexpr = 128 // BT  # groups whose offsets are read before they are used, as registers allow
     INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
     SUM: tl.constexpr = tl.int32 if INTEGERS else tl.float32
@@ -330,7 +374,7 @@ def product_int4(
             there = own & (rows * 0 + group < 2 * (blocks - first))
             ahead += (tl.load(scales_at + group * PANEL, mask=there, other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
-            own_weights, own_low, own_high = own, (token < tokens)[:, None], (token < tokens)[:, None]
+            own_weights, own_low, own_high = own, own_tokens[:, None], own_tokens[:, None]
             if not EVEN:
                 left = inputs - (first + i) * (2 * SIZE)
                 own_low = own_low & (k < left)[None, :]
@@ -356,18 +400,18 @@ def product_int4(
             for i in tl.static_range(TOGETHER):
                 there = own & (rows * 0 + group + i < 2 * blocks)
                 offset = tl.load(offsets_at + (group + i) * PANEL, mask=there, other=0.0)
-                summed = (token < tokens) & (token * 0 + group + i < 2 * blocks)
-                total = tl.load(x_sums + (group + i) * tokens + token, mask=summed, other=0.0)
+                summed = own_tokens & (x_row * 0 + group + i < 2 * blocks)
+                total = tl.load(x_sums + (group + i) * tokens + x_row, mask=summed, other=0.0)
                 acc = tl.fma(tl.broadcast_to(offset[:, None], (BN, BT)), tl.broadcast_to(total[None, :], (BN, BT)), acc)
     if x_scales is not None:
-        acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
+        acc *= tl.load(x_scales + x_row, mask=own_tokens, other=0.0)[None, :]
     _finish(
-        acc, bias, biases, out, rows, own, first_output, token, tokens, outputs, eights, out_stride,
+        acc, bias, biases, out, rows, own, first_output, out_row, own_tokens, outputs, eights, out_stride,
         DTYPE, GATED, BN, BT,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["biases", "tokens", "eights"])
+@triton.jit(do_not_specialize=["biases", "tokens", "eights", "places"])
 def product_fp8_blocks(
     x,
     x_scales,
@@ -382,6 +426,12 @@ def product_fp8_blocks(
     eights,
     x_stride,
     out_stride,
+    choices,
+    owners,
+    choices_per_row,
+    places,
+    weight_size,
+    scales_size,
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     BN: tl.constexpr,
@@ -390,23 +440,28 @@ def product_fp8_blocks(
     """Products of 8-bit floating-point numbers with a scale each 128 x 128 weights, and each 128 inputs and token
     (``x_scales`` is ``[blocks, tokens]``). A block of inputs is summed by the matrix instructions alone, and joins the
     outputs in float32. Scales are read as in ``product_int4``."""
-    first_output, first_token = _tile(tokens, outputs, eights, BT)
+    first_output, first_token = _tile(places, outputs, eights, BT)
+    x_row, out_row, own_tokens, expert = _token_rows(first_token, tokens, choices, owners, choices_per_row, BT)
+    if choices is not None:
+        if expert < 0:
+            return
+        weight += tl.cast(expert, tl.int64) * weight_size
+        scales += tl.cast(expert, tl.int64) * scales_size
+        bias += tl.cast(expert, tl.int64) * biases
     rows, own = _weight_rows(first_output, outputs, eights, BN, GATED)
-    token = first_token + tl.arange(0, BT)
-    own_tokens = token < tokens
     k = tl.arange(0, BLOCK)
     blocks = tl.cdiv(inputs, BLOCK)
     weight_at = weight + ((rows // PANEL).to(tl.int64) * (blocks * PANEL * BLOCK) + rows % PANEL * BLOCK)[:, None]
     weight_at += k[None, :]
     scales_at = scales + rows // BLOCK * blocks
-    x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_at = x + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
     acc = tl.zeros((BN, BT), tl.float32)
     row_scales = tl.load(scales_at, mask=own, other=0.0)
-    token_scales = tl.load(x_scales + token, mask=own_tokens, other=0.0)
+    token_scales = tl.load(x_scales + x_row, mask=own_tokens, other=0.0)
     for block in range(blocks):
         there = tl.minimum(block + 1, blocks - 1)
         next_row_scales = tl.load(scales_at + there, mask=own, other=0.0)
-        next_token_scales = tl.load(x_scales + there * tokens + token, mask=own_tokens, other=0.0)
+        next_token_scales = tl.load(x_scales + there * tokens + x_row, mask=own_tokens, other=0.0)
         weights = tl.load(weight_at, mask=own[:, None], other=0.0)
         values = tl.load(x_at, mask=own_tokens[:, None], other=0.0)
         part = tl.dot(weights, tl.trans(values), out_dtype=tl.float32)
@@ -415,7 +470,7 @@ def product_fp8_blocks(
         weight_at += PANEL * BLOCK
         x_at += BLOCK
     _finish(
-        acc, bias, biases, out, rows, own, first_output, token, tokens, outputs, eights, out_stride,
+        acc, bias, biases, out, rows, own, first_output, out_row, own_tokens, outputs, eights, out_stride,
         DTYPE, GATED, BN, BT,
     )  # fmt: skip
 
