@@ -83,7 +83,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- Kernels -----------------------------------------------------------------------------------------------------------
+# --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=kernels.available(), scope="module")
@@ -207,7 +207,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
             cpu.new_kv_cache([spec], 1, CPU)
 
 
-# --- Engines -----------------------------------------------------------------------------------------------------------
+# --- Engines ---------------------------------------------------------------------------------------------------------
 
 KINDS = ["float32 none auto", "bfloat16 none auto", "bfloat16 none int8", "bfloat16 w8a8 int8"]
 

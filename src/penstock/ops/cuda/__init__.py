@@ -16,6 +16,7 @@ from .attention import attention
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
+from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
 from .launch import INTERPRETED
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
 from .matrix import (
@@ -54,12 +55,16 @@ __all__ = [
     "from_packed",
     "import_kv",
     "index_select",
+    "latent_attention",
+    "latent_rope_and_store",
     "linear",
+    "linear_by_head",
     "linear_silu_and_mul",
     "log_softmax",
     "new_kv_cache",
     "new_lora_slots",
     "pack",
+    "pack_by_head",
     "pack_lora",
     "pack_quantized",
     "packed_tensors",
