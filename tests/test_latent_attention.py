@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
 from test_ops import DTYPES, KEPT, NAMES, close, cpu, draw_batch, kernels, randn, seeds
+from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
@@ -286,3 +287,10 @@ def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
     absorbed = 3 * 4 * 32 * (24 + 20)
     weights = 2 * absorbed + (size.layer_weights - absorbed) * (1 + 4 / 64)
     assert bytes_per_weight(size, "wint8", "bfloat16")[0] * size.layer_weights == pytest.approx(weights)
+
+
+@pytest.mark.parametrize("knowing", [True, False])
+def test_heads_of_the_model_itself(knowing: bool, tmp_path: Path) -> None:
+    """V3's layers for multi-token prediction, which have latent attention and experts, too."""
+    config = DeepseekV3Config(**LATENT | EXPERTS | {"vocab_size": 3584})
+    check_heads(with_head(tmp_path, knowing, config), knowing)
