@@ -276,6 +276,32 @@ def attentions(whole: bool) -> Calls:
             yield f"attention {heads} {kv_heads} {dim} {block_size} {window} {quantization}", call
 
 
+def latents(whole: bool) -> Calls:
+    """In the shapes of DeepSeek-V3 and, of all variants, of V2-Lite."""
+    from penstock.ops import AttentionMetadata, KVSpec
+    from penstock.ops.cuda import kv_cache, latent
+
+    for heads, quantization in product((128, 16) if whole else (128,), KV_CACHES):
+        cache = kv_cache.new_kv_cache([KVSpec(1, 576, "bfloat16", 64, quantization, latent=512)], 2, CPU)[0]
+        q, queries = empty(8, heads, 192), empty(8, heads, 576)
+
+        def store(q: Any = q, cache: Any = cache, queries: Any = queries) -> None:
+            down, tokens, table = empty(8, 2112), torch.empty(8).long(), torch.empty(4096, 64)
+            k, own, out = down[:, 2048:], down[:, 1536:2048], queries[..., 512:]
+            latent.latent_rope_and_store(q[..., 128:], k, own, tokens, table, cache, tokens, True, out)
+
+        def attend(queries: Any = queries, cache: Any = cache) -> None:
+            starts, lengths = torch.zeros(9, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+            metadata = AttentionMetadata(starts, lengths, torch.zeros(8, 100, dtype=torch.int32))
+            latent.latent_attention(queries, cache, metadata, 0.1, 512)
+
+        yield f"latent_rope_and_store {quantization}", store
+        yield f"latent_attention {heads} {quantization}", attend
+        for outputs, inputs in ((512, 128), (128, 512)):
+            weight = latent.pack_by_head(empty(heads, outputs, inputs))
+            yield "linear_by_head", partial(latent.linear_by_head, empty(8, heads, inputs), weight)
+
+
 OPS: tuple[Callable[[bool], Calls], ...] = (
     products,
     adapters,
@@ -284,6 +310,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
     rows,
     kv_caches,
     attentions,
+    latents,
     sampling,
 )
 """Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""

@@ -23,6 +23,7 @@ TENSOR_MEMORY = 512
 """Columns of a multiprocessor: programs for which it is too small are compiled to a trap."""
 FP8 = "fp8"
 MULTIPLY = ("product", "product_int4", "product_fp8_blocks", "attention", "shrink", "expand")
+MULTIPLY += ("latent_attention", "linear_by_head")
 """Kernels with matrix instructions."""
 
 

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
 from test_ops import DTYPES, KEPT, NAMES, close, cpu, draw_batch, kernels, randn, seeds
+from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
@@ -49,6 +50,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "v2, biases": DeepseekV2Config(**LATENT, attention_bias=True, mlp_bias=True),
     "v2, yarn, tied": DeepseekV2Config(**LATENT | {"q_lora_rank": None, "tie_word_embeddings": True}, **SCALED),
 }
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}
+CONFIGS |= {
+    "v3, experts, yarn": DeepseekV3Config(**LATENT | EXPERTS, **SCALED),
+    "v2, experts, biases": DeepseekV2Config(**LATENT | EXPERTS, attention_bias=True, mlp_bias=True),
+    "v2, experts in groups": DeepseekV2Config(**LATENT | EXPERTS, topk_method="group_limited_greedy"),
+}
 CPU = torch.device("cpu")
 
 # What every family passes, and every layout of a KV cache.
@@ -59,10 +74,20 @@ export_ops = test_kv_export.ops
 secret = test_prefill_decode.secret
 
 
+def save_with_bias(config: PreTrainedConfig, folder: Path) -> Any:
+    """As ``save``; the router's bias is no parameter."""
+    model = save(config, folder)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest, ops: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    model = save(CONFIGS[request.param], folder)
+    model = save_with_bias(CONFIGS[request.param], folder)
     options = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "max_num_batched_tokens": 50}
     return LLM(folder, ops=ops, **options), model
 
@@ -71,7 +96,7 @@ def pair(request: pytest.FixtureRequest, ops: str, tmp_path_factory: pytest.Temp
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With adapters, as ``test_exactness.checkpoint``."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    model = save(CONFIGS["v3, biases, yarn"], folder)
+    model = save_with_bias(CONFIGS["v3, experts, yarn"], folder)
     for rank, name in enumerate(ADAPTERS, 3):
         targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
         adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets))
@@ -83,7 +108,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- Kernels -----------------------------------------------------------------------------------------------------------
+# --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=kernels.available(), scope="module")
@@ -207,7 +232,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
             cpu.new_kv_cache([spec], 1, CPU)
 
 
-# --- Engines -----------------------------------------------------------------------------------------------------------
+# --- Engines ---------------------------------------------------------------------------------------------------------
 
 KINDS = ["float32 none auto", "bfloat16 none auto", "bfloat16 none int8", "bfloat16 w8a8 int8"]
 
@@ -264,7 +289,8 @@ def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
     assert bytes_per_weight(size, "wint8", "bfloat16")[0] * size.layer_weights == pytest.approx(weights)
 
 
-def test_layers_of_experts_are_refused_by_name(tmp_path: Path) -> None:
-    save(DeepseekV3Config(**LATENT | {"first_k_dense_replace": 2}), tmp_path)
-    with pytest.raises(PenstockError, match="layers of experts in DeepseekV3ForCausalLM"):
-        LLM(tmp_path, num_gpu_blocks_override=8)
+@pytest.mark.parametrize("knowing", [True, False])
+def test_heads_of_the_model_itself(knowing: bool, tmp_path: Path) -> None:
+    """V3's layers for multi-token prediction, which have latent attention and experts, too."""
+    config = DeepseekV3Config(**LATENT | EXPERTS | {"vocab_size": 3584})
+    check_heads(with_head(tmp_path, knowing, config), knowing)

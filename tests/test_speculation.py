@@ -19,7 +19,7 @@ import torch
 from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from serving import Served
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 from penstock.core import Code, EngineRequest, TokenDelta
@@ -107,13 +107,16 @@ def test_a_repetitive_text_takes_fewer_steps() -> None:
     assert perf and (perf.draft_tokens, perf.accepted_tokens) == (counts.draft_tokens, counts.accepted_tokens)
 
 
-def with_head(folder: Path, knowing: bool) -> Path:
+def with_head(folder: Path, knowing: bool, config: PreTrainedConfig | None = None) -> Path:
     """A checkpoint with a head that guesses ahead: one that knows what comes next, or one that knows nothing.
 
     What the knowing one's model says depends on its last token alone, as nothing its layers find is added to it; so the
     token after the next one follows from the embedding of the next.
+
+    Args:
+        config: of a model of three layers, without biases.
     """
-    config = Qwen3Config(**{**SMALL, "vocab_size": 3584}, head_dim=32, sliding_window=None)
+    config = config or Qwen3Config(**{**SMALL, "vocab_size": 3584}, head_dim=32, sliding_window=None)
     save(config, folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -137,7 +140,11 @@ def with_head(folder: Path, knowing: bool) -> Path:
 
 @pytest.mark.parametrize("knowing", [True, False])
 def test_heads_of_the_model_itself(knowing: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = with_head(tmp_path_factory.mktemp("head"), knowing)
+    check_heads(with_head(tmp_path_factory.mktemp("head"), knowing), knowing)
+
+
+def check_heads(folder: Path, knowing: bool) -> None:
+    """Answers are those without heads, whose guesses a knowing one's model takes."""
     options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
     prompts = [list(range(2, 2 + n)) for n in (3, 20, 40, 70, 70)]
     asked = [

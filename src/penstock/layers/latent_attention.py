@@ -14,7 +14,7 @@ from .linear import ColumnParallelLinear
 from .norm import RMSNorm
 
 NORM_EPS = 1e-6
-"""Of the norms of latent vectors, whatever the model's other norms have (as in transformers and DeepSeek's own code)."""
+"""Of the norms of latent vectors, whatever the other norms have (as in transformers and DeepSeek's own code)."""
 
 
 class LatentAttention:

@@ -72,8 +72,6 @@ class ModelConfig:
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
-    experts: ExpertsConfig | None = None
-    """None for models without experts."""
 
     @property
     def rotary_dim(self) -> int:

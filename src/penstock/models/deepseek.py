@@ -1,29 +1,36 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024), DeepSeek-V3 and R1 (2024, 2025): multi-head latent attention. Kimi-K2 is a V3."""
+"""DeepSeek-V2 (DeepSeek-AI, 2024), DeepSeek-V3 and R1 (2024, 2025): multi-head latent attention and
+mixture of experts. Kimi-K2 is a V3."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.core import Code, PenstockError
 from penstock.layers import AttentionLayer, BuildContext, LatentAttention
 
 from .config import ModelConfig, dense_config
 from .decoder import build_decoder
+from .experts import mixture_of_experts
+from .experts_config import read_deepseek_experts
 from .latent_config import read_latent_config
 from .registry import Family
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     config = dense_config(raw, num_kv_heads=1)
-    if raw.get("n_routed_experts") and int(raw.get("first_k_dense_replace") or 0) < config.num_layers:
-        raise PenstockError(Code.UNSUPPORTED, f"layers of experts in {config.architecture} are not supported", "model")
-    interleave = True if config.architecture == "DeepseekV2ForCausalLM" else raw.get("rope_interleave", True)
-    latent = read_latent_config(raw, config.rope_parameters, bool(interleave))
-    mlp_bias = config.mlp_bias and config.architecture == "DeepseekV2ForCausalLM"
-    head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    return dense_config(raw, num_kv_heads=1, head_dim=head_dim, mlp_bias=mlp_bias, latent=latent)
+    is_v2 = config.architecture == "DeepseekV2ForCausalLM"
+    mlp_bias = config.mlp_bias and is_v2
+    latent = read_latent_config(raw, config.rope_parameters, is_v2 or bool(raw.get("rope_interleave", True)))
+    experts = read_deepseek_experts(raw, "greedy" if is_v2 else "noaux_tc")
+    return replace(
+        config,
+        head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim,
+        mlp_bias=mlp_bias,
+        latent=latent,
+        experts=replace(experts, shared_bias=mlp_bias) if experts else None,
+    )
 
 
 def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
@@ -50,5 +57,5 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
 FAMILY = Family(
     architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     read_config=read_config,
-    build=partial(build_decoder, attention=latent_attention),
+    build=partial(build_decoder, attention=latent_attention, mlp=mixture_of_experts),
 )

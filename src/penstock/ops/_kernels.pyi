@@ -2,6 +2,9 @@
 
 PANEL: int
 MAX_HEAD: int
+MAX_LATENT: int
+"""Largest value of a latent cache, and key."""
+MAX_LATENT_KEY: int
 MAX_BLOCK: int
 BUILT: list[str]
 """Instruction sets of this build, from the slowest to the fastest."""
@@ -222,6 +225,44 @@ def attention(
     latent: int,
     /,
 ) -> None: ...
+def latent_store(
+    q: int,
+    k: int,
+    latent: int,
+    out: int,
+    positions: int,
+    table: int,
+    cache: int,
+    slots: int,
+    tokens: int,
+    heads: int,
+    rope: int,
+    dim: int,
+    block_size: int,
+    q_stride: int,
+    q_head: int,
+    k_stride: int,
+    latent_stride: int,
+    out_stride: int,
+    out_head: int,
+    pairs: bool,
+    type: int,
+    rounded: bool,
+    /,
+) -> None: ...
+def by_head(
+    x: int,
+    matrix: Matrix,
+    out: int,
+    x_stride: int,
+    x_head: int,
+    out_stride: int,
+    out_head: int,
+    rows: int,
+    heads: int,
+    outputs: int,
+    /,
+) -> None: ...
 def export_kv(
     cache: int,
     buffer: int,
@@ -238,6 +279,7 @@ def export_kv(
     offset: int,
     type: int,
     rounded: bool,
+    latent: bool,
     progress: int,
     /,
 ) -> None: ...
@@ -257,6 +299,7 @@ def import_kv(
     offset: int,
     type: int,
     rounded: bool,
+    latent: bool,
     progress: int,
     /,
 ) -> None: ...

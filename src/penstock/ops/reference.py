@@ -68,8 +68,9 @@ class Matrix:
 
 
 KVCache = list[Tensor]
-"""Keys and values of each layer: ``[vectors, blocks, block_size, kv_heads, head_dim]``, with ``KVSpec.vectors``. A
-quantized cache is int8 or float8_e4m3fn, and its last dimension ends with the four bytes of the vector's float32 scale."""
+"""Keys and values of each layer: ``[vectors, blocks, block_size, kv_heads, head_dim]``, with ``KVSpec.vectors``.
+A quantized cache is int8 or float8_e4m3fn, and its last dimension ends with the four bytes of the vector's float32
+scale."""
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Of quantized caches, by ``KVSpec.quantization``."""
 CACHE_LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
@@ -567,8 +568,8 @@ def latent_rope_and_store(
     behind it, its key in a latent cache.
 
     Args:
-        q: ``[tokens, heads, rope_dim]``, of which only the last dimension must be contiguous; k: ``[tokens, rope_dim]``,
-            whose rows may lie apart; latent: ``[tokens, latent]``.
+        q: ``[tokens, heads, rope_dim]``, of which only the last dimension must be contiguous.
+        k: ``[tokens, rope_dim]``; latent: ``[tokens, latent]``. Rows may lie apart.
         positions, table: as for ``rope``.
         cache, slot_mapping: as for ``store_kv``.
         interleaved: whether neighbours are rotated against each other, and not halves.

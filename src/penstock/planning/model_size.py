@@ -42,8 +42,8 @@ class ModelSize:
     kv_dim: int
     """Numbers in a head's key, and in its value; with ``latent``, in the latent vector and its rotary key together."""
     latent: int
-    """Numbers of the latent vector that a token keeps in place of keys and values (multi-head latent attention); 0 where
-    it keeps these."""
+    """Numbers of the latent vector that a token keeps in place of keys and values (multi-head latent attention); 0
+    where it keeps these."""
     mtp_weights: int
     """Parameters of the layers for multi-token prediction, which are loaded only where speculation uses them."""
     num_mtp_layers: int
@@ -56,7 +56,7 @@ class ModelSize:
     gguf_head: Mapping[Format, float] = field(default_factory=dict)
     """Among the weights of embedding and language model head."""
     unquantized_weights: int = 0
-    """Of the layers' weights, those that are not quantized whatever the format: latent attention's that are absorbed."""
+    """Of the layers' weights, those that no format quantizes: latent attention's that are absorbed."""
 
     def on_cpu(self) -> ModelSize:
         """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
@@ -140,8 +140,8 @@ def quantization_config_of(config: Mapping[str, Any]) -> Any:
 
 
 def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
-    """Parameters of a layer's latent attention (DeepSeek-V2, section 2.1), those of the matrix among them that makes keys
-    and values of latent vectors, and elements of a token's latent vector."""
+    """Parameters of a layer's latent attention (DeepSeek-V2, section 2.1), those among them of the matrix that makes
+    keys and values of latent vectors, and elements of a token's latent vector."""
     rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
     rank, value, queries = int(config["kv_lora_rank"]), int(config["v_head_dim"]), heads * (nope + rope)
     low = int(config.get("q_lora_rank") or 0)

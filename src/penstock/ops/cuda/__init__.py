@@ -29,6 +29,7 @@ from .elementwise import (
 from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
+from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
 from .launch import INTERPRETED
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
 from .matrix import (
@@ -73,14 +74,18 @@ __all__ = [
     "gelu_and_mul",
     "import_kv",
     "index_select",
+    "latent_attention",
+    "latent_rope_and_store",
     "layer_norm",
     "linear",
+    "linear_by_head",
     "linear_gelu_and_mul",
     "linear_silu_and_mul",
     "log_softmax",
     "new_kv_cache",
     "new_lora_slots",
     "pack",
+    "pack_by_head",
     "pack_lora",
     "pack_quantized",
     "packed_tensors",

@@ -94,6 +94,43 @@ def workspace(device: torch.device, size: int) -> Tensor:
     return torch.empty(size // 4, dtype=torch.float32, device=device)
 
 
+def plan_of(
+    metadata: AttentionMetadata,
+    variant: Variant,
+    group_tile: int,
+    head_tiles: int,
+    window: int,
+    capacity: int,
+    programs: int,
+) -> Plan:
+    """The plan of a step: the one that a layer before has made, if it has the same shape."""
+    key = (variant, group_tile, head_tiles, window, capacity)
+    if metadata.plan is None:
+        metadata.plan = {}
+    found: Plan | None = metadata.plan.get(key)
+    if found:
+        return found
+    sequences, device = metadata.block_tables.shape[0], metadata.block_tables.device
+    plan = Plan(variant, torch.empty(4 + 3 * sequences, dtype=torch.int32, device=device), programs)
+    metadata.plan[key] = plan
+    launch(
+        kernels.plan,
+        (1,),
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        plan.tensor,
+        sequences,
+        capacity,
+        programs * ITEMS,
+        HEAD_TILES=head_tiles,
+        TOKENS=variant.rows // group_tile,
+        WINDOW=window,
+        SPLIT=SPLIT,
+        BLOCK=PLAN_BLOCK,
+    )
+    return plan
+
+
 def attention(
     q: Tensor,
     cache: LayerCache,
@@ -130,28 +167,7 @@ def attention(
     programs = sm_count(q.device) * variant.programs
     memory, partial_rows = workspace(q.device, WORKSPACE_BYTES), WORKSPACE_BYTES // 4 // (dim + 2)
     capacity = (partial_rows - programs * variant.rows) // heads
-    key = (variant, group_tile, head_tiles, window, capacity)
-    if metadata.plan is None:
-        metadata.plan = {}
-    plan = metadata.plan.get(key)
-    if plan is None:
-        plan = Plan(variant, torch.empty(4 + 3 * sequences, dtype=torch.int32, device=q.device), programs)
-        metadata.plan[key] = plan
-        launch(
-            kernels.plan,
-            (1,),
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            plan.tensor,
-            sequences,
-            capacity,
-            programs * ITEMS,
-            HEAD_TILES=head_tiles,
-            TOKENS=variant.rows // group_tile,
-            WINDOW=window,
-            SPLIT=SPLIT,
-            BLOCK=PLAN_BLOCK,
-        )
+    plan = plan_of(metadata, variant, group_tile, head_tiles, window, capacity, programs)
     partial, partial_sums = memory, memory[partial_rows * dim :]
     launch(
         kernels.attention,

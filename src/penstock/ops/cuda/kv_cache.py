@@ -23,6 +23,8 @@ from .launch import MIN_FP8, architecture, launch
 
 MAX_BLOCK = 128
 MAX_HEAD = 256
+MAX_LATENT = 512
+"""Numbers of the largest value of a latent cache."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class LayerCache:
     """Keys and values of one layer, as views of ``pool``."""
 
     values: Tensor
-    """``[blocks, 2, kv_heads, block_size, head_dim]``; blocks lie apart."""
+    """``[blocks, vectors, kv_heads, block_size, head_dim]``, with ``KVSpec.vectors``; blocks lie apart."""
     scales: Tensor | None
-    """``[blocks, 2, kv_heads, block_size]`` float32 where the cache is quantized."""
+    """``[blocks, vectors, kv_heads, block_size]`` float32 where the cache is quantized."""
     spec: KVSpec
     pool: Tensor
     """``[blocks, bytes]`` uint8: a block of all layers, one layer after the other, so that a block is copied whole."""
@@ -49,10 +51,11 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
         if spec.quantization == "fp8" and architecture(device).capability < MIN_FP8:
             words = "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or higher: give int8"
             raise PenstockError(Code.UNSUPPORTED, words, "kv_cache_dtype")
-        if spec.latent:
-            raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
-        if spec.head_dim % 16 or spec.head_dim > MAX_HEAD:
-            words = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {MAX_HEAD}"
+        largest = MAX_LATENT + MAX_HEAD if spec.latent else MAX_HEAD
+        if spec.head_dim % 16 or spec.head_dim > largest or spec.latent % 16 or spec.latent > MAX_LATENT:
+            words = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {largest}"
+            if spec.latent:
+                words += f", and of latent vectors up to {MAX_LATENT}"
             raise PenstockError(Code.UNSUPPORTED, words, "model")
     size = bytes_per_block(specs)
     if device.type == "cpu":
@@ -65,7 +68,7 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
 
 def _layer_cache(pool: Tensor, offset: int, spec: KVSpec) -> LayerCache:
     dtype = CACHE_DTYPES[spec.quantization] if spec.quantization else getattr(torch, spec.dtype)
-    shape = (2, spec.kv_heads, spec.block_size, spec.head_dim)
+    shape = (spec.vectors, spec.kv_heads, spec.block_size, spec.head_dim)
     end = offset + prod(shape) * dtype.itemsize
     values = pool[:, offset:end].view(dtype).unflatten(1, shape)
     if not spec.quantization:
@@ -239,7 +242,7 @@ def _exchange(
     scale_stride = block_strides(cache)[1]
     launch(
         kernels.exchange_kv,
-        (len(places), 2),
+        (len(places), spec.vectors),
         cache.values.view(torch.int32),
         None if cache.scales is None else cache.scales.view(torch.int32),
         slot_mapping,
