@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Ernie4_5Config, LlamaConfig, PreTrainedModel
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, PenstockError, SamplingParams
 from penstock.core import EngineRequest
 
 VOCAB, SIZE, LAYERS = 300, 64, 6
@@ -419,3 +419,24 @@ def test_what_is_missing_is_refused(simple: tuple[Path, Any], given: dict[str, s
     given = {name: value.replace("HEAD", str(simple[0])) for name, value in given.items()}
     with pytest.raises(PenstockError, match=words):
         LLM(simple[0], speculative_config=given, **OPTIONS)
+
+
+def test_mtp_layers_of_ernie(tmp_path: Path) -> None:
+    """Under the names of its checkpoints: of a model whose next token depends on the last one alone."""
+    config = Ernie4_5Config(**SMALL, head_dim=16)
+    save(config, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        if name.startswith("model.layers.0."):
+            tensors[name.replace("layers.0", "mtp_block.0")] = tensor.clone()
+    tensors |= {f"model.{name}.0.weight": torch.ones(SIZE) for name in ("mtp_emb_norm", "mtp_hidden_norm")}
+    tensors["model.mtp_linear_proj.0.weight"] = torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
+    llm = LLM(tmp_path, speculative_config={"method": "mtp", "adaptive": False}, **OPTIONS)
+    assert answers(llm) == answers(LLM(tmp_path, **OPTIONS))
+    stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
+    assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 20
