@@ -1,9 +1,10 @@
 """What guessing ahead brings: tokens a second with and without, in turns.
 
-python benchmarks/speculation.py [CHECKPOINT] [--speculative-config JSON]
+python benchmarks/speculation.py [CHECKPOINT] [--speculative-config JSON ...]
 
-By default the model in the box answers questions with its draft model and by what came before, and goes on with lists
-that repeat themselves. Another checkpoint goes on with the lists only, as a model of random weights has nothing to say.
+Several methods are measured in turns, with the same questions, in one sitting. By default the model in the box answers
+questions with its draft model and by what came before, and goes on with lists that repeat themselves. Another
+checkpoint goes on with the lists only, as a model of random weights has nothing to say.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from penstock import LLM, SamplingParams
+from penstock.engine.spec.speculation import SpecDecodingStats
 
 QUESTIONS = [
     "What is the capital of Canada?",
@@ -34,28 +36,39 @@ LISTS = [" ".join([word] * 6 + ["one two three four five"] * 6) for word in "red
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default="")
-    parser.add_argument("--speculative-config", help="as JSON (default: each method that the model allows)")
+    parser.add_argument(
+        "--speculative-config", nargs="+", help="as JSON (default: each method that the model in the box allows)"
+    )
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences at a time (default: 1 8)")
     parser.add_argument("--output-len", type=int, default=96, help="tokens of each (default: 96)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    own = [args.speculative_config] if args.speculative_config else []
-    methods = own or ['{"method": "ngram"}', *([] if args.checkpoint else ['{"method": "draft_model"}'])]
+    methods = args.speculative_config or [
+        '{"method": "ngram"}',
+        *([] if args.checkpoint else ['{"method": "draft_model"}']),
+    ]
     common = {"model": args.checkpoint, "quantization": args.quantization, "max_model_len": 1024}
-    plain = LLM(kv_cache_memory_bytes=2**30, **common)
-    for method in methods:
-        config = json.loads(method)
-        guessing = [LLM(kv_cache_memory_bytes=2**30, **common, speculative_config=config | more) for more in VARIANTS]
-        for name, prompts in (("lists", LISTS),) if args.checkpoint else (("questions", QUESTIONS), ("lists", LISTS)):
-            for batch in args.batch:
-                measure(f"{method} {name} x{batch}", [plain, *guessing], prompts, name, batch, args)
+    plain = LLM(kv_cache_memory_bytes=2**28, **common)
+    guessing = {
+        (method, adaptive): LLM(
+            kv_cache_memory_bytes=2**28, **common, speculative_config=json.loads(method) | {"adaptive": adaptive}
+        )
+        for method in methods
+        for adaptive in (False, True)
+    }
+    for name, prompts in (("lists", LISTS),) if args.checkpoint else (("questions", QUESTIONS), ("lists", LISTS)):
+        for batch in args.batch:
+            measure(f"{name} x{batch}", plain, guessing, prompts, name, batch, args)
 
 
-VARIANTS: list[dict[str, bool]] = [{"adaptive": False}, {"adaptive": True}]
+Guessing = dict[tuple[str, bool], LLM]
+"""By the method's JSON, and whether it may stop where it does not pay."""
 
 
-def measure(title: str, llms: list[LLM], prompts: list[str], kind: str, batch: int, args: argparse.Namespace) -> None:
+def measure(
+    title: str, plain: LLM, guessing: Guessing, prompts: list[str], kind: str, batch: int, args: argparse.Namespace
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
 
     def run(llm: LLM) -> float:
@@ -72,22 +85,32 @@ def measure(title: str, llms: list[LLM], prompts: list[str], kind: str, batch: i
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         return tokens / seconds
 
-    for llm in llms:
+    for llm in (plain, *guessing.values()):
         run(llm)  # what is made once, and what is tried
-    speculation = llms[1].engine.scheduler.speculation
+    before = {key: replace(stats(llm)) for key, llm in guessing.items()}
+    ratios: dict[tuple[str, bool], list[float]] = {key: [] for key in guessing}
+    rates = []
+    for _ in tqdm(range(args.rounds), desc=title, unit="round", leave=False):
+        rates.append(run(plain))
+        for key, llm in guessing.items():
+            ratios[key].append(run(llm) / rates[-1])
+    print(f"{title}: {statistics.median(rates):.0f} tokens/s without")
+    for method in dict.fromkeys(method for method, _ in guessing):
+        always, adaptive = (statistics.median(ratios[method, each]) for each in (False, True))
+        drafts, guessed, right = (
+            getattr(stats(guessing[method, False]), name) - getattr(before[method, False], name)
+            for name in ("drafts", "draft_tokens", "accepted_tokens")
+        )
+        print(
+            f"  {method}: {always:.2f} times as many with guesses, {adaptive:.2f} where they may stop; "
+            f"{right / max(guessed, 1):.0%} right, {1 + right / max(drafts, 1):.2f} tokens a step with guesses"
+        )
+
+
+def stats(llm: LLM) -> SpecDecodingStats:
+    speculation = llm.engine.scheduler.speculation
     assert speculation is not None
-    before = replace(speculation.stats)
-    rates = [[run(llm) for llm in llms] for _ in tqdm(range(args.rounds), desc=title, unit="round", leave=False)]
-    always, adaptive = (statistics.median(r[i] / r[0] for r in rates) for i in (1, 2))
-    drafts, guessed, right = (
-        getattr(speculation.stats, name) - getattr(before, name)
-        for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    print(
-        f"{title}: {statistics.median(r[0] for r in rates):.0f} tokens/s without, {always:.2f} times as many with "
-        f"guesses, {adaptive:.2f} where they may stop; {right / max(guessed, 1):.0%} right, "
-        f"{1 + right / max(drafts, 1):.2f} tokens a step with guesses"
-    )
+    return speculation.stats
 
 
 if __name__ == "__main__":

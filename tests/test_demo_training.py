@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import dataset
 import pytest
 import torch
 import train
+import train_head
 from model import DRAFT, TARGET, Model, Shape, from_hugging_face, to_hugging_face
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock import demo
+from penstock import LLM, SamplingParams, demo
 
 SMALL = train.Recipe(Shape(vocab=3584, hidden=64, intermediate=96, layers=2, heads=2, kv_heads=1, head_dim=32))
 
@@ -76,3 +79,18 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "halved.png").stat().st_size > 0
     with pytest.raises(SystemExit, match="another recipe or corpus"):
         train.Run("halved", SMALL, tmp_path, "another corpus", compiled=False)
+
+
+@pytest.mark.thorough
+def test_a_draft_head_is_trained_in_parts_and_drafts(tmp_path: Path) -> None:
+    """In the layout that ``speculative_config`` reads; a stopped training goes on."""
+    script = [sys.executable, train_head.__file__, "--out", str(tmp_path), "--steps"]
+    for steps in ("2", "3"):
+        subprocess.run([*script, steps], check=True, capture_output=True)
+    assert torch.load(tmp_path / "head.pt", weights_only=True)["step"] == 3
+    question, params = [{"role": "user", "content": "Tell me a story."}], SamplingParams(temperature=0, max_tokens=40)
+    options = {"num_gpu_blocks_override": 100, "max_model_len": 512}
+    guessing = LLM(speculative_config={"model": str(tmp_path), "adaptive": False}, **options)
+    plain, guessed = (llm.chat(question, params, use_tqdm=False)[0].outputs for llm in (LLM(**options), guessing))
+    assert guessed == plain
+    assert guessing.engine.scheduler.speculation.stats.draft_tokens > 0

@@ -259,7 +259,7 @@ def test_of_a_model_on_the_hub_only_its_configuration_is_fetched(
         (["--input-len", "0"], "input_len: must be above 0"),
         (["--gpu-memory", "0.001"], "its weights leave"),
         (["--max-model-length", "5"], "did you mean --max-model-len?"),
-        (["--speculative-config", '{"method": "draft_model"}'], "draft models are not planned for yet"),
+        (["--speculative-config", '{"method": "draft_model"}'], "draft models and heads are not planned for yet"),
     ],
 )
 def test_what_is_wrong_is_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

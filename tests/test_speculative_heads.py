@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import SMALL, save
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Ernie4_5Config, LlamaConfig, PreTrainedModel
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, PenstockError, SamplingParams
 from penstock.core import EngineRequest
 
 VOCAB, SIZE, LAYERS = 300, 64, 6
+MEDUSA_FILE = "medusa_lm_head.pt"
+"""The name under which Medusa's authors publish heads."""
 CONFIG = LlamaConfig(**{**SMALL, "num_hidden_layers": LAYERS, "tie_word_embeddings": False})
 OPTIONS: dict[str, Any] = {
     "block_size": 16,
@@ -55,8 +59,9 @@ def plain(target: Path) -> list[Any]:
     return answers(LLM(target, **OPTIONS))
 
 
-def answers(llm: LLM) -> list[Any]:
-    return [output.outputs for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+def answers(llm: LLM, vocabulary: int = VOCAB) -> list[Any]:
+    prompts = [[token % vocabulary for token in prompt] for prompt in PROMPTS]
+    return [output.outputs for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
 
 
 def speculative(folder: Path, method: str = "", **more: Any) -> dict[str, Any]:
@@ -252,30 +257,186 @@ def test_drafts_are_those_of_the_definition(
     assert compared > 50
 
 
-@pytest.mark.parametrize(("make", "method", "variant"), [HEADS[1], HEADS[4], HEADS[5]], ids=NAMES)
+# --- Outputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def simple(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A model whose next token depends on the last one alone, and heads that know some of what comes next."""
+    folder = tmp_path_factory.mktemp("simple")
+    tokens = 60
+    save(LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": tokens}), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        if name.endswith("norm.weight"):
+            tensor.fill_(1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    states = norm(embedding, torch.ones(SIZE))
+    following = F.linear(states, head).argmax(-1)
+    heads = {method: folder / method for method in ("eagle3", "eagle", "medusa")}
+    silent = {
+        method: random_layer(name, inputs) | {f"{name}.{part}.weight": torch.zeros(SIZE, 96 if "down" in part else SIZE)
+        for part in ("self_attn.o_proj", "mlp.down_proj")}
+        for method, name, inputs in (("eagle3", "midlayer", 2 * SIZE), ("eagle", "layers.0", SIZE))
+    }  # fmt: skip
+    shift = torch.linalg.lstsq(embedding, embedding[following]).solution.T
+    eagle3 = silent["eagle3"] | {
+        "fc.weight": torch.cat((torch.zeros(SIZE, 2 * SIZE), shift), 1),
+        **{f"{name}.weight": torch.ones(SIZE) for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm")},
+    }
+    aux = {"eagle_aux_hidden_state_layer_ids": (1, 3, 5)}
+    write(heads["eagle3"], eagle3, "LlamaForCausalLMEagle3", vocab_size=tokens, **aux)
+    fc = torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1)
+    write(heads["eagle"], silent["eagle"] | {"fc.weight": fc}, "EagleLlamaForCausalLM", vocab_size=tokens)
+    medusa, later = dict[str, Tensor](), following
+    for i in range(3):
+        later = following[later]
+        logits = 20 * F.one_hot(later, tokens).float()
+        medusa[f"medusa_head.{i}.0.linear.weight"] = torch.zeros(SIZE, SIZE)
+        medusa[f"medusa_head.{i}.1.weight"] = torch.linalg.lstsq(states, logits).solution.T
+    write(heads["medusa"], medusa, "MedusaModel", vocab_size=tokens)
+    return folder, heads
+
+
+@pytest.fixture(scope="module")
+def without(simple: tuple[Path, dict[str, Path]]) -> list[Any]:
+    return answers(LLM(simple[0], **OPTIONS), 60)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 24},
         {"num_gpu_blocks_override": 24, "preemption_mode": "swap", "swap_space": 0.01},
-        {"tensor_parallel_size": 2},
+        {"kv_offloading_size": 0.1, "num_gpu_blocks_override": 24},
     ],
     ids=str,
 )
 def test_outputs_are_those_without_drafts(
-    target: Path,
-    model: PreTrainedModel,
-    plain: list[Any],
-    tmp_path: Path,
-    make: Any,
-    method: str,
-    variant: str,
-    options: dict[str, Any],
+    simple: tuple[Path, dict[str, Path]], without: list[Any], method: str, options: dict[str, Any]
 ) -> None:
-    make(tmp_path / "head", model, variant)
-    with LLM(target, speculative_config=speculative(tmp_path / "head", method), **OPTIONS | options) as llm:
-        for _ in range(2):  # the second time from the prefix cache
-            assert answers(llm) == plain
-        speculation = llm.engine.scheduler.speculation
-        assert speculation and speculation.stats.draft_tokens > speculation.stats.accepted_tokens
+    folder, heads = simple
+    llm = LLM(folder, speculative_config=speculative(heads[method], method), **OPTIONS | options)
+    for _ in range(2):  # the second time from the prefix cache
+        assert answers(llm, 60) == without
+    stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
+    assert stats.accepted_tokens > (0.1 if method == "eagle3" else 0.3) * stats.draft_tokens > 20
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_ranks_accept_the_same_drafts(simple: tuple[Path, dict[str, Path]], without: list[Any], method: str) -> None:
+    folder, heads = simple
+    stats = []
+    for size in (1, 2):
+        given = speculative(heads[method], method)
+        llm = LLM(folder, speculative_config=given, tensor_parallel_size=size, **OPTIONS)
+        with closing(llm.engine):
+            assert answers(llm, 60) == without
+            assert llm.engine.scheduler.speculation
+            stats.append(llm.engine.scheduler.speculation.stats)
+    assert stats[0] == stats[1] and stats[0].accepted_tokens > 0
+
+
+def test_heads_stay_with_other_weights_and_after_sleep(
+    simple: tuple[Path, dict[str, Path]], without: list[Any], tmp_path: Path
+) -> None:
+    folder, heads = simple
+    llm = LLM(folder, speculative_config=speculative(heads["eagle3"]), **OPTIONS)
+    shutil.copytree(folder, tmp_path / "same")
+    llm.update_weights(tmp_path / "same")
+    assert answers(llm, 60) == without
+    llm.sleep(2)
+    llm.wake_up()
+    assert answers(llm, 60) == without
+    stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
+    assert stats.accepted_tokens > 0.1 * stats.draft_tokens > 20
+
+
+def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
+    simple: tuple[Path, dict[str, Path]], without: list[Any], tmp_path: Path
+) -> None:
+    folder, heads = simple
+    weights = load_file(heads["medusa"] / "model.safetensors")
+    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    shutil.copytree(folder, whole)
+    save_file(load_file(folder / "model.safetensors") | weights, whole / "model.safetensors", {"format": "pt"})
+    assert answers(LLM(whole, speculative_config={"method": "medusa", "adaptive": False}, **OPTIONS), 60) == without
+    shutil.copytree(heads["medusa"], alone, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save({name.removeprefix("medusa_head."): weight for name, weight in weights.items()}, alone / MEDUSA_FILE)
+    assert answers(LLM(folder, speculative_config=speculative(alone), **OPTIONS), 60) == without
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "options", "words"),
+    [
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": None},
+            {},
+            r"before the layers \[2, 3, 3\] .* and the model has 6 layers",
+        ),
+        ("eagle3", {"num_hidden_layers": 2}, {}, "heads of one layer are supported"),
+        ("eagle3", {"vocab_size": 300}, {}, "the head knows 300 tokens, and the model 60"),
+        ("eagle3", {"hidden_size": None}, {}, "config.json has a value of the wrong kind"),
+        ("eagle3", {"intermediate_size": 128}, {}, "midlayer.mlp.gate_proj.weight has shape"),
+        ("eagle", {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size allows the method ngram only"),
+        ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have 30 tokens, and the model 60"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    simple: tuple[Path, dict[str, Path]],
+    tmp_path: Path,
+    method: str,
+    change: dict[str, Any],
+    options: dict[str, Any],
+    words: str,
+) -> None:
+    folder, heads = simple
+    head = tmp_path / "head"
+    shutil.copytree(heads[method], head)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(PenstockError, match=words):
+        LLM(folder, speculative_config=speculative(head, method), **OPTIONS | options)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"method": "eagle3"}, "name the folder of the eagle3 heads"),
+        ({"method": "medusa"}, "has no medusa heads"),
+        ({"method": "eagle3", "model": "HEAD/medusa"}, "layers|has no tensor"),
+        ({"method": "medusa", "model": "HEAD/eagle"}, "has no medusa heads"),
+        ({"method": "mtp", "model": "HEAD/eagle"}, "the method mtp takes no model"),
+    ],
+)
+def test_what_is_missing_is_refused(simple: tuple[Path, Any], given: dict[str, str], words: str) -> None:
+    given = {name: value.replace("HEAD", str(simple[0])) for name, value in given.items()}
+    with pytest.raises(PenstockError, match=words):
+        LLM(simple[0], speculative_config=given, **OPTIONS)
+
+
+def test_mtp_layers_of_ernie(tmp_path: Path) -> None:
+    """Under the names of its checkpoints: of a model whose next token depends on the last one alone."""
+    config = Ernie4_5Config(**SMALL, head_dim=16)
+    save(config, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        if name.startswith("model.layers.0."):
+            tensors[name.replace("layers.0", "mtp_block.0")] = tensor.clone()
+    tensors |= {f"model.{name}.0.weight": torch.ones(SIZE) for name in ("mtp_emb_norm", "mtp_hidden_norm")}
+    tensors["model.mtp_linear_proj.0.weight"] = torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
+    llm = LLM(tmp_path, speculative_config={"method": "mtp", "adaptive": False}, **OPTIONS)
+    assert answers(llm) == answers(LLM(tmp_path, **OPTIONS))
+    stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
+    assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 20

@@ -134,7 +134,7 @@ def test_a_repository_becomes_settings(
         ({"kv_cache_free_gpu_mem_fraction": "1.0"}, "kv_cache_free_memory_fraction"),
         ({"batch_scheduler_policy": "best"}, "batch_scheduler_policy"),
         ({"enable_chunked_context": "maybe"}, "enable_chunked_context: 'maybe' is wrong"),
-        ({"decoding_mode": "medusa"}, "decoding_mode: 'medusa' is wrong"),
+        ({"decoding_mode": "redrafter"}, "decoding_mode: 'redrafter' is wrong"),
         ({"medusa_choices": "[0]"}, "medusa_choices: '[0]' is wrong"),
         ({"gpu_device_ids": r"0\,1"}, "gpu_device_ids: '0,1' has 2 devices for each instance"),
         ({"max_queue_delay_microseconds": "${other}"}, "${other} is not filled"),

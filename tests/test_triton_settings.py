@@ -171,6 +171,17 @@ def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], reposit
         ("tensorrt_llm", "max_beam_width", "4", "max_beam_width", 4),
         ("tensorrt_llm", "gpu_device_ids", "0;1;2", "data_parallel_size", 3),
         ("tensorrt_llm", "decoding_mode", "lookahead", "speculative_config", '{"method": "ngram"}'),
+        ("tensorrt_llm", "decoding_mode", "Medusa", "speculative_config", '{"method": "medusa"}'),
+        *[
+            (
+                "tensorrt_llm",
+                f"{method}_choices",
+                "{0}, {0, 0, 0}, {0, 1}",
+                "speculative_config",
+                f'{{"method": "{method}", "num_speculative_tokens": 3}}',
+            )
+            for method in ("medusa", "eagle")
+        ],
         ("tensorrt_llm_bls", "accumulate_tokens", "true", "accumulate_tokens", True),
     ],
 )
@@ -196,12 +207,12 @@ def test_a_name_means(
     [
         ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices for each instance, and the engine is for 1"),
         ("tensorrt_llm", "gpu_device_ids", "0;1", "0;2", "CUDA_VISIBLE_DEVICES says which these are"),
-        ("tensorrt_llm", "decoding_mode", "top_k_top_p", "medusa", "each request selects its decoding"),
+        ("tensorrt_llm", "decoding_mode", "top_k_top_p", "redrafter", "each request selects its decoding"),
         ("tensorrt_llm", "normalize_log_probs", "true", "false", "possible is true"),
         ("tensorrt_llm", "max_attention_window_size", "", "512", "a model's attention is its own"),
         ("tensorrt_llm", "sink_token_length", "0", "4", "a model's attention is its own"),
-        ("tensorrt_llm", "medusa_choices", "", "[0]", "--speculative-config"),
-        ("tensorrt_llm", "eagle_choices", "", "[0]", "--speculative-config"),
+        ("tensorrt_llm", "medusa_choices", "{0}", "[0]", "no tree of choices"),
+        ("tensorrt_llm", "eagle_choices", "", "{0", "no tree of choices"),
         ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "", "draft", "--speculative-config"),
         ("preprocessing", "add_special_tokens", "True", "False", "the tokenizer's special tokens are always added"),
         ("postprocessing", "skip_special_tokens", "True", "False", "special tokens are never part of the text"),

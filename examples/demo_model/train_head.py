@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head for the demo model (Li et al., 2025). A stopped training resumes.
 
-python train_head.py --out build/eagle3     # ten minutes on one core
+python train_head.py --out build/eagle3     # six minutes of one core
 
 The head learns the chat model's next-token distributions from the hidden states of three of its layers, and with the
 method's training-time test: also from its own outputs in place of the model's hidden states, as when it drafts several
@@ -70,8 +70,10 @@ class Head(nn.Module):
             for linear, heads in ((self.q, s.heads), (self.k, s.kv_heads), (self.v, s.kv_heads))
         )
         group = s.heads // s.kv_heads
-        return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype).repeat_interleave(group, 2), (
-            v.repeat_interleave(group, 2)
+        return (
+            rotate(q, cos, sin).to(v.dtype),
+            rotate(k, cos, sin).to(v.dtype).repeat_interleave(group, 2),
+            (v.repeat_interleave(group, 2)),
         )
 
     def after(self, state: Tensor, attended: Tensor) -> Tensor:
@@ -249,8 +251,8 @@ def write(head: Head, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/eagle3"), help="folder of the head's checkpoint")
-    parser.add_argument("--steps", type=int, default=600, help="batches of about 4,096 tokens (default: 600)")
-    parser.add_argument("--lr", type=float, default=0.01, help="learning rate of the matrices (default: 0.01)")
+    parser.add_argument("--steps", type=int, default=500, help="batches of about 4,096 tokens (default: 500)")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices (default: 0.02)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: 0)")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -201,7 +201,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         str,
         option(
             'Speculative decoding, as JSON: {"method": "ngram"}, or {"model": FOLDER, "num_speculative_tokens": 4} for '
-            "a draft model; empty is off. Results do not depend on it."
+            "a draft model or heads (EAGLE, Medusa); empty is off. Results do not depend on it."
         ),
     ] = ""
     enable_lora: Annotated[bool, option("Support LoRA adapters besides those of lora_modules.")] = False

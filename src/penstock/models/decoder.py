@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Decoder:
                 self._embedding if tied else Embedding(context, "lm_head", config.vocab_size, config.hidden_size)
             )
         self.draft_heads: Sequence[DraftHead] = [
-            DecoderMTPHead(context, config, layer, config.num_layers + head, self._embedding, self._lm_head)
+            DecoderMTPHead(context, config, layer, config.num_layers + head, proxy(self))
             for head in range(num_mtp_heads)
         ]
         self.aux_hidden_state_layers: Sequence[int] = ()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.layers import BuildContext
@@ -15,6 +16,7 @@ from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
 from penstock.planning.config_json import CONFIG, read_config_json
 
+from .decoder import Decoder
 from .eagle import EAGLE_HEADS, EagleHead, read_eagle_config
 from .medusa import MedusaHead, build_medusa_heads
 from .model import Model
@@ -68,6 +70,9 @@ def load_draft_heads(
 
     Raises ``PenstockError`` with one sentence where they are broken, not supported, or another model's.
     """
+    if not isinstance(model, Decoder):
+        words = f"heads are not supported for {model.config.architecture}, only for decoders of Penstock's own"
+        raise PenstockError(Code.UNSUPPORTED, words, FIELD)
     raw = read_config_json(folder)
     context = BuildContext(
         ops, Checkpoint(folder), model.dtype, device, model.max_len, group=group, scheme=SCHEMES[quantization]

@@ -77,7 +77,8 @@ def _aux_hidden_state_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[i
         layers = [2, num_layers // 2, num_layers - 3]
     layers.sort()
     if len(set(layers)) != len(layers) or not 0 <= layers[0] <= layers[-1] < num_layers:
-        raise ValueError(f"it reads hidden states before the layers {layers}, and the model has {num_layers} layers")
+        words = f"the head reads hidden states before the layers {layers} (eagle_aux_hidden_state_layer_ids)"
+        raise invalid("speculative_config", f"{words}, and the model has {num_layers} layers")
     return tuple(layers)
 
 

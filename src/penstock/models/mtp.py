@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.layers import BuildContext, ColumnParallelLinear, Embedding, RMSNorm
+from penstock.layers import BuildContext, ColumnParallelLinear, RMSNorm
 from penstock.ops import Batch
 from penstock.parallel import shard_outputs
 
 from .config import ModelConfig
 from .layer import DecoderLayer
+from .model import Model
 
 
 class DecoderMTPHead:
-    """A ``DraftHead`` made of a decoder layer. It shares the model's embedding and language model head.
+    """A ``DraftHead`` made of a decoder layer.
 
     Args:
         make_layer: makes the decoder layer of a number.
         number: of its layer in the checkpoint.
+        model: whose embedding and language model head it shares.
     """
 
     recurrent = True
@@ -32,12 +34,11 @@ class DecoderMTPHead:
         config: ModelConfig,
         make_layer: Callable[[int], DecoderLayer],
         number: int,
-        embedding: Embedding,
-        lm_head: Embedding,
+        model: Model,
     ) -> None:
         name, size, eps = f"model.layers.{number}", config.hidden_size, config.rms_norm_eps
         self._ops = context.ops
-        self._embedding = embedding
+        self._model = model
         self._token_norm = RMSNorm(context, f"{name}.enorm", size, eps)
         self._state_norm = RMSNorm(context, f"{name}.hnorm", size, eps)
         shards = [shard_outputs(context.group, size)]
@@ -45,7 +46,6 @@ class DecoderMTPHead:
         self._layer = make_layer(number)
         self.attention = self._layer.attention
         self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, eps)
-        self.logits, self.argmax = lm_head.logits, lm_head.argmax
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
         """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
@@ -54,8 +54,17 @@ class DecoderMTPHead:
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
         """As ``DraftHead.forward``."""
-        token = self._token_norm(self._embedding(batch.token_ids))
+        token = self._token_norm(self._model.embed(batch.token_ids))
         x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers change it
         x, residual = self._layer(x, None, cache, batch)
-        hidden, _ = self._norm.add(x, residual)
-        return hidden[batch.logits_indices]
+        return self._ops.add_residual(x, residual)[batch.logits_indices]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As ``LanguageModelHead.logits``."""
+        return self._model.logits(self._norm(hidden))
+
+    @torch.inference_mode()
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        """As ``LanguageModelHead.argmax``."""
+        return self._model.argmax(self._norm(hidden), bitmask)

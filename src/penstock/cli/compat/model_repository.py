@@ -16,7 +16,7 @@ from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
 
 from .engine_folder import settings_of
-from .repository_parameters import PARAMETERS, Flags, device_groups
+from .repository_parameters import CHOICES, PARAMETERS, Flags, device_groups
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,18 @@ def _settings(files: list[File]) -> dict[str, Any]:
                 f"{text!r} has {count} devices for each instance, and the engine is for {ranks} (tp_size times pp_size)"
             )
             raise invalid(f"{file.path}: gpu_device_ids", words, ranks)
-    return built | result.flags
+    return built | _drafts(result.flags)
+
+
+def _drafts(flags: Flags) -> dict[str, Any]:
+    """Settings in which the depths of trees of draft tokens have become part of ``speculative_config``."""
+    result = {name: value for name, value in flags.items() if name not in CHOICES}
+    for name in CHOICES.keys() & flags:
+        given = json.loads(result.get("speculative_config", "{}"))
+        if given.get("method", CHOICES[name]) != CHOICES[name]:
+            raise invalid(name, f"is for the decoding_mode {CHOICES[name]}")
+        result["speculative_config"] = json.dumps({"method": CHOICES[name], "num_speculative_tokens": flags[name]})
+    return result
 
 
 def _add(settings: MergedSettings, file: File) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,12 @@ from penstock.config.profiles.triton import switched
 POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
 BATCHING = {"inflight_fused_batching": "inflight", "inflight_batching": "inflight", "v1": "static"}
 DECODING = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search")
+DRAFTERS = {"lookahead": "ngram", "medusa": "medusa", "eagle": "eagle"}
+"""``decoding_mode`` → method of ``speculative_config``. The nearest to lookahead are n-grams of the text so far, which
+need no model either."""
+CHOICES = {"medusa_choices": "medusa", "eagle_choices": "eagle"}
+"""Parameter with a tree of draft tokens → method of ``speculative_config``."""
+BRANCH = r"\{\s*\d+(?:\s*,\s*\d+)*\s*\}"
 GIB = 2**30
 BLOCK = 64
 """Tokens of a KV block."""
@@ -67,9 +74,16 @@ def _instances(text: str) -> Flags:
 
 
 def _decoding(text: str) -> Flags:
-    if text.lower() == "lookahead":  # the nearest: n-grams of the text so far, which need no model either
-        return {"speculative_config": json.dumps({"method": "ngram"})}
+    if method := DRAFTERS.get(text.lower()):
+        return {"speculative_config": json.dumps({"method": method})}
     return must_be(DECODING, "each request selects its decoding").flags(text)
+
+
+def _depth(text: str) -> int:
+    """Tokens of the longest branch of a tree of choices. One draft is verified in a step, the first choice of each."""
+    if not re.fullmatch(rf"\s*{BRANCH}(?:\s*,\s*{BRANCH})*\s*", text):
+        raise ValueError("it is no tree of choices such as {0, 0, 0}, {0, 1}")
+    return max(len(branch.split(",")) for branch in re.findall(BRANCH, text))
 
 
 TOKENIZER = {
@@ -107,8 +121,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
                 "the draft length adapts to the acceptance rate, up to the limit of --speculative-config"
             ),
         ),
-        "medusa_choices": must_be((), "Medusa is not supported; see --speculative-config"),
-        "eagle_choices": must_be((), "EAGLE is not supported; see --speculative-config"),
+        **{name: setting(name, _depth) for name in CHOICES},
         "max_attention_window_size": must_be((), "a model's attention is its own"),
         "sink_token_length": must_be(("0",), "a model's attention is its own"),
         "gpu_device_ids": ParameterTranslation(_instances),

@@ -78,7 +78,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         size = size.on_cpu()
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method not in ("ngram", "mtp"):
-        raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")
+        raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models and heads are not planned for yet")
     mtp = bool(speculative and speculative.method == "mtp")
     quantization = size.quantization if options.quantization == "none" else options.quantization
     ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size

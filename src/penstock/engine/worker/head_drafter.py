@@ -9,28 +9,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.models import DraftHead
+
 from ..step import RowUpdates, SampledTokens
 from .drafter import DraftBuilder, VerifiedStep
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
 
+MAX_PENDING = 16
+"""Tokens of a row that wait for the next draft, which reads them with one call. While there are no drafts, a head costs
+one call in so many steps."""
 
-class FirstDraft(NamedTuple):
-    """The first draft token of a row, and the hidden state that the second is drafted from."""
 
-    length: int
-    """Tokens of the row before the draft token."""
-    sampled: SampledTokens
-    state: Tensor
-    """``[hidden]`` of the head at position ``length - 2``."""
+class Pending(NamedTuple):
+    """A row's newest tokens, which the first head has not read yet."""
+
+    start: int
+    """Position of the first one."""
+    states: Tensor
+    """``[tokens, hidden]``: the model's hidden states."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.states)
 
 
 class HeadDrafter:
     """Drafts with the model's ``draft_heads``, which read its hidden states. The first head drafts the first token, and
     the last one all that are left, if it is ``recurrent``.
 
-    ``after_step`` computes their keys and values for the tokens of each step, in the model's KV cache. They are missing
-    at the last position of a cached prefix, and in one that comes from a lower tier, which only lowers acceptance.
+    Heads have keys and values of their own in the model's KV cache. They are missing for the last tokens of a cached
+    prefix, and in one that comes from a lower tier, which only lowers acceptance.
 
     Args:
         runner: of the model.
@@ -41,52 +50,52 @@ class HeadDrafter:
         self._runner = runner
         self._batch = batch
         self.needs_all_hidden_states = not runner.model.aux_hidden_state_layers
-        self._first: dict[int, FirstDraft] = {}
-        """The first draft token of each row, by row number."""
+        self._pending: dict[int, Pending] = {}
+        """By row number."""
 
     def init_cache(self, blocks: int) -> None:
-        """Nothing to do: the layers' cache is part of the model's."""
+        """Nothing to do: the heads' cache is part of the model's."""
 
     def apply(self, updates: RowUpdates) -> None:
         for new in updates.new:
-            self._first.pop(new.row, None)
+            self._pending.pop(new.row, None)
         for row in updates.forks[::3].tolist():
-            self._first.pop(row, None)
+            self._pending.pop(row, None)
 
     def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
         drafts = DraftBuilder(len(rows))
-        states: dict[int, Tensor] = {}
-        """Hidden states for the next draft token, by index of the rows whose drafts go on."""
-
-        def add(i: int, result: SampledTokens, state: Tensor, position: int) -> None:
-            if (token := drafts.add(i, result)) is None:
-                states.pop(i, None)
-            else:
-                states[i] = state
-                self._batch.tokens[rows[i], position] = token
-
-        for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            first = self._first.get(row)
-            if first and first.length == length:
-                add(i, first.sampled, first.state, length)
+        drafting = [
+            i
+            for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True))
+            if row in self._pending and self._pending[row].end == length - 1 and counts[i]
+        ]
+        if not drafting:
+            return drafts.token_ids
         heads = self._runner.model.draft_heads
-        longest = int(counts.max(initial=0))
-        for place in range(1, longest if heads[-1].recurrent else min(longest, len(heads))):
-            states = {i: state for i, state in states.items() if counts[i] > place}
-            if not states:
+        longest = int(counts[drafting].max())
+        states = self._read_pending(rows[drafting].tolist())
+        for place in range(longest if heads[-1].recurrent else min(longest, len(heads))):
+            head = heads[min(place, len(heads) - 1)]
+            if place:
+                starts = lengths[drafting] + place - 2
+                states = self._forward(min(place, len(heads) - 1), rows[drafting], starts, np.ones_like(starts), states)
+            going = list[int]()
+            for at, (i, result) in enumerate(
+                zip(drafting, self._sample(head, states, rows[drafting], lengths[drafting] + place), strict=True)
+            ):
+                if (token := drafts.add(i, result)) is not None:
+                    self._batch.tokens[rows[i], lengths[i] + place] = token
+                    if counts[i] > place + 1:
+                        going.append(at)
+            if not going:
                 break
-            at = list(states)
-            starts = lengths[at] + place - 2
-            number = min(place, len(heads) - 1)
-            stacked = torch.stack(list(states.values()))
-            last, sampled = self._run(number, rows[at], starts, np.ones_like(starts), stacked)
-            for i, state, result in zip(at, last, sampled, strict=True):
-                add(i, result, state, lengths[i] + place)
+            if len(going) < len(drafting):
+                states, drafting = states[going], [drafting[at] for at in going]
         return drafts.token_ids
 
     def after_step(self, step: VerifiedStep) -> None:
-        """Compute the keys and values of the step's tokens, and the first draft token of each row that sampled."""
-        sampled = step.sampled
+        """Keep the hidden states of the step's tokens for the next draft, and have the first head read those of rows
+        that have too many."""
         items: list[tuple[int, int, int]] = []
         states: list[int] = []
         end = 0
@@ -94,7 +103,7 @@ class HeadDrafter:
         for row, start, length, drafted in zip(*(column.tolist() for column in columns), strict=True):
             begin, end = end, end + length + drafted
             for own in (row, *step.forks.get(row, ())):
-                result = sampled.get(own)
+                result = step.sampled.get(own)
                 if self._batch.row(own).num_candidates or (result and result.failure):
                     continue
                 count = length + (len(result.token_ids) - 1 if result else 0)
@@ -103,34 +112,55 @@ class HeadDrafter:
                 states += range(begin + first, begin + count)
         if not items:
             return
-        rows, starts, counts = np.array(items).T
-        combined = self._runner.model.draft_heads[0].combine_hidden_states(step.hidden[states])
-        last, drafted = self._run(0, rows, starts, counts, combined)
-        lengths = (starts + counts + 1).tolist()
-        for row, length, state, result in zip(rows.tolist(), lengths, last, drafted, strict=True):
-            if row in sampled:
-                self._first[row] = FirstDraft(length, result, state)
+        own_states = step.hidden[states].split([count for _, _, count in items])
+        for (row, start, _), new in zip(items, own_states, strict=True):
+            before = self._pending.get(row)
+            if before and before.end == start:
+                start, new = before.start, torch.cat((before.states, new))
+            self._pending[row] = Pending(start, new)
+        if full := [row for row, _, _ in items if len(self._pending[row].states) > MAX_PENDING]:
+            self._read_all_but_last(full)
 
     def reset(self) -> None:
-        self._first.clear()
+        self._pending.clear()
 
-    def _run(
-        self, number: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor
-    ) -> tuple[Tensor, list[SampledTokens]]:
-        """Compute ``counts`` positions from ``starts`` on of each row with head ``number``.
+    def _read_pending(self, rows: list[int]) -> Tensor:
+        """Have the first head read the pending tokens of rows, which must have some. Returns its hidden state at each
+        row's last one, ``[rows, hidden]``."""
+        pending = [self._pending.pop(row) for row in rows]
+        combined = self._runner.model.draft_heads[0].combine_hidden_states(torch.cat([each.states for each in pending]))
+        starts, counts = np.array([(each.start, len(each.states)) for each in pending]).T
+        return self._forward(0, np.array(rows), starts, counts, combined)
+
+    def _read_all_but_last(self, rows: list[int]) -> None:
+        """Have the first head read the pending tokens of rows but for the newest, which a draft begins with."""
+        newest = dict[int, Pending]()
+        for row in rows:
+            start, states = self._pending[row]
+            newest[row] = Pending(start + len(states) - 1, states[-1:].clone())
+            self._pending[row] = Pending(start, states[:-1])
+        self._read_pending(rows)
+        self._pending |= newest
+
+    def _forward(self, number: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor) -> Tensor:
+        """Compute ``counts`` positions from ``starts`` on of each row with head ``number``. Returns its hidden state at
+        each row's last position, ``[rows, hidden]``.
 
         Args:
             states: ``[counts.sum(), hidden]``: hidden states at these positions, of the model or of the head before.
-
-        Returns:
-            The head's hidden state at each row's last position, ``[rows, hidden]``, and the token drafted from it.
         """
         batch = self._batch.flatten(rows, starts, counts, np.ones_like(counts), shift=1)
         model = self._runner.model
         head = model.draft_heads[number]
         cache = self._runner.cache[model.config.num_layers + number] if head.attention else None
-        last = head.forward(batch.to(states.device), states, cache)
-        own = [self._batch.row(row) for row in rows]
-        lengths = (starts + counts + 1).tolist()
-        positions = [row.draft_position(length) for row, length in zip(own, lengths, strict=True)]
-        return last, self._runner.sample(last, positions, head=head).result()
+        return head.forward(batch.to(states.device), states, cache)
+
+    def _sample(self, head: DraftHead, states: Tensor, rows: np.ndarray, lengths: np.ndarray) -> list[SampledTokens]:
+        """Sample a token after the first ``lengths`` tokens of each row.
+
+        Args:
+            states: ``[rows, hidden]``, of ``head``.
+        """
+        own = zip(rows.tolist(), lengths.tolist(), strict=True)
+        positions = [self._batch.row(row).draft_position(length) for row, length in own]
+        return self._runner.sample(states, positions, head=head).result()
