@@ -199,21 +199,22 @@ def test_cuda_graphs() -> None:
 @pytest.mark.row(
     "fastdeploy",
     "enable_mm",
-    "mm_processor_kwargs",
-    "limit_mm_per_prompt",
     "enable_custom_all_reduce",
     "enable_expert_parallel",
 )
 def test_what_has_no_meaning_here_is_said() -> None:
-    given = {
-        "mm-processor-kwargs": '{"video_fps": 2}',
-        "limit-mm-per-prompt": '{"image": 10}',
-    }
-    flags = [word for name, value in given.items() for word in (f"--{name}", value)]
     switches = ["enable-mm", "enable-custom-all-reduce", "enable-expert-parallel"]
-    said = configured(*flags, *[f"--{name}" for name in switches])["said"]
-    for name in [*given, *switches]:
+    said = configured(*[f"--{name}" for name in switches])["said"]
+    for name in switches:
         assert f"--{name.replace('-', '_')} has no meaning here and is ignored: " in said
+
+
+@pytest.mark.row("fastdeploy", "mm_processor_kwargs", "limit_mm_per_prompt")
+def test_limits_of_images() -> None:
+    kwargs = '{"image_min_pixels": 3136, "image_max_pixels": 9408, "video_fps": 2}'
+    found = configured("--mm-processor-kwargs", kwargs, "--limit-mm-per-prompt", '{"image": 10, "video": 3}')
+    assert json.loads(found["mm_processor_kwargs"]) == {"min_pixels": 3136, "max_pixels": 9408}
+    assert found["limit_mm_per_prompt"] == '{"image": 10, "video": 3}'
 
 
 @pytest.mark.row("fastdeploy", "other parameters")

@@ -185,8 +185,6 @@ WITHOUT_MEANING: dict[str, Any] = {
     "metrics_port": 8001,
     "max_concurrency": 512,
     "cache_queue_port": 8003,
-    "mm_processor_kwargs": {"image_min_pixels": 3136, "video_fps": 2},
-    "limit_mm_per_prompt": {"image": 10, "video": 3},
     "enable_mm": True,
     "enable_custom_all_reduce": True,
     "enable_expert_parallel": True,
@@ -199,6 +197,8 @@ ONE_VALUE: dict[str, Any] = {
     "innode_prefill_ports": None,
 }
 REST: dict[str, Any] = {
+    "mm_processor_kwargs": {"image_min_pixels": 3136, "video_fps": 2},
+    "limit_mm_per_prompt": {"image": 10, "video": 3},
     "use_cudagraph": True,
     "graph_optimization_config": {"use_cudagraph": False, "graph_opt_level": 0, "cudagraph_capture_sizes": None},
     "engine_worker_queue_port": 8002,

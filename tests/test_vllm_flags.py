@@ -98,7 +98,7 @@ SWITCHES = """
 NEUTRAL = """
 --attention-backend=FLASH_ATTN --prefix-caching-hash-algo=sha256 --runner=generate
 --safetensors-load-strategy=lazy --max-cpu-loras=4 --task=generate --show-hidden-metrics-for-version=0.9
---limit-mm-per-prompt={"image":2} --mm-processor-kwargs={} --mm-processor-cache-gb=4 --allowed-local-media-path=/
+--mm-processor-cache-gb=4
 --max-log-len=100 --max-parallel-loading-workers=2 --max-seq-len-to-capture=8192
 """.split()
 DEFAULTS = """
@@ -121,6 +121,17 @@ def test_cuda_graphs(capsys: pytest.CaptureFixture[str]) -> None:
         assert configured(capsys, *flags)[eager] is False
 
 
+@pytest.mark.row("vllm", "--limit-mm-per-prompt", "--mm-processor-kwargs")
+@pytest.mark.row("vllm", "--allowed-local-media-path", "--allowed-media-domains")
+def test_images(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--limit-mm-per-prompt", '{"image": 2}', "--mm-processor-kwargs", '{"max_pixels": 9408}']
+    flags += ["--allowed-local-media-path", "/pictures", "--allowed-media-domains", "a.example", "b.example"]
+    found = configured(capsys, *flags)
+    assert found["limit_mm_per_prompt"] == '{"image": 2}' and found["mm_processor_kwargs"] == '{"max_pixels": 9408}'
+    assert found["allowed_local_media_path"] == "/pictures"
+    assert found["allowed_media_domains"] == ["a.example", "b.example"]
+
+
 @pytest.mark.row("vllm", "--enable-auto-tool-choice", "--enable-prompt-tokens-details", "--enable-request-id-headers")
 @pytest.mark.row("vllm", "--async-scheduling", "--attention-backend")
 @pytest.mark.row("vllm", "--calculate-kv-scales", "--prefix-caching-hash-algo", "--disable-hybrid-kv-cache-manager")
@@ -128,8 +139,8 @@ def test_cuda_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     "vllm", "--safetensors-load-strategy", "--max-cpu-loras", "--fully-sharded-loras", "--runner", "--task"
 )
 @pytest.mark.row("vllm", "--enable-expert-parallel", "--enable-log-requests", "--disable-uvicorn-access-log")
-@pytest.mark.row("vllm", "--aggregate-engine-logging", "--show-hidden-metrics-for-version", "--limit-mm-per-prompt")
-@pytest.mark.row("vllm", "--mm-processor-kwargs", "--mm-processor-cache-gb", "--allowed-local-media-path")
+@pytest.mark.row("vllm", "--aggregate-engine-logging", "--show-hidden-metrics-for-version")
+@pytest.mark.row("vllm", "--mm-processor-cache-gb")
 @pytest.mark.row("vllm", "--language-model-only")
 @PROFILES
 def test_what_changes_nothing_is_taken_and_said(

@@ -255,7 +255,6 @@ NOTHING: dict[str, list[Any]] = {
     "vllm_xargs": [{}],
     "repetition_detection": [],
     "media_io_kwargs": [{}],
-    "mm_processor_kwargs": [{}],
     "prompt_embeds": [],
     "logits_processors": [],
     "logits_processors_args": [{}],
@@ -288,7 +287,15 @@ def test_known_fields_are_kept_or_refused_by_name(plain: httpx.Client, path: str
         refused = plain.post(f"/v1/{path}", json=body | {field: False if True in allowed else "asked"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         assert refused.json()["error"]["message"] == f"{field}: not supported yet"
-    taken = {"return_token_offsets": True, "return_assistant_tokens_mask": True, "max_streaming_response_tokens": 5}
+    refused = plain.post(f"/v1/{path}", json=body | {"mm_processor_kwargs": {"max_pixels": 9408}})
+    reason = "this model sees no images, only text" if "messages" in body else "is for chats only"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"mm_processor_kwargs: {reason}")
+    taken = {
+        "mm_processor_kwargs": {},
+        "return_token_offsets": True,
+        "return_assistant_tokens_mask": True,
+        "max_streaming_response_tokens": 5,
+    }
     answer = plain.post(f"/v1/{path}", json=body | taken | {"thinking_token_budget": -1})
     assert answer.status_code == 200 and "x-penstock-ignored" not in answer.headers
 

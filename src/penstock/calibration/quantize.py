@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from penstock import ops
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.models import Model, ModelConfig, read_config
 from penstock.models.weights import Checkpoint, find_gguf
@@ -59,6 +60,8 @@ def quantize(
     config = read_config(model)
     if config.quantization_config is not None:
         raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
+    if config.has_vision:
+        raise PenstockError(Code.UNSUPPORTED, f"model: {model} sees images, and is not quantized here", "model")
     if find_gguf(model):
         raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
     if read_engine_config(model):

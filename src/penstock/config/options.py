@@ -13,6 +13,9 @@ from penstock.core.errors import PenstockError, invalid
 from penstock.core.quantization import QuantizationName
 from penstock.core.sampling import MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
 
+MAX_IMAGES = 16
+"""Images that a prompt may have by default."""
+
 
 def option(help: str, unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
     """Help, unit and bounds of an option.
@@ -68,6 +71,14 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: Annotated[
         int, option("Prompts beyond this are long, and take no more of one step; 0 is none.", "tokens", ge=0)
     ] = 0
+    encoder_cache_size: Annotated[
+        int,
+        option(
+            "Features of images that the workers keep for later steps and requests; also the most of one image.",
+            "tokens",
+            ge=1,
+        ),
+    ] = 16384
     kv_cache_ratio: Annotated[
         float, option("Share of the blocks that admitting prompts may fill; the rest is for growth.", gt=0, le=1)
     ] = 1.0
@@ -456,6 +467,32 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     max_logprobs: Annotated[int, option("Maximum logprobs of a request.", ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
     enable_logprob: Annotated[bool, option("Return logprobs; without it, requests for them are refused.")] = True
+    limit_mm_per_prompt: Annotated[
+        str, option('Images that a prompt may have, as JSON: {"image": 4}.', empty='{"image": 16}')
+    ] = ""
+    mm_processor_kwargs: Annotated[
+        str,
+        option(
+            "Limits of the pixels of an image once it is resized, in place of those of the model's image processor, as "
+            'JSON: {"min_pixels": 3136, "max_pixels": 1003520}.',
+            empty="the model's",
+        ),
+    ] = ""
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        option(
+            "The only hosts that images are fetched from, which may then have any address; nothing for all hosts with "
+            "public addresses.",
+        ),
+    ] = ()
+    allowed_local_media_path: Annotated[
+        str, option("Folder whose files requests may name as images (file:); nothing for none.")
+    ] = ""
+    max_image_size: Annotated[int, option("Maximum size of an image's file.", "bytes", ge=1)] = 20 * 2**20
+    max_image_pixels: Annotated[
+        int, option("Maximum width times height of an image, before and after it is resized.", "pixels", ge=1)
+    ] = 2**26
+    media_timeout: Annotated[float, option("Maximum time to fetch an image.", "seconds", gt=0)] = 10.0
     model_hub: Annotated[Literal["huggingface", "modelscope"], option("Hub of models that are named org/name.")] = (
         "huggingface"
     )
@@ -471,6 +508,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.sampling()
+        self.max_images()
+        self.image_kwargs()
 
     def sampling(self) -> dict[str, Any]:
         """``override_generation_config`` by field. Raises ``PenstockError`` (``invalid``) where it is wrong."""
@@ -484,6 +523,25 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "override_generation_config", f"{self.override_generation_config} is wrong: {error}"
             ) from error
         return result
+
+    def max_images(self) -> int:
+        """Images that a prompt may have. Raises ``PenstockError`` (``invalid``) where ``limit_mm_per_prompt`` is
+        wrong."""
+        try:
+            limits = msgspec.json.decode(self.limit_mm_per_prompt or "{}", type=dict[str, Any])
+            image = limits.get("image", MAX_IMAGES)  # vLLM also takes {"image": {"count": 4}}
+            count = image["count"] if isinstance(image, dict) else image
+            result: int = msgspec.convert(count, Annotated[int, msgspec.Meta(ge=0)])
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise invalid("limit_mm_per_prompt", f"{self.limit_mm_per_prompt} is wrong: {error}") from error
+        return result
+
+    def image_kwargs(self) -> dict[str, Any]:
+        """``mm_processor_kwargs`` by name. Raises ``PenstockError`` (``invalid``) where they are no JSON object."""
+        try:
+            return msgspec.json.decode(self.mm_processor_kwargs or "{}", type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise invalid("mm_processor_kwargs", f"{self.mm_processor_kwargs} is wrong: {error}") from error
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -608,7 +666,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool, option("Accept chat templates of requests, rendered in a separate process within two seconds.")
     ] = False
     max_body_size: Annotated[
-        int, option("Maximum size of a request; 0 is 64 bytes per token of the context, at least 1 MiB.", "bytes", ge=0)
+        int,
+        option(
+            "Maximum size of a request; 0 is 64 bytes per token of the context, at least 1 MiB, or 64 MiB for images.",
+            "bytes",
+            ge=0,
+        ),
     ] = 0
     max_header_size: Annotated[int, option("Maximum size of a request's headers together.", "bytes", ge=256)] = (
         64 * 2**10

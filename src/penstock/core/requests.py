@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .multimodal import ImageInput
 from .pooling import PoolingParams
 from .sampling import SamplingParams
 
@@ -48,6 +49,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The request's id in the server's log, which engines' logs name, too; empty for ``request_id``."""
     prefill: tuple[str, ...] = ()
     """KV transfer addresses (host:port) of prefill instances that may compute the prompt, the preferred one first."""
+    images: tuple[ImageInput, ...] = ()
+    """Images of the prompt, in the order of their placeholders."""
 
     @property
     def log_name(self) -> str:

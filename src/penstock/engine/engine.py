@@ -88,6 +88,7 @@ class Engine:
         if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
             words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
             raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
+        _check_vision(options, config, speculative)
         _check_ranks(options, config)
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
@@ -378,7 +379,7 @@ class Engine:
 
     @property
     def _tokens_in_flight(self) -> int:
-        return sum(plan.tokens for plan, _ in self._in_flight)
+        return sum(plan.tokens + plan.encoder_tokens for plan, _ in self._in_flight)
 
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
         """Send a step. Returns None, or the last deltas of its requests where it could not be sent."""
@@ -503,11 +504,42 @@ class Engine:
         elif not info.has_lm_head:
             words = "this checkpoint has no language model head: it makes embeddings, and cannot generate"
             raise PenstockError(Code.UNSUPPORTED, words)
+        if request.images and not info.has_vision:
+            raise PenstockError(Code.UNSUPPORTED, "images: this model sees none, only text", "images")
+        _check_images(request)
         _validate_for_vocabulary(request, info.vocab_size)
 
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     sequence.guide = make_guide(sequence.request, grammar)
+
+
+def _check_vision(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
+    """Refuse what a model that sees images is not run with. Raises ``PenstockError`` (``unsupported``)."""
+    if not config.has_vision:
+        return
+    wrong = {
+        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
+        "role": options.role != "mixed",
+        "load_format": options.load_format == "dummy",
+        "enable_lora": options.enable_lora,
+        "lora_modules": bool(options.lora_modules),
+        "speculative_config": speculative is not None and speculative.method != "ngram",
+    }
+    for name in [name for name, given in wrong.items() if given]:
+        words = f"{name}: models that see images are not run with {getattr(options, name)}, so far"
+        raise PenstockError(Code.UNSUPPORTED, words, name)
+
+
+def _check_images(request: EngineRequest) -> None:
+    """Raise ``PenstockError`` (``invalid``) for images whose sizes or places do not fit."""
+    end = 0
+    for image in request.images:
+        if image.offset < end or image.length < 1 or image.end > len(request.prompt):
+            raise invalid("images", "must have places in the prompt, one behind the other")
+        if len(image.pixels) != 3 * image.height * image.width:
+            raise invalid("images", "must have a byte for each channel of a pixel")
+        end = image.end
 
 
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:

@@ -75,6 +75,8 @@ def build_engine(
     model = read_config(folder)
     if engine_config_of(model.raw, folder):
         raise invalid("model", f"{folder} is an engine folder already: name the checkpoint that it was built from")
+    if model.has_vision:
+        raise PenstockError(Code.UNSUPPORTED, "model: engine folders of models that see images are not built", "model")
     if options.max_model_len > model.max_model_len:
         words = f"this model has a context of {model.max_model_len} tokens"
         raise invalid("max_model_len", words, model.max_model_len)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from penstock.core import Failure, Logprob, SamplingParams
+from penstock.core.multimodal import ImageInput
 
 EMPTY = np.zeros(0, np.int32)
 """The default of arrays. Use this object, and no other array without elements: fields that have it are not sent."""
@@ -24,6 +25,15 @@ NO_TOKEN_ALLOWED = (
     "relax one of them"
 )
 """Message of the failure of a sequence that cannot continue."""
+
+
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of a row that stand for an image's features."""
+
+    content_hash: bytes
+    """``ImageInput.content_hash``."""
+    start: int
+    end: int
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +61,10 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Whether to return the logits after each prompt token."""
     pooling: Literal["", "last", "mean"] = ""
     """Hidden states to return in place of sampling: the last prompt token's, or all (``mean``)."""
+    image_spans: list[ImageSpan] = []
+    mrope_positions: np.ndarray = EMPTY
+    """``[3, prompt_length]``: positions of the prompt's tokens in time, height and width, of which a model with M-RoPE
+    computes rotary embeddings; empty where all three are the place in the sequence."""
 
 
 class RowUpdates(msgspec.Struct, omit_defaults=True):
@@ -114,6 +128,10 @@ class StepInput(msgspec.Struct, omit_defaults=True):
     (``ops.Batch.export_places``), -1 for none; empty where no token is exported."""
     export_step: int = 0
     """Number of the step in the ranks' progress (``ops.LayerExport.progress``), where tokens are exported."""
+    evicted_images: list[bytes] = []
+    """Content hashes of images whose features the workers are to drop, before they encode others."""
+    encoded_images: list[ImageInput] = []
+    """Images to encode before the step, whose features the workers keep."""
 
 
 class Candidates(NamedTuple):
@@ -286,6 +304,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether the workers answer ``Propose``."""
     asynchronous: bool = False
     """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
+    has_vision: bool = False
+    """Whether prompts may have images."""
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):

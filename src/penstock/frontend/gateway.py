@@ -20,6 +20,7 @@ from penstock.text.template_process import RenderRequest
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor, Messages, Prompt
+from .multimodal import split_images
 from .outputs import RequestOutput
 from .request_templates import SandboxedTemplateRenderer
 
@@ -29,6 +30,8 @@ MAX_INLINE_SIZE = 8192
 """Characters of a prompt that is encoded in the event loop; longer ones are encoded in a thread."""
 NUM_ENCODE_THREADS = 2
 """Threads for encoding prompts."""
+NUM_MEDIA_THREADS = 8
+"""Threads that fetch, decode and resize images."""
 MAX_SHRINKAGE = 4
 """Factor by which a tokenizer's normalization may shorten a text."""
 CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
@@ -72,12 +75,14 @@ class Gateway:
         self._ids = itertools.count()
         self._template_renderer = SandboxedTemplateRenderer()
         self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
+        self._media_threads = ThreadPoolExecutor(NUM_MEDIA_THREADS, "media")
         self._at_once = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
 
     async def close(self) -> None:
         self._template_renderer.close()
         await self.engine_pool.close()
         self._threads.shutdown(wait=False)
+        self._media_threads.shutdown(wait=False, cancel_futures=True)
         self.input_processor.tokenizer.close()
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool = True, size: int = 0) -> list[int]:
@@ -102,10 +107,12 @@ class Gateway:
         allow_tool_calls: bool = False,
         template: str | None = None,
         add_special_tokens: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Render and encode a chat.
+        """Render and encode a chat, and load its images.
 
         Args:
+            messages: contents are texts, or parts as of ``multimodal.split_images``.
             size: about how many characters it has.
             options: keyword arguments of ``ChatTemplate.render``.
             allow_tool_calls: whether the answer may call tools.
@@ -118,6 +125,8 @@ class Gateway:
             raise too_long(
                 "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
             )
+        messages, sources = split_images(messages)
+        self.input_processor.check_images(sources)
         if template is None:
             text = await self._prepare(size, lambda: self.input_processor.render(messages, options))
         else:
@@ -125,7 +134,16 @@ class Gateway:
             text = await self._template_renderer.render(RenderRequest(template, special, list(messages), dict(options)))
         token_ids = await self.encode(text, add_special_tokens)
         parser_config = self.input_processor.parser_config(text, messages, options, allow_tool_calls, template)
-        return {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
+        prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
+        if not sources:
+            return prompt
+        self.input_processor.check_placeholders(token_ids, len(sources))
+        loop, load = asyncio.get_running_loop(), self.input_processor.load_image
+        loading = [
+            loop.run_in_executor(self._media_threads, load, source, mm_processor_kwargs or None) for source in sources
+        ]
+        token_ids, images = self.input_processor.place_images(token_ids, await asyncio.gather(*loading))
+        return prompt | {"prompt_token_ids": token_ids, "images": images}
 
     async def generate(
         self,
@@ -165,6 +183,8 @@ class Gateway:
         name = str(next(self._ids))  # the engine's id: request_id need not be unique
         self._check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
+        if isinstance(prompt, Mapping) and (prompt.get("multi_modal_data") or prompt.get("images")):
+            size = self._at_once + 1  # images are checked and decoded in a thread
         try:
             async with asyncio.timeout(None if size <= self._at_once else timeout):
                 processor = await self._prepare(

@@ -14,6 +14,7 @@ from penstock import demo
 from penstock.config.options import ModelOptions
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.multimodal import ImageInput
 from penstock.text import (
     ParserConfig,
     ReasoningFormat,
@@ -27,12 +28,15 @@ from penstock.text import (
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 
 from .generation_config import read_generation_config
+from .multimodal import ImageSource, MediaLoader, check_placeholders, place_images, split_images
+from .multimodal.processor import read_image_processor
 from .output_processor import OutputProcessor
 from .pooling_config import read_pooling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. A chat's mapping also has a
-``parser_config``."""
+``parser_config``. With images, a mapping has them as ``multi_modal_data``: ``{"image": …}``, one or a list, and perhaps
+``mm_processor_kwargs``; or, where they are loaded and placed already, as ``images``."""
 REASONING_SEPARATOR = "\n\n"
 """Text that models write between reasoning and answer."""
 Messages = Sequence[Mapping[str, Any]]
@@ -89,6 +93,44 @@ class InputProcessor:
             self.tokenizer = Tokenizer(source, template)
         other = None if options.generation_config in ("auto", "vllm") else Path(options.generation_config)
         self._defaults = read_generation_config(folder, self.tokenizer, other)
+        processor = read_image_processor(folder, options.image_kwargs(), options.max_image_pixels)
+        self._image_processor = processor
+        self._media = MediaLoader(processor, options) if processor else None
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self._media is not None
+
+    def check_images(self, sources: Sequence[ImageSource]) -> None:
+        """Raise ``PenstockError`` where the model sees none, or a prompt has too many."""
+        if sources and not self.sees_images:
+            raise PenstockError(Code.UNSUPPORTED, "images: this model sees none, only text", "images")
+        if len(sources) > (maximum := self._options.max_images()):
+            raise invalid("images", f"{len(sources)} are more than a prompt may have (limit_mm_per_prompt)", maximum)
+
+    def load_image(self, source: ImageSource, kwargs: Mapping[str, Any] | None = None) -> ImageInput:
+        """Fetch, decode and resize an image, which takes long. Its place in the prompt is not set.
+
+        Args:
+            kwargs: ``mm_processor_kwargs`` of the request.
+
+        Raises ``PenstockError`` with one sentence where that is not possible.
+        """
+        assert self._media, "check_images first"
+        return self._media.load(source, dict(kwargs or {}))
+
+    def check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
+        """As ``multimodal.check_placeholders``, with the model's placeholder."""
+        assert self._image_processor
+        check_placeholders(token_ids, num_images, self._image_processor.placeholder)
+
+    def place_images(
+        self, token_ids: Sequence[int], images: Sequence[ImageInput]
+    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """As ``multimodal.place_images``, with the model's placeholder."""
+        assert self._image_processor
+        return place_images(token_ids, images, self._image_processor.placeholder)
 
     def response_formats(self, template: str | None = None) -> ResponseFormats:
         """The formats of tool calls and reasoning under a chat template; None is the model's own."""
@@ -134,6 +176,7 @@ class InputProcessor:
             if (getattr(sampling, field) or 0) > (maximum := self._options.max_logprobs):
                 raise invalid(field, f"must be at most {maximum} here (max_logprobs)", maximum)
         text, token_ids = self._prompt(prompt)
+        token_ids, images = self._images(prompt, token_ids)
         parser_config = prompt.get("parser_config") if isinstance(prompt, Mapping) else None
         bad_words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if bad_words:
@@ -154,6 +197,7 @@ class InputProcessor:
             reasoning=reasoning_span,
             adapter=adapter,
             pooling=pooling,
+            images=images,
         )
         return OutputProcessor(
             _validated(request),
@@ -173,10 +217,17 @@ class InputProcessor:
 
     def chat_prompt(self, messages: Messages, **options: Any) -> Prompt:
         """Render and encode a chat; ``options`` are keyword arguments of ``ChatTemplate.render``."""
+        messages, sources = split_images(messages)
+        self.check_images(sources)
         text = self.render(messages, options)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        images: tuple[ImageInput, ...] = ()
+        if sources:
+            token_ids, images = self.place_images(token_ids, [self.load_image(source) for source in sources])
         return {
             "prompt": text,
-            "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),
+            "prompt_token_ids": token_ids,
+            "images": images,
             "parser_config": self.parser_config(text, messages, options, bool(options.get("tools"))),
         }
 
@@ -238,6 +289,22 @@ class InputProcessor:
         between = self.tokenizer.encode(f"{form.end_marker}{REASONING_SEPARATOR}", add_special_tokens=False)
         answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == REASONING_SEPARATOR else []
         return ReasoningSpan(begin, end, tuple(answer), parser_config.stage is ReasoningStage.WITHIN)
+
+    def _images(self, prompt: Prompt, token_ids: list[int]) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The prompt with placeholders for each feature, and its images."""
+        if not isinstance(prompt, Mapping):
+            return token_ids, ()
+        if not (data := prompt.get("multi_modal_data")):
+            return token_ids, tuple(prompt.get("images") or ())
+        if not isinstance(data, Mapping) or (unknown := sorted(data.keys() - {"image"})):
+            name = unknown[0] if isinstance(data, Mapping) else "this"
+            raise PenstockError(Code.UNSUPPORTED, f"multi_modal_data: {name} is not supported, only image is", "image")
+        given = data["image"]
+        given = list(given) if isinstance(given, list | tuple) else [given]
+        sources = [ImageSource(image, f"multi_modal_data.image[{i}]") for i, image in enumerate(given)]
+        self.check_images(sources)
+        kwargs = prompt.get("mm_processor_kwargs")
+        return self.place_images(token_ids, [self.load_image(source, kwargs) for source in sources])
 
     def _prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

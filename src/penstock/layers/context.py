@@ -107,6 +107,10 @@ class BuildContext:
     """Adapters that may be loaded at a time; 0 builds layers without LoRA."""
     max_lora_rank: int = 0
     """Largest rank of an adapter."""
+    max_step_tokens: int = 0
+    """Tokens of a step, at most."""
+    threads: int = 0
+    """Threads of this rank; 0 is one for each usable core."""
     lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
     """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
     dequantized_bytes: Counter[tuple[Format, Format]] = field(default_factory=Counter)
@@ -135,12 +139,16 @@ class BuildContext:
         return tensor
 
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
-        """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it."""
+        """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it. With
+        M-RoPE, it has a row more for each token of a step (``layers.mrope``)."""
         key = repr((head_dim, sorted(parameters.items(), key=str), max_position_embeddings))
         if key not in self._rope_tables:
             self._rope_tables[key] = rope_table(
                 head_dim, self.max_len, parameters, max_position_embeddings, self.device
             )
+            if "mrope_section" in parameters:
+                rows = self.max_step_tokens
+                self._rope_tables[key] = torch.nn.functional.pad(self._rope_tables[key], (0, 0, 0, rows))
         return self._rope_tables[key]
 
     def lora(self, names: list[str], inputs: int, shards: list[Shard]) -> LoRALayer | None:

@@ -35,8 +35,10 @@ from . import (
     phi3,
     qwen2,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_moe,
+    qwen3_vl,
     seed_oss,
     smollm3,
     starcoder2,
@@ -98,8 +100,10 @@ for family in (
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen2_moe.FAMILY,
+    *qwen2_vl.FAMILIES,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_vl.FAMILY,
     seed_oss.FAMILY,
     smollm3.FAMILY,
     starcoder2.FAMILY,
@@ -123,6 +127,8 @@ def load_model(
     mtp_heads: bool = False,
     max_loras: int = 0,
     max_lora_rank: int = 0,
+    max_step_tokens: int = 0,
+    threads: int = 0,
     group: Group = SINGLE_RANK,
     layers: range | None = None,
     check_finite: bool = False,
@@ -141,6 +147,8 @@ def load_model(
         mtp_heads: load the checkpoint's heads for multi-token prediction, too.
         max_loras: LoRA adapters that may be loaded at a time.
         max_lora_rank: largest rank of an adapter.
+        max_step_tokens: tokens of a step, at most.
+        threads: of this rank; 0 is one for each usable core.
         group: the rank whose part of the model is built.
         layers: numbers of the layers of the pipeline stage that is built; None for all.
         check_finite: refuse weights with values that are not finite, where they are not in the cache.
@@ -190,6 +198,8 @@ def load_model(
         check_finite=check_finite,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
+        max_step_tokens=max_step_tokens,
+        threads=threads,
     )
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
     for (given, wanted), size in context.dequantized_bytes.items():

@@ -72,6 +72,8 @@ class ModelConfig:
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
+    has_vision: bool = False
+    """Whether it has a vision tower, and prompts may have images."""
 
     @property
     def rotary_dim(self) -> int:

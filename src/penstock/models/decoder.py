@@ -27,6 +27,7 @@ from .decoder_options import DecoderOptions
 from .layer import AttentionFactory, DecoderLayer, MLPFactory, feed_forward, grouped_query_attention, make_norm
 from .model import DraftHead
 from .mtp import DecoderMTPHead
+from .vision import VisionTower
 
 
 class Decoder:
@@ -76,6 +77,7 @@ class Decoder:
             **lora_targets,
             **dict.fromkeys(_in_layers(lora_targets, others)),
         }
+        self.vision: VisionTower | None = None
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
@@ -91,8 +93,9 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        x, residual = self._embed(batch.token_ids) if self._is_first else batch.hidden_states, None
-        assert x is not None
+        x, residual = batch.hidden_states, None
+        if x is None:
+            x = self._embed(batch.token_ids)
         exports, aux_hidden_states = export or repeat(None), list[Tensor]()
         for number, layer, layer_cache, layer_export in zip(self.layers, self._layers, cache, exports, strict=False):
             if number in self.aux_hidden_state_layers:

@@ -12,6 +12,7 @@ from penstock.layers import AttentionLayer, LoRATarget
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
 from .config import ModelConfig
+from .vision import VisionTower
 
 
 class LanguageModelHead(Protocol):
@@ -89,6 +90,8 @@ class Model(LanguageModelHead, Protocol):
     are in the model's KV cache."""
     aux_hidden_state_layers: Sequence[int]
     """Numbers of the layers before which the residual stream is returned (``Batch.aux_hidden_states``)."""
+    vision: VisionTower | None
+    """Of a model that sees images: its batches have ``hidden_states``, made of ``VisionTower.embed`` and features."""
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
         """The KV cache entry of each layer, those of ``draft_heads`` last."""
@@ -101,7 +104,7 @@ class Model(LanguageModelHead, Protocol):
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
         """Final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; stores keys and values of all tokens.
         A pipeline stage before the last returns the residual stream after its layers, ``[tokens, hidden]``; those
-        after the first begin with ``batch.hidden_states``.
+        after the first begin with ``batch.hidden_states``, as the first does where there are any.
 
         Args:
             export: of each of this stage's layers, for batches with ``export_places``; empty where there are none.

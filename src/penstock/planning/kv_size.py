@@ -35,7 +35,8 @@ def weight_bytes(size: ModelSize, quantization: str = "none", dtype: str = "auto
     """
     layers = size.layer_weights + (size.mtp_weights if mtp else 0)
     layer, head = bytes_per_weight(size, quantization, dtype)
-    return int(layers * layer + size.embedding_weights * head)
+    vision = size.vision_weights * ITEM_BYTES[_computed_dtype(size, dtype)]
+    return int(layers * layer + size.embedding_weights * head + vision)
 
 
 def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from .gguf_file import TYPES
 from .stored_format import stored_format
+from .vision_size import vision_weights
 
 QUANT_METHOD = "penstock"
 """``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
@@ -57,6 +58,8 @@ class ModelSize:
     """Among the weights of embedding and language model head."""
     unquantized_weights: int = 0
     """Of the layers' weights, those that no format quantizes: latent attention's that are absorbed."""
+    vision_weights: int = 0
+    """Parameters of the vision tower, which is not quantized; 0 for none."""
 
     def on_cpu(self) -> ModelSize:
         """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
@@ -107,6 +110,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         gguf_layers=_gguf_shares(config, "layers"),
         gguf_head=_gguf_shares(config, "head"),
         unquantized_weights=layers * absorbed,
+        vision_weights=vision_weights(config),
     )
 
 

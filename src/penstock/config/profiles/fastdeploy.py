@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,6 @@ LONG = 0.04
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
-OF_TEXT = "models are text-only; images and videos are refused in requests"
 
 
 def _number(given: Mapping[str, str], name: str, usual: int) -> int:
@@ -33,6 +33,17 @@ def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
     if given.get("--enable_chunked_prefill") == "true":
         result["long_prefill_token_threshold"] = int(length * LONG)
     return result
+
+
+def _image_kwargs(text: str) -> str:
+    """The limits of an image's pixels under our names; those of videos have no use here."""
+    try:
+        given = json.loads(text)
+        names = {"image_min_pixels": "min_pixels", "image_max_pixels": "max_pixels"}
+        kept = {names.get(name, name): value for name, value in given.items() if not name.startswith("video_")}
+    except (ValueError, AttributeError) as error:
+        raise ValueError("it is not a JSON object") from error
+    return json.dumps(kept) if kept else ""
 
 
 def _nodes(text: str) -> Mapping[str, Any]:
@@ -140,9 +151,8 @@ PROFILE = Profile(
         "tensor_parallel_size": Alias("tensor_parallel_size"),
         "data_parallel_size": Alias("data_parallel_size"),
         "ips": Alias(read=_nodes),
-        "mm_processor_kwargs": ignored(OF_TEXT),
-        "limit_mm_per_prompt": ignored(OF_TEXT),
-        "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
+        "mm_processor_kwargs": Alias("mm_processor_kwargs", _image_kwargs),
+        "enable_mm": ignored("FastDeploy has deprecated it, and a model's config.json says it", switch=True),
         "use_warmup": Alias("use_warmup", one_of({"0": False, "1": True, "false": False, "true": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),

@@ -38,7 +38,6 @@ KV_SETTINGS = {
 """Keys of ``--kv-transfer-config`` → ours."""
 NO_MEANING = ("engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size")
 """Keys that say how its connectors work."""
-OF_TEXT = "models are text-only; images and videos are refused in requests"
 NO_CODE = "loading code is not supported"
 EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
 """vLLM's names → ours; the last one places several devices, of which there is one."""
@@ -200,11 +199,10 @@ FLAGS: Mapping[str, Alias] = {
     "disable_log_stats": ignored(IN_METRICS, switch=True),
     "aggregate_engine_logging": ignored(IN_METRICS, switch=True),
     "show_hidden_metrics_for_version": ignored("no metric is hidden"),
-    "limit_mm_per_prompt": ignored(OF_TEXT),
-    "mm_processor_kwargs": ignored(OF_TEXT),
-    "mm_processor_cache_gb": ignored(OF_TEXT),
-    "allowed_local_media_path": ignored(OF_TEXT),
-    "language_model_only": ignored(OF_TEXT, switch=True),
+    "mm_processor_cache_gb": ignored(
+        "images are preprocessed again, and their features are cached (encoder_cache_size)"
+    ),
+    "language_model_only": ignored("a model that sees images takes texts, too", switch=True),
 }
 
 VARIABLES: Mapping[str, Alias] = {

@@ -6,6 +6,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from penstock.core.multimodal import ImageInput
+
 HASH_BYTES = 16
 """Length of a hash. 128 bits, since a collision would show one user another's keys and values."""
 
@@ -26,15 +28,28 @@ def root_hash(weights: str, adapter: str = "", salt: str = "") -> bytes:
     return seed.digest()
 
 
-def extend_block_hashes(block_hashes: list[bytes], start: bytes, tokens: Sequence[int], block_size: int) -> None:
+def extend_block_hashes(
+    block_hashes: list[bytes],
+    start: bytes,
+    tokens: Sequence[int],
+    block_size: int,
+    images: Sequence[ImageInput] = (),
+) -> None:
     """Append the hashes of the full blocks of ``tokens`` that ``block_hashes`` lacks.
+
+    Blocks with placeholders of images also have the images' contents and places in their hashes, since all placeholders
+    are the same token.
 
     Args:
         block_hashes: the i-th is the hash of the first ``(i + 1) * block_size`` tokens.
         start: ``root_hash``, the parent hash of the first block; unused where ``block_hashes`` is not empty.
+        images: of the prompt that ``tokens`` begin with.
     """
     for begin in range(len(block_hashes) * block_size, len(tokens) // block_size * block_size, block_size):
         block = array("I", tokens[begin : begin + block_size]).tobytes()
+        for image in images:
+            if image.offset < begin + block_size and begin < image.end:
+                block += image.content_hash + (image.offset - begin).to_bytes(8, "little", signed=True)
         block_hashes.append(
             hashlib.blake2b(block, key=block_hashes[-1] if block_hashes else start, digest_size=HASH_BYTES).digest()
         )

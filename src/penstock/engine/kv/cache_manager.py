@@ -303,7 +303,7 @@ class KVCacheManager:
         """Hashes of the full blocks of the leading ``num_tokens`` of a prompt."""
         hashes: list[bytes] = []
         root = root_hash(self._weights, request.adapter, request.cache_salt)
-        extend_block_hashes(hashes, root, request.prompt[:num_tokens], self._device_pool.block_size)
+        extend_block_hashes(hashes, root, request.prompt[:num_tokens], self._device_pool.block_size, request.images)
         return hashes
 
     def begin_import(self, hashes: list[bytes], num_tokens: int, min_tokens: int) -> tuple[int, list[int]] | None:
@@ -446,7 +446,7 @@ class KVCacheManager:
         request = sequence.request
         start = b"" if sequence.block_hashes else root_hash(self._weights, request.adapter, request.cache_salt)
         tokens = sequence.tokens + new_token_ids if new_token_ids else sequence.tokens
-        extend_block_hashes(sequence.block_hashes, start, tokens, self._device_pool.block_size)
+        extend_block_hashes(sequence.block_hashes, start, tokens, self._device_pool.block_size, request.images)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
         """Whether the next token would be written to a block that other sequences reference, too."""

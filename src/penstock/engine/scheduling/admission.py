@@ -88,6 +88,7 @@ class Admission:
             raise invalid(field, f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
         if request.deadline is not None and not math.isfinite(request.deadline):
             raise invalid("deadline", "must be a finite number of seconds")
+        self._check_images(request)
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
         allowed = set(sampling.allowed_token_ids or ()) - sampling.banned_token_ids
         if allowed and sampling.min_tokens and stops.issuperset(allowed):
@@ -98,6 +99,16 @@ class Admission:
         if all_at_once and self._kv.worst_case_blocks(request) > self._device_pool.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
         return request
+
+    def _check_images(self, request: EngineRequest) -> None:
+        """Raise ``PenstockError`` where the features of an image, or, without chunked prefill, of all of a prompt's,
+        are more than the encoder cache holds."""
+        limit = self._options.encoder_cache_size
+        sizes = [image.length for image in request.images]
+        largest = max(sizes, default=0) if self._options.enable_chunked_prefill else sum(sizes)
+        if largest > limit:
+            words = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller ones"
+            raise invalid("images", words, limit)
 
     def new_sequence(self, request: EngineRequest) -> Sequence:
         """Create the first sequence of a request that ``validate_and_clamp`` has returned.

@@ -13,6 +13,7 @@ from ..sequence.plan import Plan, ScheduledSequence
 from ..sequence.sequence import Sequence, State
 from ..spec.speculation import Speculation
 from .admission import Admission
+from .encoder_cache import EncoderCache
 from .preemption import Preemption
 from .running import RunningBatch
 from .sequence_group import SequenceGroup
@@ -41,6 +42,7 @@ class Planner:
         groups: Mapping[str, SequenceGroup],
         preemption: Preemption,
         admission: Admission,
+        encoder_cache: EncoderCache,
         pipeline_stages: int,
         max_concurrent_batches: int,
     ) -> None:
@@ -52,6 +54,7 @@ class Planner:
         self._groups = groups
         self._preemption = preemption
         self._admission = admission
+        self._encoder_cache = encoder_cache
         self._pipeline_stages = pipeline_stages
         self._num_shares = min(pipeline_stages, max_concurrent_batches)
         self.holds: dict[str, Hold] = {}
@@ -65,6 +68,7 @@ class Planner:
         plan, preemptions = Plan(len(self._running), stores=self._kv.take_stores()), self._preemption.count
         if "all" in self.holds.values():
             return plan
+        self._encoder_cache.begin_step()
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
         shares = self._num_shares > 1
@@ -76,6 +80,8 @@ class Planner:
             if sequence.state is not State.RUNNING or not (partial or left):
                 continue  # preempted by one before it; or other sequences are the share
             count = min(self._num_new_tokens(sequence, plan.drafting), budget)
+            if sequence.request.images:
+                count = self._encoder_cache.fit(sequence.request, sequence.num_scheduled, count)
             if count and self._allocate_slots(sequence, count, plan):
                 self._schedule(sequence, count, plan)
                 budget -= count
@@ -83,6 +89,7 @@ class Planner:
         joins = not self._running or self._options.batching_type == "inflight"
         if self._waiting and joins and self._preemption.count == preemptions:
             self._schedule_waiting(plan, budget)
+        plan.encoder_tokens = self._encoder_cache.num_patches
         if speculation and plan.drafting:
             self._schedule_drafts(plan, speculation)
         return plan
@@ -150,6 +157,10 @@ class Planner:
             hit = self._kv.find_cache_hit(sequence)
             remaining = len(sequence.tokens) - hit.num_computed
             count = min(remaining, budget, options.long_prefill_token_threshold or budget)
+            if sequence.request.images:
+                count = self._encoder_cache.fit(sequence.request, hit.num_computed, count)
+                if not count:
+                    return
             if count < remaining:
                 if not options.enable_chunked_prefill or len(partial) >= options.max_num_partial_prefills:
                     return

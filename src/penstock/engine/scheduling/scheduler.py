@@ -28,6 +28,7 @@ from ..sequence.sequence import Sequence, State
 from ..spec.speculation import Speculation
 from ..step import SampledTokens, StepOutput
 from .admission import Admission
+from .encoder_cache import EncoderCache
 from .outputs import append_tokens, error_delta, pool_hidden_states
 from .planner import Hold, Planner
 from .preemption import Preemption
@@ -74,7 +75,9 @@ class Scheduler:
         self.host_pool = host_pool
         self.speculation: Speculation | None = None
         """Speculative decoding; None where it is off."""
-        self.builder = StepBuilder(lora_slots, send_sampled=pipeline_stages > 1)
+        self.encoder_cache = EncoderCache(options.encoder_cache_size, options.max_num_batched_tokens)
+        """Features of images that the workers keep."""
+        self.builder = StepBuilder(lora_slots, pipeline_stages > 1, self.encoder_cache)
         """Builds the workers' messages from plans."""
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
         """Called with a sequence that has ended, while it has its blocks."""
@@ -95,6 +98,7 @@ class Scheduler:
             self._groups,
             self._preemption,
             self.admission,
+            self.encoder_cache,
             pipeline_stages,
             max_concurrent_batches,
         )
@@ -224,6 +228,7 @@ class Scheduler:
         """As ``recompute_all``, and forget what KV blocks contain, as the cache is about to be freed."""
         self.recompute_all()
         self.kv.forget_contents()
+        self.encoder_cache.clear()
 
     def set_weights(self, version: str) -> None:
         """Empty the prefix cache, whose blocks were computed with other weights, and compute hashes with this version
@@ -234,6 +239,7 @@ class Scheduler:
         while self.kv.drop_import():
             pass
         self.kv.set_weights(version)
+        self.encoder_cache.clear()
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
         """End all sequences of a request: with ``failure`` where it is given, else as cancelled.
@@ -297,6 +303,7 @@ class Scheduler:
 
     def fail(self, plan: Plan, failure: Failure) -> list[TokenDelta]:
         """End all requests of a step that could not be sent or computed; returns their last deltas."""
+        self.encoder_cache.clear()
         for item in plan.scheduled:
             for sequence in {item.sequence, *item.sampling_sequences}:
                 sequence.inflight_steps -= 1

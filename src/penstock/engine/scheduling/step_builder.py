@@ -9,9 +9,11 @@ import numpy as np
 
 from penstock.core import SamplingParams
 
+from ..sequence.mrope import mrope_positions
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence
-from ..step import EMPTY, NewRow, RowUpdates, StepInput
+from ..step import EMPTY, ImageSpan, NewRow, RowUpdates, StepInput
+from .encoder_cache import EncoderCache
 
 
 class StepBuilder:
@@ -22,9 +24,16 @@ class StepBuilder:
         lora_slots: LoRA slot by adapter (``EngineRequest.adapter``).
         send_sampled: whether a sampled token is sent with the step that computes it. Workers of pipeline stages before
             the last do not sample, so they need this.
+        encoder_cache: what the workers encode and drop; None where there is none.
     """
 
-    def __init__(self, lora_slots: Mapping[str, int] | None = None, send_sampled: bool = False) -> None:
+    def __init__(
+        self,
+        lora_slots: Mapping[str, int] | None = None,
+        send_sampled: bool = False,
+        encoder_cache: EncoderCache | None = None,
+    ) -> None:
+        self._encoder_cache = encoder_cache
         self._lora_slots = lora_slots or {}
         self._send_sampled = send_sampled
         self._beam_steps: dict[str, list[int]] = {}
@@ -44,6 +53,7 @@ class StepBuilder:
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, sampling, _ = zip(*plan.scheduled, strict=True)
+        evicted, encoded = self._encoder_cache.take() if self._encoder_cache else ([], [])
         if self._send_sampled:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True):
                 if start + length > sequence.prompt_length:
@@ -54,6 +64,8 @@ class StepBuilder:
             _array(starts),
             _array(lengths),
             np.frombuffer(struct.pack(f"{len(sampling)}?", *sampling), bool),
+            evicted_images=evicted,
+            encoded_images=encoded,
         )
 
     def _updates(
@@ -95,7 +107,7 @@ class StepBuilder:
         )
 
     def _new_row(self, sequence: Sequence) -> NewRow:
-        sampling, pooling = sequence.request.sampling, sequence.pooling_state
+        sampling, pooling, images = sequence.request.sampling, sequence.pooling_state, sequence.request.images
         return NewRow(
             row=sequence.row,
             token_ids=np.array(sequence.tokens, np.int32),
@@ -110,6 +122,8 @@ class StepBuilder:
             prompt_logprobs=None if sequence.prompt_logprobs is None else sampling.prompt_logprobs or 0,
             context_logits=sequence.context_logits is not None,
             pooling="" if pooling is None else "mean" if pooling.needs_all_hidden_states else "last",
+            image_spans=[ImageSpan(image.content_hash, image.offset, image.end) for image in images],
+            mrope_positions=mrope_positions(sequence.prompt_length, images) if images else EMPTY,
         )
 
 

@@ -53,6 +53,8 @@ class Plan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target), both device blocks: copies on write, of shared blocks that are written next."""
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    encoder_tokens: int = 0
+    """Patches of the images that are encoded before the step, of which its duration depends, too."""
 
     @property
     def tokens(self) -> int:

@@ -70,7 +70,9 @@ class PrefixIndex:
             data = array("i", tokens).tobytes()
         except OverflowError:  # token ids that the engine refuses
             return
+        images = tuple((image.offset, image.content_hash) for image in request.images)
         before = hash((request.adapter, request.cache_salt))
         for start in range(0, len(data) - size + 1, size):
-            before = hash((before, data[start : start + size]))
+            shown = [image for image in images if image[0] * array("i").itemsize < start + size]
+            before = hash((before, data[start : start + size], *shown))
             yield before

@@ -33,6 +33,8 @@ class InputBatch:
         self.lora_slots = np.full(rows, -1, np.int32)
         """``[rows]``: slot of each row's adapter, -1 for none."""
         self._any_lora = False
+        self.mrope_deltas = np.zeros(rows, np.int64)
+        """``[rows]``: what is added to a token's place behind the prompt for its M-RoPE position."""
         self.prompt_outputs = np.zeros(rows, bool)
         """``[rows]``: ``Row.has_prompt_outputs``."""
         self.any_prompt_outputs = False
@@ -57,6 +59,8 @@ class InputBatch:
             self.rows[new.row] = row = Row(new, tokens)
             self.prompt_outputs[new.row] = row.has_prompt_outputs
             self.lora_slots[new.row] = new.lora_slot
+            given = new.mrope_positions
+            self.mrope_deltas[new.row] = given.max() + 1 - given.shape[1] if given.size else 0
         if updates.new:
             self._any_lora = bool((self.lora_slots >= 0).any())
             self.any_prompt_outputs = bool(self.prompt_outputs.any())
@@ -69,6 +73,7 @@ class InputBatch:
         for child, parent, index in updates.forks.reshape(-1, 3).tolist():
             self.tokens[child], self.tables[child] = self.tokens[parent], self.tables[parent]
             self.lora_slots[child], self.prompt_outputs[child] = self.lora_slots[parent], False
+            self.mrope_deltas[child] = self.mrope_deltas[parent]
             self.rows[child] = self.row(parent).fork(index, self.tokens[child])
 
     def set_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:

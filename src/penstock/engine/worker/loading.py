@@ -14,6 +14,7 @@ from penstock import demo, ops
 from penstock.config.cache_folder import cache_folder
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
 from penstock.models import (
@@ -71,10 +72,12 @@ def load_models(
             raise invalid("tensor_parallel_size", words, 1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    config = read_config(folder)
     backend = ops.backend(device, options.ops, options.batch_invariant)
+    if config.has_vision and device.type != "cpu":
+        raise PenstockError(Code.UNSUPPORTED, "device: models that see images run on CPUs only, so far", "device")
     quantization = KV_QUANTIZATION[options.kv_cache_dtype]
     backend.new_kv_cache([KVSpec(1, 64, "float32", quantization=quantization)], 0, device)  # refuses it before weights
-    config = read_config(folder)
     if options.quantization == "none":
         options = msgspec.structs.replace(options, quantization=config.quantization)
     backend.set_threads(options.threads)
@@ -111,6 +114,8 @@ def load_models(
             mtp_heads=mtp,
             max_loras=max_loras,
             max_lora_rank=options.max_lora_rank,
+            max_step_tokens=options.max_num_batched_tokens,
+            threads=options.threads,
             group=group,
             layers=layers,
             check_finite=check,
@@ -148,6 +153,7 @@ def load_models(
         batch_invariant=backend.BATCH_INVARIANT,
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,
+        has_vision=model.vision is not None,
     )
     draft_model = load(draft.folder, draft.config, max_model_len) if draft and draft.config else None
     return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, reload)
@@ -227,6 +233,8 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     if method := speculative.method if speculative.method in HEAD_METHODS else head_method(folder):
         return Draft(folder, method, None)
     config = read_config(folder)
+    if config.has_vision:
+        raise PenstockError(Code.UNSUPPORTED, "the draft model sees images; name one of text", "speculative_config")
     if config.vocab_size != model.vocab_size:
         words = f"the draft model knows {config.vocab_size} tokens, and the model {model.vocab_size}"
         raise invalid("speculative_config", words)

@@ -117,7 +117,7 @@ class ModelRunner:
         if not self.cache:
             return CapturedModel(model, None, None)
         hidden = None
-        if model.layers.start:
+        if model.layers.start or model.vision:
             hidden = torch.zeros(self._max_tokens, model.config.hidden_size, dtype=model.dtype)
         capture = partial(
             self._ops.capture,
@@ -181,7 +181,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self._device)
         batch = _one_row(tokens, blocks, min(rows, tokens))
         batch.positions.clamp_(max=self.model.max_len - 1)  # a step may have more tokens than a sequence
-        if layers.start:
+        if layers.start or self.model.vision:
             batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype)
         hidden = self.forward(batch)
         if has_logits:

@@ -33,6 +33,8 @@ class Row:
         self.prompt_logprobs = new.prompt_logprobs
         self.context_logits = new.context_logits
         self.pooling = new.pooling
+        self.image_spans = new.image_spans
+        self.mrope_positions = new.mrope_positions
         self.counts: TokenCounts | None = None
         """Token counts for penalties; None until the first ``Position.counts``."""
         self.is_plain_greedy = _is_plain_greedy(self.params, self.num_candidates)

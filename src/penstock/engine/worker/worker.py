@@ -56,6 +56,7 @@ from .input_batch import InputBatch
 from .loading import load_models
 from .model_runner import ModelRunner
 from .model_swap import ModelSwap, return_memory
+from .multimodal import ImageFeatures
 from .pending_step import PendingStep
 from .row import Position, Row
 from .transfer_memory import layer_exports
@@ -117,6 +118,7 @@ class Worker:
         self._ops, self._device = loaded.ops, loaded.device
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
         self._batch = InputBatch(rows, loaded.max_model_len, options.block_size)
+        self._images = ImageFeatures(self._batch) if loaded.model.vision else None
 
         def runner(model: Model, lora: bool) -> ModelRunner:
             return ModelRunner(
@@ -152,7 +154,8 @@ class Worker:
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
         elif loaded.model.draft_heads:
             self._drafter = HeadDrafter(self._runner, self._batch)
-        self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not self._drafter
+        waits = self._drafter or self._images  # embeddings are made of tokens that the host knows
+        self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not waits
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
 
     def use_device(self) -> None:
@@ -170,6 +173,10 @@ class Worker:
         else:  # weights that are mapped from a disk count as free, but every step needs them
             total = 0
             free = free_host_bytes() // self._local_ranks - sum(runner.model.mapped_bytes for runner in runners)
+        if self._images:
+            model = self._runner.model
+            size = (1 + len(model.vision.deepstack if model.vision else ())) * model.config.hidden_size
+            activations += self._options.encoder_cache_size * size * model.dtype.itemsize
         return MemoryProfile(
             free=max(free - activations, 0),
             total=total,
@@ -270,6 +277,8 @@ class Worker:
         drafter."""
         self.poll()
         self._apply(step.updates)
+        if self._images:
+            self._images.update(self._runner.model, step)
         forks = dict(self._forks)
         if not len(step.rows):
             self._stage.pass_on()
@@ -384,6 +393,8 @@ class Worker:
             model = self._runner.model
             hidden = self._stage.receive(model.config.hidden_size, model.dtype)
             batch.hidden_states = hidden
+        if self._images:
+            self._images.prepare(self._runner.model, batch, step.rows, step.starts, num_tokens)
         return self._runner.forward(batch), batch.aux_hidden_states
 
     def _write_drafts(self, step: StepInput) -> None:
@@ -566,6 +577,8 @@ class Worker:
         self._complete_steps()
         for runner in self._runners:
             runner.free()
+        if self._images:
+            self._images.clear()
         if self._drafter:
             self._drafter.reset()
         if drops:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -12,7 +12,8 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.body import require
 
-from .request import ROLES, Message, Tool
+from .request import ROLES, ImageURL, Message, Tool
+from .request import ContentPart as OpenAIPart
 
 TEXT = {"text": "text"}
 """Content parts of OpenAI's chats."""
@@ -23,6 +24,9 @@ class ContentPart(Protocol):
 
     @property
     def type(self) -> str: ...
+
+
+Part = TypeVar("Part", bound=ContentPart)
 
 
 class TemplateFields(Protocol):
@@ -56,6 +60,34 @@ def text_of(content: str | Sequence[ContentPart], path: str, kinds: Mapping[str,
             raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
         texts.append(require(getattr(part, field), f"{where}.{field}"))
     return "\n".join(texts)
+
+
+def content_of(
+    content: str | Sequence[Part],
+    path: str,
+    image_url: Callable[[Part, str], str | None],
+    kinds: Mapping[str, str] = TEXT,
+) -> str | list[dict[str, Any]]:
+    """As ``text_of``; of a content with images, its parts in OpenAI's form.
+
+    Args:
+        image_url: the URL of a part that is an image, None for other parts. Takes the part and its path.
+    """
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for i, part in enumerate(content):
+        where = f"{path}[{i}]"
+        if (url := image_url(part, where)) is not None:
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        elif (field := kinds.get(part.type)) is None:
+            words = f"{where}: {part.type[:50]} is not supported, only text and images are"
+            raise PenstockError(Code.UNSUPPORTED, words, where)
+        else:
+            parts.append({"type": "text", "text": require(getattr(part, field), f"{where}.{field}")})
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
@@ -122,20 +154,23 @@ def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, An
     return options
 
 
-def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+def messages_of(messages: list[Message], images: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates read them: content as one text, arguments of calls as objects.
 
-    Raises ``PenstockError`` (``unsupported``) for content that is not text.
+    Args:
+        images: whether a user's messages may have images; the content of one with images is its parts.
+
+    Raises ``PenstockError`` (``unsupported``) for content that is not text, or an image.
     """
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
 
 
-def _message(message: Message, path: str) -> dict[str, Any]:
+def _message(message: Message, path: str, images: bool) -> dict[str, Any]:
     if message.role not in ROLES:
         raise invalid(f"{path}.role", f"{message.role[:50]!r} is not one of {', '.join(ROLES)}")
     result: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message, path),
+        "content": _content(message, path, images and message.role == "user"),
     }
     if message.tool_calls:
         result["tool_calls"] = [
@@ -147,12 +182,22 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     return result | {name: value for name, value in rest.items() if value is not None}
 
 
-def _text(message: Message, path: str) -> str:
+def _content(message: Message, path: str, images: bool) -> str | list[dict[str, Any]]:
     if message.content is None:
         if message.role != "assistant":
             raise invalid(f"{path}.content", f"is missing, and a {message.role} message is nothing without")
         return ""
+    if images:
+        return content_of(message.content, f"{path}.content", _image_url)
     return text_of(message.content, f"{path}.content")
+
+
+def _image_url(part: OpenAIPart, path: str) -> str | None:
+    if part.type != "image_url":
+        return None
+    if isinstance(part.image_url, ImageURL):
+        return require(part.image_url.url, f"{path}.image_url.url")
+    return require(part.image_url, f"{path}.image_url")
 
 
 def _arguments(given: str | Mapping[str, Any] | None) -> Any:

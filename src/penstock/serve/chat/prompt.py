@@ -59,13 +59,19 @@ class ChatPrompt:
         self.tools = input_processor.response_formats(request.chat_template).tools
         """The model's tool call format; None where it has none."""
         self._calls = bool(request.tools) and request.tool_choice != "none"
-        self._messages = messages_of(request.messages)
+        self._messages = messages_of(request.messages, service.sees_images)
         self._options = template_options(request, self.tools is not None) | self._template_variables(request, unknown)
         self.echoed = ""
         """Text of the last message that the answer repeats (``echo``)."""
         last = self._messages[-1] if self._messages else {}
         if request.echo and (last.get("role") == "assistant" or not self._options["add_generation_prompt"]):
             self.echoed = last.get("content", "")
+        self._has_images = any(isinstance(message["content"], list) for message in self._messages)
+        if self._has_images:
+            self._check_images()
+        elif request.mm_processor_kwargs and not service.sees_images:
+            words = "mm_processor_kwargs: this model sees no images, only text"
+            raise PenstockError(Code.UNSUPPORTED, words, "mm_processor_kwargs")
 
     async def prompt(self) -> Prompt:
         """Rendered and encoded."""
@@ -83,6 +89,7 @@ class ChatPrompt:
                 self._calls,
                 request.chat_template,
                 bool(request.add_special_tokens),
+                request.mm_processor_kwargs,
             )
         else:
             input_processor = gateway.input_processor
@@ -96,6 +103,17 @@ class ChatPrompt:
         max_tokens = request.max_completion_tokens or request.max_tokens or 1
         room = gateway.engine_pool.require_engine().max_model_len - max_tokens
         return prompt | {"prompt_token_ids": truncate(prompt["prompt_token_ids"], request, room)}
+
+    def _check_images(self) -> None:
+        """Refuse what is for texts only. Raises ``PenstockError`` (``unsupported``)."""
+        request = self._request
+        wrong = {
+            "disable_chat_template": bool(request.disable_chat_template),
+            "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+            "echo": bool(request.echo),
+        }
+        for name in [name for name, given in wrong.items() if given]:
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported for messages with images", name)
 
     def _template_variables(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
         """``documents`` and ``reasoning_effort`` for the template. Where the model's own does not read them, documents

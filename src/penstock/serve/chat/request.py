@@ -159,11 +159,18 @@ MAX_TEMPLATE = 65_536
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+class ImageURL(msgspec.Struct):
+    url: str | None = None
+    detail: str | None = None
+    """No effect: mm_processor_kwargs limits the size of images."""
+
+
 class ContentPart(msgspec.Struct):
     """A part of a message's content."""
 
     type: str
     text: str | None = None
+    image_url: str | ImageURL | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -253,5 +260,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     echo: bool | None = None
     """Begin the answer with the last message's text, where the answer has the same role."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Limits of images' pixels, min_pixels and max_pixels, in place of the server's."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens to those that the chat template writes."""

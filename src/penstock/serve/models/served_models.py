@@ -22,6 +22,8 @@ PAUSED = Failure(Code.UNAVAILABLE, "the engine is paused: requests wait until it
 MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
 """Default of ``max_body_size``: ``BYTES_PER_TOKEN`` (JSON syntax included) times the longest context length in tokens,
 at least ``MIN_BODY_SIZE``."""
+IMAGE_BODY_SIZE = 2**26
+"""The least default where a model sees images, which requests bring as base64."""
 
 
 class ServedModels:
@@ -135,7 +137,8 @@ class ServedModels:
         lengths = [engine.engine.max_model_len for engine in engines if engine.engine]
         if not lengths:
             self.check_alive()
-        return max([MIN_BODY_SIZE, *(BYTES_PER_TOKEN * length for length in lengths)])
+        smallest = IMAGE_BODY_SIZE if any(service.sees_images for service in self) else MIN_BODY_SIZE
+        return max([smallest, *(BYTES_PER_TOKEN * length for length in lengths)])
 
     async def read_body(self, request: Request) -> bytes:
         """Read a request's body.

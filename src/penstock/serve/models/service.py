@@ -53,6 +53,11 @@ class ModelService:
         return self.gateway.input_processor.tokenizer.template.variables
 
     @property
+    def sees_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self.gateway.input_processor.sees_images
+
+    @property
     def timeout(self) -> float | None:
         """Longest duration of a request, seconds; None is any."""
         return self.options.request_timeout or None

@@ -21,25 +21,26 @@ from penstock.serve.chat.messages import (
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.http.body import require
 
-from .requests import CountTokensRequest, Message, MessagesRequest, Tool
+from .requests import Block, CountTokensRequest, Message, MessagesRequest, Tool
 from .responses import CALL_ID_PREFIX
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def to_chat_request(request: CountTokensRequest, variables: Collection[str]) -> ChatRequest:
+def to_chat_request(request: CountTokensRequest, variables: Collection[str], images: bool = False) -> ChatRequest:
     """The chat request for a message request.
 
     Args:
         variables: names that the model's chat template reads.
+        images: whether a user's messages may have images.
 
-    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text.
+    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text, or an image.
     """
     messages: list[dict[str, Any]] = []
     if system := text_of(request.system or "", "system"):
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(request.messages):
-        messages += _messages(message, f"messages[{i}]")
+        messages += _messages(message, f"messages[{i}]", images)
     result: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
     if messages and messages[-1]["role"] == "assistant":  # the answer continues it
         if messages[-1].get("tool_calls"):
@@ -93,21 +94,23 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
     return function_tool(name, tool.description, schema)
 
 
-def _messages(message: Message, path: str) -> list[dict[str, Any]]:
+def _messages(message: Message, path: str, images: bool) -> list[dict[str, Any]]:
     """A message, after the tool results that it contains."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thought = ""
     for i, block in enumerate(message.content):
         where = f"{path}.content[{i}]"
         if block.type == "text":
-            texts.append(require(block.text, f"{where}.text"))
+            parts.append({"type": "text", "text": require(block.text, f"{where}.text")})
+        elif block.type == "image" and images and message.role == "user":
+            parts.append({"type": "image_url", "image_url": {"url": _image_url(block, where)}})
         elif block.type == "tool_result" and message.role == "user":
-            content = text_of(block.content or "", f"{where}.content")
-            results.append(tool_result(_call_id(block.tool_use_id, f"{where}.tool_use_id"), content))
+            found = text_of(block.content or "", f"{where}.content")
+            results.append(tool_result(_call_id(block.tool_use_id, f"{where}.tool_use_id"), found))
         elif block.type == "tool_use" and message.role == "assistant":
             name = require(block.name, f"{where}.name")
             calls.append(function_call(_call_id(block.id, f"{where}.id"), name, block.input or {}))
@@ -116,14 +119,26 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
         elif block.type != "redacted_thinking":
             text = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
             raise PenstockError(Code.UNSUPPORTED, text, where)
-    if not (texts or calls or thought):
+    if not (parts or calls or thought):
         return results
-    result: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    has_images = any(part["type"] != "text" for part in parts)
+    content = parts if has_images else "\n".join(part["text"] for part in parts)
+    result: dict[str, Any] = {"role": message.role, "content": content}
     if thought:
         result["reasoning_content"] = thought
     if calls:
         result["tool_calls"] = calls
     return [*results, result]
+
+
+def _image_url(block: Block, path: str) -> str:
+    source = require(block.source, f"{path}.source")
+    if source.type == "url":
+        return require(source.url, f"{path}.source.url")
+    if source.type != "base64":
+        words = f"{path}.source.type: {source.type[:50]} is not supported, only base64 and url are"
+        raise PenstockError(Code.UNSUPPORTED, words, f"{path}.source.type")
+    return f"data:{source.media_type or ''};base64,{require(source.data, f'{path}.source.data')}"
 
 
 def _call_id(call_id: str | None, path: str) -> str:

@@ -9,6 +9,15 @@ import msgspec
 from penstock.serve.chat.request import TOOL_NAME, NonEmptyText, Number
 
 
+class ImageSource(msgspec.Struct, kw_only=True):
+    """Of an image block: base64 data, or a URL."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class Block(msgspec.Struct, kw_only=True):
     """A part of a message. Other fields (``cache_control``, ``citations``) have no effect."""
 
@@ -19,6 +28,7 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    source: ImageSource | None = None
     content: str | list[Block] | None = None
     """Id of the call that a tool result answers."""
 

@@ -82,7 +82,9 @@ class MessageHandler:
     """One request, from its messages to a message."""
 
     def __init__(self, service: ModelService, record: RequestRecord, request: MessagesRequest, size: int) -> None:
-        self._chat = ChatGeneration(service, record, to_chat_request(request, service.template_variables), size)
+        self._chat = ChatGeneration(
+            service, record, to_chat_request(request, service.template_variables, service.sees_images), size
+        )
         self._id = f"msg_{record.request_id}"
         self._max_tokens = request.max_tokens
 
@@ -141,7 +143,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     async def count_tokens(raw_request: Request) -> Response:
         request, size = await read(raw_request, CountTokensRequest)
         service = served_models.find(request.model)
-        chat = to_chat_request(request, service.template_variables)
+        chat = to_chat_request(request, service.template_variables, service.sees_images)
         count = await count_prompt(service, chat, size, record_of(raw_request.scope).unknown)
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 

@@ -190,13 +190,14 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def tokenize(raw_request: Request) -> Response:
         request, size = await read(raw_request, TokenizeRequest)
-        gateway = served_models.find(request.model).gateway
+        service = served_models.find(request.model)
+        gateway = service.gateway
         tokenizer = gateway.input_processor.tokenizer
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if request.messages is not None:
             options = template_options(request, gateway.input_processor.response_formats().tools is not None)
-            conversation = await gateway.chat_prompt(messages_of(request.messages), size, options)
+            conversation = await gateway.chat_prompt(messages_of(request.messages, service.sees_images), size, options)
             tokens = await gateway.encode(conversation)
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)

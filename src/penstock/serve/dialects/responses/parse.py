@@ -10,6 +10,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.chat.messages import (
+    content_of,
     effort_fields,
     function_call,
     function_tool,
@@ -38,19 +39,22 @@ def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
     return convert(fields, schema, unknown)
 
 
-def to_chat_request(request: CountTokensRequest, variables: Collection[str]) -> ChatRequest:
+def to_chat_request(request: CountTokensRequest, variables: Collection[str], images: bool = False) -> ChatRequest:
     """The chat request for a Responses request.
 
     Args:
         variables: names that the model's chat template reads.
+        images: whether a user's messages may have images.
 
-    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text.
+    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text, or an image.
     """
-    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
     result: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
     if isinstance(request, ResponsesRequest):
         result |= {name: getattr(request, name) for name in CHAT_FIELDS} | {"max_tokens": request.max_output_tokens}
-    result["messages"] = messages + _messages(request.input)
+    result["messages"] = messages + _messages(request.input, images)
     if request.tools:
         result["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if isinstance(request.tool_choice, NamedTool):
@@ -70,21 +74,21 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str]) -> 
     return msgspec.convert(result, ChatRequest)
 
 
-def _messages(items: str | list[Item]) -> list[dict[str, Any]]:
+def _messages(items: str | list[Item], images: bool) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
-        _add(messages, item, f"input[{i}]")
+        _add(messages, item, f"input[{i}]", images)
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
+def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) -> None:
     """Append an item as a message, or to the assistant's message before it."""
     if item.type == "message":
         if item.role not in ROLES:
             raise invalid(f"{path}.role", f"{item.role!r:.50} is not one of {', '.join(ROLES)}")
-        content = _text(item.content, f"{path}.content")
+        content = _content(item.content, f"{path}.content", images and item.role == "user")
         if item.role == "assistant" and _open(messages) and not messages[-1].get("content"):
             messages[-1]["content"] = content
         else:
@@ -116,6 +120,22 @@ def _text(content: str | list[Part] | None, path: str) -> str:
     if content is None:
         raise invalid(path, "is missing")
     return text_of(content, path, TEXT_PARTS)
+
+
+def _content(content: str | list[Part] | None, path: str, images: bool) -> str | list[dict[str, Any]]:
+    if content is None or not images:
+        return _text(content, path)
+    return content_of(content, path, _image_url, TEXT_PARTS)
+
+
+def _image_url(part: Part, path: str) -> str | None:
+    if part.type != "input_image":
+        return None
+    if part.file_id is not None:
+        raise PenstockError(
+            Code.UNSUPPORTED, f"{path}.file_id: no files are kept here; send image_url", f"{path}.file_id"
+        )
+    return require(part.image_url, f"{path}.image_url")
 
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:

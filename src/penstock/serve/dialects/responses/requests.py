@@ -17,6 +17,9 @@ class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
 
 
 class Item(msgspec.Struct, kw_only=True):

@@ -74,7 +74,9 @@ class ResponseHandler:
     def __init__(
         self, service: ModelService, record: RequestRecord, request: ResponsesRequest, size: int, events: Events
     ) -> None:
-        self._chat = ChatGeneration(service, record, to_chat_request(request, service.template_variables), size)
+        self._chat = ChatGeneration(
+            service, record, to_chat_request(request, service.template_variables, service.sees_images), size
+        )
         self._events = events
         self._request = request
         self._name = record.request_id
@@ -156,7 +158,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         unknown = record_of(raw_request.scope).unknown
         request = read(read_object(body), CountTokensRequest, unknown)
         service = served_models.find(request.model)
-        count = await count_tokens(service, to_chat_request(request, service.template_variables), len(body), unknown)
+        count = await count_tokens(
+            service, to_chat_request(request, service.template_variables, service.sees_images), len(body), unknown
+        )
         return Response(
             encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"
         )

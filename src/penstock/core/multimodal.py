@@ -1,0 +1,45 @@
+"""Images of a request: pixels as bytes, and the place of their features among the prompt's tokens."""
+
+from __future__ import annotations
+
+import msgspec
+
+PATCHES = 4
+"""Patches of a feature: its edge has two."""
+
+
+class ImageInput(msgspec.Struct, frozen=True, array_like=True):
+    """An image, decoded and resized as its model's processor does.
+
+    The prompt has a placeholder token for each of the image's features.
+    """
+
+    content_hash: bytes
+    """Of pixels, grid and normalization: equal for images with equal features."""
+    offset: int
+    """Index of its first placeholder in the prompt."""
+    rows: int
+    columns: int
+    """The grid of its features, in the order of the placeholders: row after row."""
+    height: int
+    width: int
+    pixels: bytes
+    """``[height, width, 3]`` uint8, RGB."""
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    """Normalization of the channels, after a division by 255."""
+
+    @property
+    def length(self) -> int:
+        """Number of its features, and of its placeholders."""
+        return self.rows * self.columns
+
+    @property
+    def num_patches(self) -> int:
+        """About the number of patches that an encoder makes its features of."""
+        return PATCHES * self.length
+
+    @property
+    def end(self) -> int:
+        """Index after its last placeholder."""
+        return self.offset + self.length

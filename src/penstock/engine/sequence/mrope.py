@@ -1,0 +1,29 @@
+"""Positions in time, height and width of a prompt with images (M-RoPE; Qwen2-VL, Wang et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.core.multimodal import ImageInput
+
+
+def mrope_positions(num_tokens: int, images: Sequence[ImageInput]) -> np.ndarray:
+    """Positions of a prompt's tokens, ``[3, num_tokens]`` int32: time, height and width.
+
+    Text counts on in all three at once. A feature of an image has the image's position, plus its row in height and its
+    column in width; text behind the image goes on after the larger of both.
+    """
+    parts: list[np.ndarray] = []
+    token = position = 0
+    for image in images:
+        text = image.offset - token
+        parts.append(np.broadcast_to(np.arange(position, position + text), (3, text)))
+        position += text
+        parts.append(position + np.indices((1, image.rows, image.columns)).reshape(3, -1))
+        position += max(image.rows, image.columns)
+        token = image.end
+    rest = num_tokens - token
+    parts.append(np.broadcast_to(np.arange(position, position + rest), (3, rest)))
+    return np.concatenate(parts, 1).astype(np.int32)

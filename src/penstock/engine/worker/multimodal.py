@@ -1,0 +1,78 @@
+"""Inputs of a step with images: features in place of the placeholders' embeddings, and positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.models import Model
+from penstock.ops import Batch
+
+from ..step import StepInput
+from .input_batch import InputBatch
+
+
+class ImageFeatures:
+    """Features of the images that the scheduler has had encoded (``EncoderCache``), and the inputs made of them.
+
+    Each image is encoded alone, so that its features do not depend on others.
+
+    Args:
+        batch: the worker's rows.
+    """
+
+    def __init__(self, batch: InputBatch) -> None:
+        self._batch = batch
+        self._features: dict[bytes, Tensor] = {}
+        self._num_deepstack = 0
+        """Leading tokens of ``VisionTower.deepstack`` that may not be zero."""
+
+    def update(self, model: Model, step: StepInput) -> None:
+        """Drop and encode what the step says."""
+        for content_hash in step.evicted_images:
+            self._features.pop(content_hash, None)
+        if not step.encoded_images:
+            return
+        assert model.vision is not None
+        for image in step.encoded_images:
+            self._features[image.content_hash] = model.vision.encode(image)
+
+    def clear(self) -> None:
+        """Drop all features."""
+        self._features.clear()
+
+    def prepare(self, model: Model, batch: Batch, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Set a batch's inputs: embeddings of its tokens, with images' features in their places, and the rows of the
+        rotary table.
+
+        Args:
+            rows, starts, lengths: ``[items]``: the tokens of the batch.
+        """
+        assert model.vision is not None
+        embeddings = model.vision.embed(batch.token_ids)
+        size = embeddings.shape[1]
+        for layer in model.vision.deepstack:
+            layer[: self._num_deepstack].zero_()
+        self._num_deepstack = 0
+        positions = batch.positions.numpy() + self._batch.mrope_deltas[rows].repeat(lengths)
+        grid = None
+        first = 0
+        for number, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            row = self._batch.row(number)
+            for span in row.image_spans:
+                begin, end = max(span.start, start), min(span.end, start + length)
+                if begin < end:
+                    features = self._features[span.content_hash][begin - span.start : end - span.start]
+                    place = slice(first + begin - start, first + end - start)
+                    embeddings[place] = features[:, :size]
+                    for i, layer in enumerate(model.vision.deepstack, 1):
+                        layer[place] = features[:, i * size : (i + 1) * size]
+                        self._num_deepstack = place.stop
+            if row.image_spans and start < row.mrope_positions.shape[1]:
+                grid = np.stack([positions] * 3) if grid is None else grid
+                given = row.mrope_positions[:, start : start + length]
+                grid[:, first : first + given.shape[1]] = given
+            first += length
+        batch.hidden_states = embeddings
+        batch.positions = torch.from_numpy(positions) if grid is None else model.vision.rope_rows(grid)

@@ -1,0 +1,136 @@
+"""An HTTP client for addresses that clients of the server name: it connects to public addresses alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import httpcore2
+import httpx2
+
+from penstock.core import Code, PenstockError
+from penstock.version import __version__
+
+MAX_REDIRECTS = 5
+REDIRECTS = (301, 302, 303, 307, 308)
+
+
+class ForbiddenAddressError(Exception):
+    """The host is not allowed, or has an address that is not public."""
+
+
+class FetchError(Exception):
+    """The body cannot be fetched."""
+
+
+class GuardedBackend(httpcore2.NetworkBackend):
+    """Connects to hosts whose addresses are all public; to others only where they are named as allowed.
+
+    The address that is checked is the one that is connected to, for redirects, too, so that a name server cannot give
+    another one in between.
+
+    Args:
+        domains: the only hosts allowed, which may have any address; empty for all with public ones.
+    """
+
+    def __init__(self, domains: Collection[str]) -> None:
+        self._backend = httpcore2.SyncBackend()
+        self._domains = domains
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.NetworkStream:
+        """As ``NetworkBackend.connect_tcp``. Raises ``ForbiddenAddressError``."""
+        if self._domains and host.lower().rstrip(".") not in self._domains:
+            raise ForbiddenAddressError(f"{host:.100} is none of allowed_media_domains")
+        address = host if self._domains else _public_address(host, port)
+        return self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
+
+    def connect_unix_socket(self, *args: Any, **kwargs: Any) -> httpcore2.NetworkStream:
+        """Refused."""
+        raise ForbiddenAddressError("sockets of this machine are not reached")
+
+
+def _public_address(host: str, port: int) -> str:
+    """An address of a host all of whose addresses are public."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise httpcore2.ConnectError(f"{host:.100} is not known") from error
+    addresses = [str(entry[4][0]) for entry in found]
+    if not all(map(is_public, addresses)):
+        raise ForbiddenAddressError(f"{host:.100} has an address that is not public")
+    return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is a public one of a single host: not private, loopback, link-local, reserved or multicast,
+    nor an IPv6 form of such an IPv4 address."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
+        if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+            embedded = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(str(embedded))
+    return parsed.is_global and not parsed.is_multicast and not parsed.is_reserved
+
+
+def download(url: str, max_size: int, timeout: float, domains: Collection[str]) -> bytes:
+    """The body behind an ``http:`` or ``https:`` URL. Redirects are followed; no proxy is used.
+
+    Args:
+        max_size: bytes.
+        timeout: seconds for all of it.
+        domains: as of ``GuardedBackend``.
+
+    Raises ``PenstockError`` (``too_large``, ``timeout``), ``ForbiddenAddressError``, and ``FetchError``.
+    """
+    deadline = time.monotonic() + timeout
+    headers = [("User-Agent", f"penstock/{__version__}"), ("Accept-Encoding", "identity")]
+    left = {kind: timeout for kind in ("connect", "read", "write", "pool")}
+    try:
+        with httpcore2.ConnectionPool(network_backend=GuardedBackend(domains)) as pool:
+            for _ in range(MAX_REDIRECTS + 1):
+                place = httpx2.URL(url)
+                if place.scheme not in ("http", "https") or not place.host:
+                    raise FetchError("it is redirected to an address of another kind")
+                target = httpcore2.URL(
+                    scheme=place.raw_scheme, host=place.raw_host, port=place.port, target=place.raw_path
+                )
+                with pool.stream("GET", target, headers=headers, extensions={"timeout": left}) as response:
+                    if response.status in REDIRECTS:
+                        found = dict((name.lower(), value) for name, value in response.headers).get(b"location", b"")
+                        url = str(place.join(found.decode("ascii")))
+                        continue
+                    if response.status != 200:
+                        raise FetchError(f"the server answered {response.status}")
+                    return _read(response, max_size, deadline)
+        raise FetchError("it is redirected too often")
+    except (httpcore2.TimeoutException, TimeoutError) as error:
+        raise PenstockError(Code.TIMEOUT, "too late") from error
+    except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.UnsupportedProtocol) as error:
+        raise FetchError(str(error) or type(error).__name__) from error
+    except (httpx2.InvalidURL, UnicodeError, ValueError, OSError) as error:
+        raise FetchError(f"{error}") from error
+
+
+def _read(response: httpcore2.Response, max_size: int, deadline: float) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    for part in response.iter_stream():
+        parts.append(part)
+        size += len(part)
+        if size > max_size:
+            raise PenstockError(Code.TOO_LARGE, "too large")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return b"".join(parts)

@@ -1,0 +1,162 @@
+"""Resizing of images as a model's processor does, for Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.multimodal import ImageInput
+from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PROCESSORS = tuple(
+    f"{name}{suffix}"
+    for name in ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+    for suffix in ("", "Fast", "Pil")
+)
+FILES = ("preprocessor_config.json", "processor_config.json")
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MAX_ASPECT_RATIO = 200
+MAX_VALUE = 2**31
+KWARGS = ("min_pixels", "max_pixels", "size")
+"""Fields of ``mm_processor_kwargs``."""
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """How images are resized and normalized: to multiples of a feature's edge, with about the same aspect ratio, and a
+    number of pixels within limits (``smart_resize`` of Qwen2-VL)."""
+
+    placeholder: int
+    """The token that stands for a feature in prompts."""
+    edge: int
+    """Pixels of a feature's edge."""
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float] = CLIP_MEAN
+    std: tuple[float, float, float] = CLIP_STD
+    resample: int = 3
+    """Pillow's filter: 3 is bicubic."""
+    limit: int = 2**26
+    """Pixels of an image, before and after it is resized, at most."""
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ImageProcessor:
+        """The processor with ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and wrong values."""
+        if unknown := sorted(kwargs.keys() - set(KWARGS)):
+            words = f"{unknown[0]!r:.50} is not supported, only {', '.join(KWARGS)} are"
+            raise PenstockError(Code.UNSUPPORTED, f"mm_processor_kwargs: {words}", "mm_processor_kwargs")
+        smallest, largest = _pixels(kwargs, self.min_pixels, self.max_pixels)
+        if not all(isinstance(value, int) and 1 <= value <= MAX_VALUE for value in (smallest, largest)):
+            raise invalid("mm_processor_kwargs", "numbers of pixels must be whole numbers from 1 on", 1)
+        return replace(self, min_pixels=smallest, max_pixels=largest)
+
+    def __call__(self, image: Image) -> ImageInput:
+        """Resize an image; its ``offset`` is to be set. Raises ``PenstockError`` (``invalid``) for an image that is too
+        long for its width, or too large."""
+        height, width = self._size(image.height, image.width)
+        pixels = image.convert("RGB").resize((width, height), self.resample).tobytes()
+        rows, columns = height // self.edge, width // self.edge
+        digest = hashlib.blake2b(repr((rows, columns, height, width, self.mean, self.std)).encode(), digest_size=32)
+        digest.update(pixels)
+        return ImageInput(digest.digest(), 0, rows, columns, height, width, pixels, self.mean, self.std)
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        edge = self.edge
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            words = f"an image of {width} x {height} pixels is too narrow, at most 1 to {MAX_ASPECT_RATIO} is possible"
+            raise invalid("image", words, MAX_ASPECT_RATIO)
+        new = round(height / edge) * edge, round(width / edge) * edge
+        if new[0] * new[1] > self.max_pixels:
+            factor = math.sqrt(height * width / self.max_pixels)
+            new = (
+                max(edge, math.floor(height / factor / edge) * edge),
+                max(edge, math.floor(width / factor / edge) * edge),
+            )
+        elif new[0] * new[1] < self.min_pixels:
+            factor = math.sqrt(self.min_pixels / (height * width))
+            new = math.ceil(height * factor / edge) * edge, math.ceil(width * factor / edge) * edge
+        if new[0] * new[1] > self.limit:
+            words = f"would be resized to {new[1]} x {new[0]} pixels, more than max_image_pixels ({self.limit})"
+            raise invalid("image", words, self.limit)
+        return new
+
+
+def read_image_processor(folder: Path, kwargs: Mapping[str, Any], limit: int) -> ImageProcessor | None:
+    """The processor of a checkpoint; None of a model that sees no images.
+
+    Args:
+        kwargs: ``mm_processor_kwargs``.
+        limit: pixels of an image, at most.
+
+    Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` for another kind of processor.
+    """
+    if not (folder / CONFIG).is_file():
+        return None
+    config = read_config_json(folder)
+    if (architecture := next(iter(config.get("architectures") or [""]))) not in ARCHITECTURES:
+        return None
+    given = _read(folder)
+    if (kind := given.get("image_processor_type", PROCESSORS[0])) not in PROCESSORS:
+        raise PenstockError(Code.UNSUPPORTED, f"{folder} has the image processor {kind!r:.50}", "model")
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if given.get(name) is False:
+            raise PenstockError(Code.UNSUPPORTED, f"{folder} has an image processor with {name} false", "model")
+    try:
+        vision = config["vision_config"]
+        patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture == DEEPSTACK else 14))
+        merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
+        smallest, largest = _pixels(given, 56 * 56, 28 * 28 * 1280)
+        processor = ImageProcessor(
+            placeholder=int(config.get("image_token_id", 151655)),
+            edge=patch * merge,
+            min_pixels=int(smallest),
+            max_pixels=int(largest),
+            mean=_channels(given.get("image_mean", CLIP_MEAN)),
+            std=_channels(given.get("image_std", CLIP_STD)),
+            resample=int(given.get("resample", 3)),
+            limit=limit,
+        )
+        if processor.edge < 1 or not 0 <= processor.resample <= 5 or 0.0 in processor.std:
+            raise ValueError("patch_size, merge_size, resample or image_std is out of range")
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise invalid("model", f"{folder} has a broken {CONFIG} or image processor: {error}") from error
+    return processor.with_kwargs(kwargs)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The image processor's configuration, from the file of its own or that of all processors; empty without any."""
+    for name in FILES:
+        if not (folder / name).is_file():
+            continue
+        try:
+            result = json.loads((folder / name).read_text(encoding="utf-8"))
+            return dict(result.get("image_processor", result))
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise invalid("model", f"{folder / name} is broken: {error}") from error
+    return {}
+
+
+def _pixels(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any, Any]:
+    """Limits of the number of pixels, by their older names or those of ``size``."""
+    size = given.get("size") or {}
+    if not isinstance(size, Mapping):
+        raise invalid("mm_processor_kwargs", "size must have shortest_edge and longest_edge")
+    smallest = size.get("shortest_edge", size.get("min_pixels", smallest))
+    largest = size.get("longest_edge", size.get("max_pixels", largest))
+    by_name = given.get("min_pixels"), given.get("max_pixels")
+    return smallest if by_name[0] is None else by_name[0], largest if by_name[1] is None else by_name[1]
+
+
+def _channels(given: Any) -> tuple[float, float, float]:
+    red, green, blue = map(float, given)
+    return red, green, blue

@@ -1,0 +1,142 @@
+"""Layers of vision transformers: attention in both directions, with rotary positions in height and width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.parallel import Shard
+from penstock.quant import PackedMatrix
+
+from .context import BuildContext
+from .linear import ColumnParallelLinear
+
+MIN_SCORES = 2**16
+"""Attention scores of all heads together from which on threads pay."""
+
+
+class Linear:
+    """A linear layer with a bias that every rank computes whole.
+
+    Args:
+        context: of a single rank.
+        name: of the checkpoint's matrix, without ``.weight``.
+    """
+
+    def __init__(self, context: BuildContext, name: str, inputs: int, outputs: int) -> None:
+        self._linear = ColumnParallelLinear(context, [name], inputs, [Shard(0, outputs, outputs)], bias=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``."""
+        return self._linear(x)
+
+
+class PatchEmbed:
+    """The linear layer of patches, which checkpoints have as a convolution. It is not quantized.
+
+    Args:
+        name: of the checkpoint's convolution, without ``.weight``.
+        patch: size of a patch: channels, frames, height, width.
+    """
+
+    def __init__(
+        self, context: BuildContext, name: str, outputs: int, patch: tuple[int, int, int, int], bias: bool = False
+    ) -> None:
+        weight = context.read_weight(f"{name}.weight", outputs, *patch).flatten(1)
+        biases = context.read_weight(f"{name}.bias", outputs) if bias else None
+        self._matrix = PackedMatrix(context.ops, context.ops.pack([weight], biases))
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        """``[patches, size of one]`` to ``[patches, outputs]``."""
+        return self._matrix.linear(patches)
+
+
+class HeadThreads:
+    """Threads that compute attention, each for a head at a time.
+
+    PyTorch's own threads wait for each other after every operation, on cores that the kernels then lack.
+
+    Args:
+        count: of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool: ThreadPoolExecutor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention within segments, ``[heads, segments, length, head_dim]`` each and of the result."""
+        heads, segments, length, _ = q.shape
+        if self._count == 1 or heads * segments * length**2 < MIN_SCORES:
+            return torch.cat([_attend(*each) for each in zip(q.split(1), k.split(1), v.split(1), strict=True)])
+        if self._pool is None:
+            one = partial(torch.set_num_threads, 1)
+            self._pool = ThreadPoolExecutor(self._count, "vision-attention", one)
+        return torch.cat(list(self._pool.map(_attend, q.split(1), k.split(1), v.split(1))))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class VisionAttention:
+    """Multi-head attention of an image's patches to all of their segment.
+
+    Args:
+        name: of the checkpoint's module, above ``qkv`` and ``proj``.
+        threads: shared by the layers of a tower.
+    """
+
+    def __init__(self, context: BuildContext, name: str, size: int, heads: int, threads: HeadThreads) -> None:
+        self._heads = heads
+        self._threads = threads
+        self._qkv = Linear(context, f"{name}.qkv", size, 3 * size)
+        self._proj = Linear(context, f"{name}.proj", size, size)
+
+    def __call__(self, x: Tensor, rope: Tensor, segments: Sequence[int]) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``[patches, size]``.
+            rope: ``[2, patches, head_dim]`` float32: cosines and sines.
+            segments: lengths of the segments, one after the other.
+        """
+        q, k, v = self._qkv(x).view(len(x), 3, self._heads, -1).permute(1, 2, 0, 3)  # [heads, patches, head_dim]
+        q, k = _rotate(q, rope), _rotate(k, rope)
+        attended, start = [], 0
+        for length, group in groupby(segments):  # those of equal length at once
+            end = start + length * sum(1 for _ in group)
+            parts = (each[:, start:end].unflatten(1, (-1, length)).contiguous() for each in (q, k, v))
+            attended.append(self._threads.attend(*parts).flatten(1, 2))
+            start = end
+        whole = torch.cat(attended, 1) if attended[1:] else attended[0]
+        return self._proj(whole.transpose(0, 1).flatten(1))
+
+
+def _rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """``[heads, patches, head_dim]`` rotated by pairs of elements of the first and the second half."""
+    cosines, sines = rope
+    wide = x.float()
+    first, second = wide.chunk(2, -1)
+    rotated: Tensor = (wide * cosines + torch.cat((-second, first), -1) * sines).to(x.dtype)
+    return rotated
+
+
+def axial_rope(rows: Tensor, columns: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines of rotary positions in two dimensions, ``[2, patches, head_dim]`` float32: a quarter of the
+    elements by row, a quarter by column, and the same again.
+
+    Args:
+        rows, columns: ``[patches]`` int64.
+    """
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2))
+    angles = torch.cat([torch.outer(each.float(), frequencies) for each in (rows, columns)], -1)
+    angles = torch.cat((angles, angles), -1)
+    return torch.stack((angles.cos(), angles.sin()))

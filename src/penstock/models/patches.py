@@ -1,0 +1,34 @@
+"""Patches of images: their pixels, and their places."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core.multimodal import ImageInput
+
+
+def normalized_patches(image: ImageInput, patch: int, merge: int, temporal: int) -> np.ndarray:
+    """The pixels of an image in patches, ``[patches, 3 * temporal * patch * patch]`` float32: those of one feature
+    after the other, each repeated for ``temporal`` frames. They are ``pixel_values`` of transformers' processor."""
+    pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+    scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+    mean, std = np.array(image.mean, np.float32), np.array(image.std, np.float32)
+    normalized = (scaled - mean) / std
+    split = normalized.reshape(image.rows, merge, patch, image.columns, merge, patch, 3)
+    frame = split.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
+    repeated = np.broadcast_to(frame, (*frame.shape[:5], temporal, patch, patch))
+    return repeated.reshape(image.length * merge**2, 3 * temporal * patch * patch)
+
+
+def patch_positions(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
+    """Row and column of each patch, ``[features, merge * merge]`` int64 each: those of one feature after the other.
+
+    Args:
+        rows, columns: of features.
+        merge: patches of a feature's edge.
+    """
+    grid = torch.arange(rows * merge * columns * merge).view(rows, merge, columns, merge).transpose(1, 2)
+    places = grid.reshape(rows * columns, merge**2)
+    return places // (columns * merge), places % (columns * merge)

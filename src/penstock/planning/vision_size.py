@@ -1,0 +1,40 @@
+"""The size of a vision tower, from ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WINDOWED, DEEPSTACK = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, DEEPSTACK)
+"""Architectures that see images."""
+
+
+def vision_weights(config: Mapping[str, Any]) -> int:
+    """Parameters of the vision tower's matrices; 0 of a model that sees no images.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a size is wrong.
+    """
+    architecture = next(iter(config.get("architectures") or [""]))
+    if architecture not in ARCHITECTURES:
+        return 0
+    vision = config["vision_config"]
+    merge, patch = int(vision.get("spatial_merge_size", 2)) ** 2, 3 * int(vision.get("temporal_patch_size", 2))
+    mergers = 1
+    if architecture == WINDOWED:
+        depth, edge = int(vision.get("depth", 32)), int(vision.get("patch_size", 14))
+        size, output = int(vision.get("hidden_size", 3584)), int(vision.get("out_hidden_size", 3584))
+        mlp, others = 3 * size * int(vision.get("intermediate_size", 3420)), 0
+    elif architecture == DEEPSTACK:
+        depth, edge = int(vision.get("depth", 27)), int(vision.get("patch_size", 16))
+        size, output = int(vision.get("hidden_size", 1152)), int(vision.get("out_hidden_size", 3584))
+        mlp = 2 * size * int(vision.get("intermediate_size", 4304))
+        mergers += len(vision.get("deepstack_visual_indexes", (8, 16, 24)))
+        others = size * int(vision.get("num_position_embeddings", 2304))
+    else:
+        depth, edge = int(vision.get("depth", 32)), int(vision.get("patch_size", 14))
+        size, output = int(vision.get("embed_dim", 1280)), int(vision.get("hidden_size", 3584))
+        mlp, others = 2 * size * int(size * vision.get("mlp_ratio", 4)), 0
+    merged = size * merge
+    blocks = depth * (4 * size * size + mlp)
+    return size * patch * edge**2 + blocks + mergers * merged * (merged + output) + others

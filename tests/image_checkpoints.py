@@ -1,0 +1,138 @@
+"""Small checkpoints of models that see images: of random weights, and one made by rule that names colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+COLOURS = ("red", "green", "blue")
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+SPECIAL = [*MARKS, *COLOURS]
+FIRST = 280
+"""Token of the first mark; those of bytes come before."""
+EOS, START, END, VISION_START, PLACEHOLDER, VISION_END = range(FIRST, FIRST + len(MARKS))
+RED = FIRST + len(MARKS)
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+IDS = {
+    "image_token_id": PLACEHOLDER,
+    "video_token_id": 299,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+PATCH = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+def qwen2_vl(**changes: Any) -> Qwen2VLForConditionalGeneration:
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, **PATCH}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=TEXT | changes, vision_config=vision, **IDS))
+
+
+def qwen2_5_vl(**changes: Any) -> Qwen2_5_VLForConditionalGeneration:
+    """With windows of 2 x 2 features in all layers but the second."""
+    vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
+    vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT | changes, vision_config=vision, **IDS))
+
+
+def qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
+    """With features for the first two of three decoder layers."""
+    vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
+    vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [2, 0]}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    text = TEXT | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope} | changes
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **IDS))
+
+
+def save_random(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Weights large enough that positions, windows and pixels matter."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2, generator=generator)
+        if "norm" in name or "ln_q" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5, generator=generator)
+    return _save(model, folder)
+
+
+@torch.no_grad()
+def save_colours(folder: Path) -> PreTrainedModel:
+    """A model whose next token is the word for the channel that is the brightest in all images seen so far.
+
+    The vision tower averages each channel of a patch; the language model's only layer looks at all tokens alike, and
+    adds what images have of the channels to the logits of their words.
+    """
+    model = qwen2_vl(num_hidden_layers=1)
+    parameters = dict(model.named_parameters())
+    for name, weight in parameters.items():
+        weight.fill_(float("norm" in name or name.endswith("ln_q.weight")))
+    visual, layer = "model.visual.", "model.language_model.layers.0."
+    parameters[f"{visual}patch_embed.proj.weight"][range(3), range(3)] = 1 / (2 * 4 * 4)
+    merged = parameters[f"{visual}merger.mlp.0.weight"]
+    output = parameters[f"{visual}merger.mlp.2.weight"]
+    for channel in range(3):
+        merged[channel, channel::32] = 1.0
+        output[channel, channel] = 1.0
+        parameters[f"{layer}self_attn.v_proj.weight"][channel, channel] = 1.0
+        parameters[f"{layer}self_attn.o_proj.weight"][3 + channel, channel] = 1.0
+        parameters["lm_head.weight"][RED + channel, 3 + channel] = 10.0
+    return _save(model, folder)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    model.eval().save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096}).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(f"<|unused{i}|>" for i in range(FIRST - len(alphabet)))]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(mark, special=mark in MARKS) for mark in SPECIAL])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=MARKS[0], chat_template=TEMPLATE).save_pretrained(
+        folder
+    )
+    return model
+
+
+def noise(seed: int, height: int, width: int) -> Image.Image:
+    """A picture of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def plain(colour: str, height: int = 24, width: int = 24) -> Image.Image:
+    """A picture of one of ``COLOURS``."""
+    return Image.new("RGB", (width, height), colour)
