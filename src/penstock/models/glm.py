@@ -22,9 +22,7 @@ LAYER_NORMS = LayerNorms(
 def read_glm(raw: Mapping[str, Any], layer_norms: LayerNorms = LayerNorms()) -> ModelConfig:  # noqa: B008 (frozen)
     rope = rope_parameters_of(raw)
     factor = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.5
-    options = options_of(
-        raw, rope_interleaved=True, partial_rotary_factor=float(factor), layer_norms=layer_norms
-    )
+    options = options_of(raw, rope_interleaved=True, partial_rotary_factor=float(factor), layer_norms=layer_norms)
     return dense_config(raw, output_bias=False, mlp_bias=False, options=options)
 
 

@@ -134,7 +134,5 @@ def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
 def _activate(x: Tensor, out: Tensor | None, activation: int, gated: bool) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // (2 if gated else 1)
     out = empty((rows, size), x.dtype) if out is None else out
-    _kernels.activate(
-        x.data_ptr(), out.data_ptr(), rows, size, out.stride(0), activation, gated, DTYPE_CODES[x.dtype]
-    )
+    _kernels.activate(x.data_ptr(), out.data_ptr(), rows, size, out.stride(0), activation, gated, DTYPE_CODES[x.dtype])
     return out

@@ -61,9 +61,7 @@ def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOC
 
 
 @triton.jit
-def layer_norm(
-    x, weight, bias, out, stride, group_size, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+def layer_norm(x, weight, bias, out, stride, group_size, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """One row a program: row ``program % group_size`` of a token's, whose weights lie ``weight_stride`` apart."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
