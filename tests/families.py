@@ -271,11 +271,12 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
 """A draw of a configuration for each, by the name of its architecture before ``ForCausalLM``."""
 
 
-def draw(family: str, seed: int, folder: Path) -> PreTrainedModel:
+def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> PreTrainedModel:
     """The checkpoint of a configuration of a family.
 
     Args:
         seed: another one draws another configuration.
     """
     config = FAMILIES[family](Random(f"{family} {seed}"))
+    config.vocab_size = vocab_size
     return save(config, folder)

@@ -78,7 +78,8 @@ def test_rows(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", FEW)
 def test_rows_of_other_families(seed: int) -> None:
-    """Norms whose weights are float32, layer norms, GELU, factors, and rotary positions of neighbours or part of a head."""
+    """Norms whose weights are float32, layer norms, GELU, factors, and rotary positions of neighbours or of part of a
+    head."""
     rng = Random(seed)
     dtype, rows, size, heads = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 300), rng.randint(1, 10)
     weight, bias, own = randn(rng, size), randn(rng, size), randn(rng, heads, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from copy import deepcopy
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, VOCABULARY, draw
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from penstock.core import SamplingParams
 from penstock.frontend.llm import LLM
+from penstock.models import read_config
+from penstock.models.internlm import NAMES
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -36,8 +40,8 @@ OPTIONS: dict[str, Any] = {
 
 def check(folder: Path, model: PreTrainedModel) -> None:
     """In a batch and in chunks, with preemption, and again from the prefix cache: the library's tokens and, up to
-    ``TOLERANCE``, its log probabilities. Where its own errors, against itself in float64, are not much smaller than that,
-    thrice those."""
+    ``TOLERANCE``, its log probabilities. Where its own errors, against itself in float64, are not much smaller than
+    that, thrice those."""
     llm = LLM(folder, **OPTIONS)
     first, again = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2))
     assert llm.engine.scheduler.num_preemptions > 0
@@ -73,3 +77,102 @@ def test_tokens_and_log_probabilities(family: str, tmp_path: Path) -> None:
 def test_other_configurations(family: str, tmp_path: Path) -> None:
     for seed in range(1, DRAWS + 1):
         check(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
+
+
+@torch.inference_mode()
+def check_bfloat16(folder: Path, model: PreTrainedModel) -> None:
+    """The error of the prompt's log probabilities, against the library in float32: at most 1.2 times its own in
+    bfloat16."""
+    rough = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    llm = LLM(folder, **OPTIONS | {"dtype": "bfloat16", "max_num_batched_tokens": 512})
+    prompts = [[Random(seed).randrange(2, VOCABULARY) for _ in range(200)] for seed in range(4)]
+    errors = torch.zeros(2, dtype=torch.float64)
+    for prompt, output in zip(prompts, llm.generate(prompts, WITH_PROMPT, use_tqdm=False), strict=True):
+        wanted, theirs = (
+            each(torch.tensor([prompt])).logits[0].float().log_softmax(-1)[range(199), prompt[1:]]
+            for each in (model, rough)
+        )
+        told = output.prompt_logprobs or []
+        mine = torch.tensor([found[token].logprob for found, token in zip(told[1:], prompt[1:], strict=True) if found])
+        errors += torch.tensor([float((got - wanted).square().sum()) for got in (mine, theirs)])
+    ours, library = errors.sqrt().tolist()
+    assert ours <= 1.2 * library
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Olmo2", "Cohere2", "Granite"])
+def test_bfloat16_is_no_worse_than_the_librarys(family: str, tmp_path: Path) -> None:
+    check_bfloat16(tmp_path, draw(family, 0, tmp_path))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_of_other_configurations(family: str, tmp_path: Path) -> None:
+    for seed in range(1, 4):
+        check_bfloat16(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
+
+
+def rewrite_as_internlm2(folder: Path) -> PreTrainedModel:
+    """A Llama checkpoint under InternLM 2's names, which the library does not know."""
+    model = draw("Llama", 0, folder)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    groups, dim = config["num_key_value_heads"], config["head_dim"]
+    renamed = {}
+    for name, tensor in tensors.items():
+        for own, other in NAMES.items():
+            if name.endswith(f"{own}.weight"):
+                name = name.removesuffix(f"{own}.weight") + f"{other}.weight"
+        renamed[name] = tensor
+    for layer in range(config["num_hidden_layers"]):
+        parts = [renamed.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
+        heads = [part.unflatten(0, (groups, -1, dim)) for part in parts]
+        renamed[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(heads, 1).flatten(0, 2).contiguous()
+    save_file(renamed, folder / "model.safetensors")
+    kept = {name: value for name, value in config.items() if name not in ("attention_bias", "mlp_bias")}
+    kept |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return model
+
+
+def test_internlm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = FAMILIES["Llama"]
+
+    def without_biases(rng: Random) -> PreTrainedConfig:
+        config = plain(rng)
+        config.attention_bias = config.mlp_bias = config.tie_word_embeddings = False
+        return config
+
+    monkeypatch.setitem(FAMILIES, "Llama", without_biases)
+    check(tmp_path, rewrite_as_internlm2(tmp_path))
+
+
+def test_early_config_json_files(tmp_path: Path) -> None:
+    """Of Gemma 3 and Phi-3, before ``rope_parameters`` and ``layer_types``: the same configuration."""
+    for family in ("Gemma3", "Phi3", "Cohere2", "Gemma2"):
+        folder = tmp_path / family
+        model = draw(family, 0, folder)
+        text = model.config
+        raw = json.loads((folder / "config.json").read_text())
+        now = read_config(folder)
+        rope, kinds = raw.pop("rope_parameters"), raw.pop("layer_types", [])
+        if family == "Gemma3":
+            whole = rope["full_attention"]
+            raw |= {"rope_theta": whole.pop("rope_theta"), "rope_local_base_freq": 10_000.0}
+            raw |= {"rope_scaling": whole if whole["rope_type"] != "default" else None}
+            raw |= {"sliding_window_pattern": kinds.index("full_attention") + 1}
+        else:
+            raw |= {"rope_theta": rope.pop("rope_theta")}
+            raw |= {"partial_rotary_factor": rope.pop("partial_rotary_factor", 1.0)} if family == "Phi3" else {}
+            if rope.get("rope_type") == "longrope":
+                raw |= {"rope_scaling": {**rope, "type": "su", "rope_type": None}}
+            if family == "Cohere2":
+                raw |= {"sliding_window_pattern": kinds.index("full_attention") + 1}
+        if family != "Phi3" and text.tie_word_embeddings:
+            raw.pop("tie_word_embeddings")
+        (folder / "config.json").write_text(json.dumps(raw))
+        early = read_config(folder)
+        for name in ("sliding_windows", "tie_word_embeddings", "options", "max_model_len", "num_layers"):
+            assert getattr(early, name) == getattr(now, name), (family, name)
+        for layer in range(now.num_layers):
+            ours, theirs = early.rope_of(layer) or {}, now.rope_of(layer) or {}
+            for name in ("rope_type", "rope_theta", "factor", "short_factor", "original_max_position_embeddings"):
+                assert ours.get(name) == theirs.get(name), (family, name)

@@ -315,8 +315,8 @@ def test_rope_and_gate(seed: int, tokens: int, heads: int, half: int, dtype: tor
 @few
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, heads=st.integers(1, 5), dtype=dtypes)
 def test_wide_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) -> None:
-    """RMS norms whose weights are float32, and layer norms: alone, of a head's rows that lie apart, with weights of each
-    head's own."""
+    """RMS norms whose weights are float32, and layer norms: alone, of a head's rows that lie apart, with weights of
+    each head's own."""
     weight, bias, x, residual = (
         randn(seed + i, *shape) for i, shape in enumerate(((size,), (size,), (rows, size), (rows, size)))
     )

@@ -20,8 +20,13 @@ from penstock.text import (
     tool_call_format,
 )
 
-TOOLS = {name: tool_call_format(name, "") for name in ("hermes", "llama3_json", "mistral", "deepseek_v3")}
-THOUGHTS = {name: reasoning_format(name, "") for name in ("qwen3", "deepseek_r1", "ernie")}
+TOOLS = {name: tool_call_format(name, "") for name in (
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
+    "internlm",
+)}  # fmt: skip
+THOUGHTS = {name: reasoning_format(name, "") for name in (
+    "qwen3", "deepseek_r1", "ernie", "hunyuan_a13b", "cohere_command3", "seed_oss", "granite",
+)}  # fmt: skip
 
 
 def read(reading: ParserConfig, pieces: list[str], hidden: tuple[str, ...] = ()) -> Message:
@@ -98,6 +103,34 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f"{V31}<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>", "", [CALL, NOW]),
         ("<｜tool▁calls▁begin｜>none", "<｜tool▁calls▁begin｜>none", []),
     ],
+    "granite": [
+        (
+            f'<|tool_call|>[{{"name": "add", "arguments": {ADD}}}, {{"name": "now", "arguments": {{}}}}]',
+            "",
+            [CALL, NOW],
+        ),
+        ("A <|tool_call|> is a token.", "A <|tool_call|> is a token.", []),
+    ],
+    "phi4_mini_json": [
+        (f'functools[{{"name": "add", "arguments": {ADD}}}]', "", [CALL]),
+        ('<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", [NOW]),
+        ("import functools", "import functools", []),
+    ],
+    "hunyuan_a13b": [
+        (f'Yes.\n<tool_calls>[{{"name": "add", "arguments": {ADD}}}]</tool_calls>', "Yes.", [CALL]),
+    ],
+    "cohere_command3": [
+        (
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}},\n    '
+            f'{{"tool_name": "add", "parameters": {ADD}, "tool_call_id": "1"}}\n]<|END_ACTION|>',
+            "",
+            [NOW, CALL],
+        ),
+        ('<|START_ACTION|>[{"parameters": {}, "tool_name": "now"}]<|END_ACTION|>', "", [NOW]),
+    ],
+    "internlm": [
+        (f'Well.<|action_start|><|plugin|>\n{{"name": "add", "parameters": {ADD}}}<|action_end|>', "Well.", [CALL]),
+    ],
 }
 
 
@@ -122,6 +155,16 @@ ANSWERS = [
     ("qwen3", ReasoningStage.AFTER, "\n</think>It is 4.", "", "\n</think>It is 4."),
     ("qwen3", ReasoningStage.BEFORE, "<thin", "", "<thin"),
     ("deepseek_r1", ReasoningStage.WITHIN, "<think>\n<think>a</think>b</think>", "<think>a", "b</think>"),
+    ("hunyuan_a13b", ReasoningStage.BEFORE, "<think>\na\n</think>\n<answer>\nb\n</answer>", "a", "b"),
+    (
+        "cohere_command3",
+        ReasoningStage.BEFORE,
+        "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>",
+        "a",
+        "b",
+    ),
+    ("seed_oss", ReasoningStage.WITHIN, "a\n</seed:think>\nb", "a", "b"),
+    ("granite", ReasoningStage.BEFORE, "Here is my thought process: a\nHere is my response: b", " a", " b"),
     ("ernie", ReasoningStage.WITHIN, "a\n</think>\n\n<response>\nb\n\nc\n</response>\n", "a", "b\n\nc"),
 ]
 
@@ -180,6 +223,12 @@ SIGNS = {
         "llama3_json",
         None,
     ),
+    "{{ '<|START_ACTION|>' }}{{ '<|START_THINKING|>' }}": ("cohere_command3", "cohere_command3"),
+    "<seed:think> <seed:tool_call>": (None, "seed_oss"),
+    "<|tool_call|> Here is my thought process:": ("granite", "granite"),
+    "<|tool|>": ("phi4_mini_json", None),
+    "</think>\n<answer> <tool_calls>": ("hunyuan_a13b", "hunyuan_a13b"),
+    "<|action_start|><|plugin|>": ("internlm", None),
     "{{ messages }}": (None, None),
 }
 

@@ -83,6 +83,11 @@ FORMS = {
     "mistral with arguments": "[TOOL_CALLS]NAME[ARGS]",
     "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
     "deepseek_v3": "<｜tool▁call▁begin｜>NAME ```json",
+    "granite": "<|tool_call|>",
+    "phi4_mini_json": "<|tool|>",
+    "hunyuan_a13b": "<tool_calls>",
+    "cohere_command3": "<|START_ACTION|>",
+    "internlm": "<|action_start|>",
 }
 
 

@@ -12,11 +12,23 @@ import torch
 from torch import Tensor
 
 from penstock.models import ModelConfig
+from penstock.models.decoder_options import LayerNorms
 
 NORM_BEFORE = {"self_attn.q_proj": "input_layernorm", "mlp.gate_proj": "post_attention_layernorm"}
 """The norm whose output is the input of a matrix, and of those that are merged with it."""
 MATRIX_BEFORE = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}
 """The matrix whose outputs become the inputs of another one, each by itself but for factors that others give."""
+
+
+SCALING = ("awq", "smoothquant")
+"""Methods that scale inputs."""
+
+
+def can_scale(config: ModelConfig) -> bool:
+    """Whether a family's norms multiply the inputs of the matrices behind them, and of no others, by their weights."""
+    options = config.options
+    plain = options.norm.kind == "rms" and not options.norm.unit_offset and options.gated_mlp
+    return plain and options.layer_norms == LayerNorms() and not options.parallel_residual
 
 
 @dataclass(frozen=True)

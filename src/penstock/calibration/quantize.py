@@ -17,6 +17,7 @@ from penstock import ops
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.models import Model, ModelConfig, read_config
+from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint, find_gguf
 from penstock.ops import Ops, reference
 from penstock.ops.cores import usable_cores
@@ -25,6 +26,7 @@ from penstock.planning.kv_spec import KV_QUANTIZATION
 from penstock.text import Tokenizer
 from penstock.version import __version__
 
+from .fold import SCALING, can_scale
 from .layer import Observations, QuantizedLayer, check_shape, is_ignored, quantize_layer
 from .options import METHODS, QuantizeOptions
 from .quality import compare, relative_error
@@ -66,6 +68,7 @@ def quantize(
         raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
     if read_engine_config(model):
         raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
+    _check_family(config, options)
     checkpoint = Checkpoint(model)
     _check_ignored(options, checkpoint)
     job = {
@@ -87,6 +90,16 @@ def quantize(
     writer.write_config()
     state.close()
     return report
+
+
+def _check_family(config: ModelConfig, options: QuantizeOptions) -> None:
+    """Raises ``PenstockError`` (``unsupported``) for families whose layers calibration does not know."""
+    if find_family(config.architecture, config.architecture).find_stored:
+        words = f"checkpoints of {config.architecture} have several matrices in one tensor, or other names than Llama's"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}: they are quantized at load (--quantization)", "model")
+    if options.method in SCALING and not can_scale(config):
+        words = f"{options.method} scales the norms before matrices, which {config.architecture} does not allow"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}: name --method gptq or rtn", "--method")
 
 
 def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:

@@ -444,11 +444,34 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Annotated[str, option("Folder to take the tokenizer from; nothing for the model's own.")] = ""
     chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
     tool_call_parser: Annotated[
-        Literal["auto", "hermes", "qwen", "ernie", "llama3_json", "mistral", "deepseek_v3"],
+        Literal[
+            "auto",
+            "hermes",
+            "qwen",
+            "ernie",
+            "llama3_json",
+            "mistral",
+            "deepseek_v3",
+            "granite",
+            "phi4_mini_json",
+            "hunyuan_a13b",
+            "cohere_command3",
+            "internlm",
+        ],
         option("Format of the model's tool calls; auto is the one that its chat template has."),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "qwen3", "deepseek_r1", "ernie"],
+        Literal[
+            "auto",
+            "none",
+            "qwen3",
+            "deepseek_r1",
+            "ernie",
+            "hunyuan_a13b",
+            "cohere_command3",
+            "seed_oss",
+            "granite",
+        ],
         option(
             "Format of the model's reasoning, which is separated from its answers; auto is the one that its chat "
             "template has, none leaves it in the content."

@@ -146,17 +146,17 @@ class Attention:
         )
         return self._output(attended, lora_slots)
 
-    def _project(self, x: Tensor, lora_slots: Tensor | None) -> tuple[Tensor, ...]:
+    def _project(self, x: Tensor, lora_slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's queries, keys and values, ``[tokens, heads, head_dim]`` each."""
-        parts: tuple[Tensor, ...]
         if self._qkv:
-            parts = self._qkv(x, lora_slots).split(self._sizes, -1)
+            q, k, v = self._qkv(x, lora_slots).split(self._sizes, -1)
         else:
             assert self._q and self._k and self._qk_norm_layers
             q = self._qk_norm_layers.q(self._q(x, lora_slots))[:, self._queries.first : self._queries.end]
             k = self._qk_norm_layers.k(self._k(x, lora_slots))[:, self._keys.first : self._keys.end]
-            parts = q, k, self._v(x, lora_slots)
-        return tuple(part.unflatten(-1, (-1, self._head_dim)) for part in parts)
+            v = self._v(x, lora_slots)
+        q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in (q, k, v))
+        return q, k, v
 
     def _store(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, batch: Batch) -> Tensor:
         """Norm and rotate queries and keys, and store keys and values. Returns the queries."""

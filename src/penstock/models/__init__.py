@@ -166,7 +166,7 @@ def load_model(
     dtype = compute_dtype(config, dtype, device)
     scheme = SCHEMES[quantization]
     family = find_family(config.architecture, config.architecture)
-    stored = family.find_stored
+    find_stored = family.find_stored
     weights: Weights
     cache: PackedWeights | None = None
     if load_format == "dummy":
@@ -178,7 +178,7 @@ def load_model(
         weights = cache = EngineWeights(folder, built, built.stage_of(layers, config.num_layers), group.rank)
     else:
         checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
-        weights = RenamedWeights(checkpoint, partial(stored, config)) if stored else checkpoint
+        weights = RenamedWeights(checkpoint, partial(find_stored, config)) if find_stored else checkpoint
         if weight_cache_dir and not output:
             packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
             if layers:

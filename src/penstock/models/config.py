@@ -186,8 +186,8 @@ def sliding_windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> t
 
 
 def sliding_windows_by_pattern(raw: Mapping[str, Any], pattern: int) -> tuple[int, ...]:
-    """Each layer's sliding window: as ``layer_types`` says, or, where there are none, full attention in each layer whose
-    number is a multiple of ``pattern``, counted from 1."""
+    """Each layer's sliding window: as ``layer_types`` says, or, where there are none, full attention in each layer
+    whose number is a multiple of ``pattern``, counted from 1."""
     layers, window = int(raw["num_hidden_layers"]), int(raw.get("sliding_window") or 0)
     if windows := sliding_windows_by_layer_types(raw, layers):
         return windows

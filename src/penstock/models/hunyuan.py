@@ -1,5 +1,5 @@
-"""Hunyuan (Tencent, 2025), dense: Llama with norms on rotated queries and keys, and a base of the rotary positions that a
-factor stretches."""
+"""Hunyuan (Tencent, 2025), dense: Llama with norms on rotated queries and keys, and a base of the rotary positions that
+a factor stretches."""
 
 from __future__ import annotations
 

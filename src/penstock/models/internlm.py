@@ -1,5 +1,5 @@
-"""InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama; InternLM 2 under names of its own, with queries, keys
-and values in one tensor, those of each key and value head together."""
+"""InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama; InternLM 2 under names of its own, with queries,
+keys and values in one tensor, those of each key and value head together."""
 
 from __future__ import annotations
 

@@ -79,7 +79,16 @@ def linear(
     x: int, x_scales: int, x_sums: int, matrix: Matrix, out: int, out_stride: int, rows: int, out_type: int, /
 ) -> None: ...
 def gated(
-    x: int, x_scales: int, x_sums: int, matrix: Matrix, out: int, out_stride: int, rows: int, out_type: int, /
+    x: int,
+    x_scales: int,
+    x_sums: int,
+    matrix: Matrix,
+    out: int,
+    out_stride: int,
+    rows: int,
+    out_type: int,
+    activation: int,
+    /,
 ) -> None: ...
 def add_low_rank(x: int, out: int, adapters: Adapters, slots: int, rows: int, out_stride: int, /) -> None: ...
 def likeliest(
@@ -167,10 +176,25 @@ def norm(
     stride: int,
     eps: float,
     type: int,
+    wide: bool,
+    centered: bool,
+    weight_stride: int,
+    bias: int,
     /,
 ) -> None: ...
 def rope(
-    x: int, out: int, positions: int, table: int, tokens: int, heads: int, dim: int, stride: int, type: int, /
+    x: int,
+    out: int,
+    positions: int,
+    table: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    stride: int,
+    rotary: int,
+    interleaved: bool,
+    type: int,
+    /,
 ) -> None: ...
 def take(x: int, rows: int, out: int, count: int, row_bytes: int, /) -> None: ...
 def copy(x: int, out: int, rows: int, row_bytes: int, /) -> None: ...

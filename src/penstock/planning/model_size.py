@@ -200,8 +200,8 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_parameters`` of layers with a sliding window, where ``config.json`` has others for these: by kind of layer,
-    or, as in early files of Gemma 3 and OLMo 3, with nothing but a base. None where it has no kinds."""
+    """``rope_parameters`` of layers with a sliding window, where ``config.json`` has others for these: by kind of
+    layer, or, as in early files of Gemma 3 and OLMo 3, with nothing but a base. None where it has no kinds."""
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and isinstance(local := rope.get("sliding_attention"), Mapping):
         return rope_parameters_of({**config, "rope_parameters": local})

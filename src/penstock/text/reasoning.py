@@ -32,10 +32,34 @@ REASONING_FORMATS = (
         answer_markers=("<response>", "</response>"),
     ),
     ReasoningFormat(parser="deepseek_r1", template_markers=("</think>", "<｜Assistant｜>"), implicit_start=True),
+    ReasoningFormat(
+        parser="hunyuan_a13b",
+        template_markers=("</think>", "<answer>"),
+        answer_markers=("<answer>", "</answer>"),
+    ),
+    ReasoningFormat(
+        parser="cohere_command3",
+        template_markers=("<|START_THINKING|>",),
+        start_marker="<|START_THINKING|>",
+        end_marker="<|END_THINKING|>",
+        answer_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    ReasoningFormat(
+        parser="seed_oss",
+        template_markers=("<seed:think>",),
+        start_marker="<seed:think>",
+        end_marker="</seed:think>",
+    ),
+    ReasoningFormat(
+        parser="granite",
+        template_markers=("Here is my thought process:",),
+        start_marker="Here is my thought process:",
+        end_marker="Here is my response:",
+    ),
     ReasoningFormat(parser="qwen3", template_markers=("</think>",)),
 )
-"""ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may omit ``<think>``; Qwen3 and
-all others that write ``<think>…</think>``."""
+"""ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may omit ``<think>``; Hunyuan,
+Command A, Seed-OSS and Granite 3 with marks of their own; Qwen3 and all others that write ``<think>…</think>``."""
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:

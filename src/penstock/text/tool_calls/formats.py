@@ -159,7 +159,84 @@ DEEPSEEK_V31 = replace(
 """The same with the name alone before ``<｜tool▁sep｜>`` and the arguments alone after it: DeepSeek V3.1. Both are read
 by either."""
 
-TOOL_CALL_FORMATS = (HERMES, MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
+GRANITE = ToolCallFormat(
+    parsers=("granite",),
+    template_markers=("<|tool_call|>",),
+    start_markers=("<|tool_call|>",),
+    lead=" \n\r\t[",
+    end_markers=("]",),
+    separators=(",",),
+    marker_tokens=("<|tool_call|>",),
+    prefix="<|tool_call|>[",
+    call_start=('{"name": ', ', "arguments": '),
+    call_end="}",
+    separator=", ",
+    suffix="]",
+)
+"""``<|tool_call|>[{"name": …, "arguments": {…}}, …]``: Granite 3."""
+
+PHI4 = replace(
+    GRANITE,
+    parsers=("phi4_mini_json",),
+    template_markers=("<|tool|>",),
+    start_markers=("functools", "<|tool_call|>"),
+    end_markers=("]", "<|/tool_call|>"),
+    marker_tokens=("<|tool_call|>", "<|/tool_call|>"),
+    prefix="functools[",
+)
+"""``functools[{"name": …, "arguments": {…}}, …]``: Phi-4-mini; also between its tokens for calls."""
+
+HUNYUAN = replace(
+    GRANITE,
+    parsers=("hunyuan_a13b",),
+    template_markers=("<tool_calls>",),
+    start_markers=("<tool_calls>",),
+    end_markers=("]", "</tool_calls>"),
+    marker_tokens=("<tool_calls>", "</tool_calls>"),
+    prefix="<tool_calls>[",
+    suffix="]</tool_calls>",
+)
+"""``<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>``: Hunyuan."""
+
+COHERE = replace(
+    GRANITE,
+    parsers=("cohere_command3",),
+    template_markers=("<|START_ACTION|>",),
+    start_markers=("<|START_ACTION|>",),
+    end_markers=("]", "<|END_ACTION|>"),
+    marker_tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
+    prefix="<|START_ACTION|>[",
+    call_start=('{"tool_call_id": "0", "tool_name": ', ', "parameters": '),
+    suffix="]<|END_ACTION|>",
+)
+"""``<|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": {…}}, …]<|END_ACTION|>``: Command R7B and A."""
+
+INTERNLM = ToolCallFormat(
+    parsers=("internlm",),
+    template_markers=("<|action_start|>",),
+    start_markers=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+    end_markers=("<|action_end|>",),
+    marker_tokens=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    prefix="<|action_start|><|plugin|>",
+    call_start=('{"name": ', ', "parameters": '),
+    call_end="}<|action_end|>",
+    separator="<|action_start|><|plugin|>",
+)
+"""``<|action_start|><|plugin|>{"name": …, "parameters": {…}}<|action_end|>`` for each call: InternLM 2 and 3."""
+
+TOOL_CALL_FORMATS = (
+    HERMES,
+    MISTRAL_ARGS,
+    MISTRAL,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    LLAMA3_JSON,
+    GRANITE,
+    PHI4,
+    HUNYUAN,
+    COHERE,
+    INTERNLM,
+)
 
 
 def tool_call_format(parser: str, template: str) -> ToolCallFormat | None:

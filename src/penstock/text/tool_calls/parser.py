@@ -12,7 +12,7 @@ from .brace_scanner import BraceScanner
 from .formats import ToolCallFormat
 
 NAME_AND_ARGUMENTS = re.compile(
-    r'\{\s*"name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
 )
 """The beginning of an object of name and arguments, up to the arguments."""
 MAX_NAME_LENGTH = 512
@@ -177,7 +177,8 @@ def _call(written: str) -> tuple[str, str] | None:
     """Name and arguments of a complete object; None where it is not a call."""
     try:
         document = json.loads(written)
-        name, arguments = document["name"], document.get("arguments", document.get("parameters")) or {}
+        name = document["tool_name"] if "tool_name" in document else document["name"]
+        arguments = document.get("arguments", document.get("parameters")) or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str) and not _is_text(text):
             text = json.dumps(arguments)

@@ -342,8 +342,9 @@ def attention(
                         all_total = tl.load(partial_sums + row * 2 + 1, mask=loaded, other=0.0)
                         new, before, own = fold_weights(all_largest, largest)
                         total = all_total * before + total * own
+                        inverse = inverse_of(total, new, sinks, head, valid)
                         end_split(
-                            acc, own, before, inverse_of(total, new, sinks, head, valid), partial + row * HEAD_DIM, target,
+                            acc, own, before, inverse, partial + row * HEAD_DIM, target,
                             loaded, stored, finished, 0, HEAD_DIM, True,
                         )  # fmt: skip
                         tl.store(partial_sums + row * 2, new, mask=stored)
