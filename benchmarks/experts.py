@@ -2,10 +2,10 @@
 
 python benchmarks/experts.py --formats none w8a8 wint4-g32
 
-Four layers of 128 experts, of which each token takes 8, with random weights and random routes. Decode, one token: bytes of
-the experts in use a second, as a share of the memory read bandwidth that is measured in between. Prefill, 512 tokens:
-multiply-adds a second, as a share of a dense MLP's that has as many for each token (its intermediate size is that of 8
-experts). A dense MLP also decodes in turns: as many bytes, in one piece. Quoted are the medians of all rounds.
+Four layers of 128 experts, of which each token takes 8, with random weights and routes. Decode, one token: bytes of the
+experts in use a second, as a share of the memory read bandwidth that is measured in between. Prefill, 512 tokens:
+multiply-adds a second, as a share of a dense MLP's that has as many for each token (its intermediate size is that of
+8 experts). A dense MLP also decodes in turns: as many bytes, in one piece. Quoted are the medians of all rounds.
 """
 
 from __future__ import annotations

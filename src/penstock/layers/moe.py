@@ -94,7 +94,7 @@ class MixtureOfExperts:
 
         width = self._out_shard.total
         merged = self._group.gather_rows(compute, ids.flatten(), self._experts, width, self._dtype, top_k)
-        return merged.unflatten(0, (tokens, top_k))
+        return merged.view(tokens, top_k, width)
 
     def _by_outputs(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
