@@ -139,7 +139,7 @@ def calibration(method: str) -> Callable[[Path], None]:
         texts = folder / "texts.txt"
         texts.write_text("\n".join(f"A short text, number {i}." for i in range(8)))
         options = QuantizeOptions(
-            method=method, group_size=16, calib_dataset=str(texts), calib_size=4, calib_seq_len=16, eval_size=1
+            method=method, group_size=8, calib_dataset=str(texts), calib_size=4, calib_seq_len=16, eval_size=1
         )
         quantize(folder, folder / method, options, progress=False)
         assert results(LLM(folder / method, dtype="bfloat16", **OPTIONS))
