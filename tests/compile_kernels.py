@@ -167,6 +167,14 @@ def rows(whole: bool) -> Calls:
         weight = empty(model.head_dim)
         yield "rms_norm", lambda q=q, weight=weight: elementwise.rms_norm(q, weight, 1e-6)
         yield "rope", lambda q=q, table=table: elementwise.rope(q, torch.empty(8).long(), table)
+        half = torch.empty(4096, model.head_dim // 2)
+        yield "rope_some", lambda q=q, half=half: elementwise.rope(q, torch.empty(8).long(), half, True)
+        wide = torch.empty(model.hidden)
+        yield "rms_norm", lambda x=x, wide=wide: elementwise.rms_norm(x, wide, 1e-6)
+        yield "layer_norm", lambda x=x, wide=wide: elementwise.layer_norm(x, wide, wide, 1e-6)
+        yield "scale", lambda x=x: elementwise.scale(x, 2.0, 30.0)
+        yield "gelu", lambda x=x: elementwise.gelu(x)
+        yield "gelu_and_mul", lambda gate_up=gate_up: elementwise.gelu_and_mul(gate_up)
 
 
 KV_CACHES = ("", "int8", "fp8")
@@ -257,6 +265,11 @@ def attentions(whole: bool) -> Calls:
     from penstock.ops.cuda.attention import attention
 
     shapes = [(model.heads, model.kv_heads, model.head_dim, 64, 0) for model in (MODELS if whole else MODELS[1:])]
+    others: dict[tuple[int, ...], dict[str, Any]] = {
+        (16, 8, 256, 64, 4096): {"softcap": 50.0},  # Gemma-2-9B
+        (64, 8, 64, 64, 128): {"sinks": torch.empty(64)},  # gpt-oss
+    }
+    shapes += [*others] if whole else [*others][:1]
     if whole:
         shapes += [(32, 8, 128, 16, 0), (32, 8, 128, 64, 4096), (28, 4, 128, 64, 0), (32, 8, 64, 64, 0)]
         shapes += [(32, 32, 96, 64, 0), (8, 4, 256, 64, 0), (8, 4, 256, 32, 1024), (71, 1, 64, 64, 0)]
@@ -266,12 +279,19 @@ def attentions(whole: bool) -> Calls:
         for tokens, rows in ((8, 8), (2048, 8)):
             q = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
 
+            more = others.get((heads, kv_heads, dim, block_size, window), {})
+
             def call(
-                q: torch.Tensor = q, cache: Any = cache, window: int = window, rows: int = rows, dim: int = dim
+                q: torch.Tensor = q,
+                cache: Any = cache,
+                window: int = window,
+                rows: int = rows,
+                dim: int = dim,
+                more: dict[str, Any] = more,
             ) -> None:
                 starts, lengths = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
                 metadata = AttentionMetadata(starts, lengths, torch.zeros(rows, 100, dtype=torch.int32))
-                attention(q, cache, metadata, dim**-0.5, window)
+                attention(q, cache, metadata, dim**-0.5, window, **more)
 
             yield f"attention {heads} {kv_heads} {dim} {block_size} {window} {quantization}", call
 

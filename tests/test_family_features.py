@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 from penstock import GuidedDecodingParams, LoRARequest, PenstockError, SamplingParams
 from penstock.calibration.options import QuantizeOptions
 from penstock.calibration.quantize import quantize
-from penstock.core import EngineRequest
+from penstock.core import Code, EngineRequest
 from penstock.frontend.llm import LLM
 from penstock.models import registry
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-from test_exactness import start
+from test_exactness import ADAPTERS, start
 from test_prefill_decode import Cluster
 from test_prefill_decode import run as run_requests
 
@@ -120,7 +120,7 @@ def prefill_and_decode(folder: Path) -> None:
     secret = folder / "secret"
     secret.write_text("of this test's cluster")
     secret.chmod(0o600)
-    for name in ("legal", "terse"):
+    for name in ADAPTERS:
         (folder / name).symlink_to(folder / "adapter")
     requests = [EngineRequest(request_id=str(i), prompt=prompt, sampling=GREEDY) for i, prompt in enumerate(PROMPTS)]
     kind = "float32 none auto"
@@ -139,7 +139,7 @@ def calibration(method: str) -> Callable[[Path], None]:
         texts = folder / "texts.txt"
         texts.write_text("\n".join(f"A short text, number {i}." for i in range(8)))
         options = QuantizeOptions(
-            method=method, group_size=16, calib_dataset=str(texts), calib_size=4, calib_seq_len=16, eval_size=0
+            method=method, group_size=8, calib_dataset=str(texts), calib_size=4, calib_seq_len=16, eval_size=1
         )
         quantize(folder, folder / method, options, progress=False)
         assert results(LLM(folder / method, dtype="bfloat16", **OPTIONS))
@@ -165,8 +165,9 @@ def check(name: str, folder: Path, said: str) -> None:
         CHECKS[name](folder)
         return
     assert said == NO
-    with pytest.raises(PenstockError):
+    with pytest.raises(PenstockError) as refused:
         CHECKS[name](folder)
+    assert refused.value.code is Code.UNSUPPORTED
 
 
 def test_the_table_has_every_architecture() -> None:

@@ -312,7 +312,7 @@ def attention(
                     scores *= (tl.load(key_scale) * scale)[None]
                 else:
                     scores *= scale
-                if CAP:
+                if CAP > 0:
                     scores = tanh(scores) * CAP
                 if (tile < seen_whole_from) | (tile >= seen_whole_to):
                     visible = at[None] <= position
