@@ -8,6 +8,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "formats.h"
 #include "rounding.h"
 
@@ -475,7 +477,8 @@ void attention_task(const Attention& a, int64_t task) {
   int64_t offsets[kTaskRows], places[kTaskRows], last = 0, earliest = a.lengths[sequence];
   for (int r = 0; r < count; r++) {
     const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
-    const int64_t seen = before + query, from = a.window && seen >= a.window ? seen - a.window + 1 : 0;
+    const int64_t own = before + query, from = a.window && own >= a.window ? own - a.window + 1 : 0;
+    const int64_t end = a.lengths[sequence] - 1, seen = a.causal ? own : a.window ? std::min(own + a.window - 1, end) : end;
     offsets[r] = ((start + query) * a.heads + head) * dim;
     places[r] = (start + query) * a.out_stride + head * dim;
     const T* q = (const T*)a.q + offsets[r];  // a page from the next one's, so that nobody else thinks of asking for it

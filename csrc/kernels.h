@@ -228,6 +228,19 @@ struct Scale {
   Type type;
 };
 
+// What an activation function computes: gelu by the error function, or by the hyperbolic tangent.
+enum class Function : int32_t { gelu, gelu_tanh, relu, silu, tanh };
+
+// A function of each element of [rows, size]; where `gated`, of [rows, 2 * size] the first half's times the second half.
+struct Pointwise {
+  const void* x;
+  void* out;
+  int64_t size, stride, out_stride;  // rows of x and out are so many elements apart
+  bool gated;
+  Function function;
+  Type type;
+};
+
 // A layer's cache: for each panel of `panel` positions (`panel_of` a block's) and head the keys, then the values. Keys lie
 // as `panel` columns over `dim` inputs, values as `dim` columns over `panel` inputs: both attention's products are then the
 // linear layer's. Where keys and values are rounded to 8 bits, a float32 scale for each position's key follows, and for
@@ -273,6 +286,7 @@ struct Attention {
   const float* sinks;  // [heads]: scores that take part in the softmax and have no value; null: none
   int64_t latent;     // of a latent cache, elements of a value; 0: the cache has keys and values
   int64_t task_rows;  // of a latent cache: queries times heads of a task
+  bool causal;  // else a query sees the positions after its own, too: all, or as many as `window` has before it
 };
 
 // Rotary parts of queries and keys, turned, and what a latent cache keeps of a token: a panel's vectors lie one after the
@@ -351,6 +365,7 @@ struct Kernels {
   void (*rope)(const Rope&, int64_t task);
   void (*activate)(const Activate&, int64_t task);
   void (*scale)(const Scale&, int64_t task);
+  void (*pointwise)(const Pointwise&, int64_t task);
   void (*store)(const Store&, int64_t task);
   void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
   void (*import_kv)(const Exchange&, int64_t task);

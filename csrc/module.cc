@@ -475,6 +475,12 @@ void scale(Address x, Address out, int64_t rows, int64_t width, float factor, fl
   make_rows(rows, &Kernels::scale, Scale{at<void>(x), at<void>(out), width, factor, cap, Type(type)});
 }
 
+void pointwise(Address x, Address out, int64_t rows, int64_t width, int64_t stride, int64_t out_stride, bool gated,
+               int function, int type) {
+  make_rows(rows, &Kernels::pointwise,
+            Pointwise{at<void>(x), at<void>(out), width, stride, out_stride, gated, Function(function), Type(type)});
+}
+
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type, bool rounded) {
   make_rows(tokens, &Kernels::store,
@@ -505,7 +511,7 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded, float cap,
-               Address sinks, int64_t latent) {
+               Address sinks, int64_t latent, bool causal) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
     std::vector<int32_t> tiles;
@@ -525,7 +531,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
                          at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
                          window, out_stride, scale, Type(type), rounded, cap, at<float>(sinks), latent,
-                         task_rows};
+                         task_rows, causal};
     pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
   });
 }
@@ -680,6 +686,7 @@ NB_MODULE(_kernels, m) {
   m.def("rope", &rope, free);
   m.def("activate", &activate, free);
   m.def("scale", &scale, free);
+  m.def("pointwise", &pointwise, free);
   m.def("store", &store, free);
   m.def("attention", &attention, free);
   m.def("latent_store", &latent_store, free);

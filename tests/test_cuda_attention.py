@@ -21,8 +21,9 @@ pytest.importorskip("triton")
 
 from penstock.core import PenstockError
 from penstock.ops import AttentionMetadata, KVSpec, QKNorms, reference
-from penstock.ops.cuda import elementwise, kv_cache
+from penstock.ops.cuda import elementwise, encoder_ops, kv_cache
 from penstock.ops.cuda.launch import record_launches
+from penstock.ops.encoder_ops import FUNCTIONS
 from penstock.planning.kv_spec import transfer_layouts
 
 attention = import_module("penstock.ops.cuda.attention")  # whose name in the package is the op
@@ -95,6 +96,9 @@ def test_rows_of_other_families(seed: int) -> None:
     gate_up = randn(rng, rows, 2 * size, dtype=dtype) * 4
     close(elementwise.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
     close(elementwise.gelu(x), reference.gelu(x))
+    for function in FUNCTIONS:
+        close(encoder_ops.activation(x, function), reference.activation(x, function))
+        close(encoder_ops.activation_and_mul(gate_up, function), reference.activation_and_mul(gate_up, function))
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
         close(elementwise.scale(x, factor, cap), reference.scale(x, factor, cap))
     dim = rng.choice((16, 80, 128))
@@ -240,7 +244,11 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tables, same)
     q, metadata = randn(rng, sum(counts), heads * group, dim, dtype=dtype), metadata_of(counts, lengths, tables)
     sinks = rng.choice((None, randn(rng, heads * group) * rng.choice((1, 100))))
-    options: dict[str, Any] = {"softcap": rng.choice((0.0, 0.0, 0.5, 30.0)), "sinks": sinks}
+    options: dict[str, Any] = {
+        "softcap": rng.choice((0.0, 0.0, 0.5, 30.0)),
+        "sinks": sinks,
+        "causal": rng.random() < 0.6,
+    }
     got = attention.attention(q, ours, metadata, dim**-0.5, window, **options)
     close(got, reference.attention(q, theirs, metadata, dim**-0.5, window, **options))
 
@@ -258,7 +266,7 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
     sequences, queries = Sequences(rng, dtype, heads, dim, lengths), 24
     first = lengths[0] - queries
     q = randn(rng, queries, heads * group, dim, dtype=dtype)
-    for window in (0, 270):
+    for window, causal in ((0, True), (270, True), (130, False)):
         known: Tensor | None = None
         for _ in range(3):
             cut(monkeypatch, rng)
@@ -266,7 +274,7 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
             rng.shuffle(chosen)
             cache, tables = sequences.cache(kv_cache, kept, 16 * rng.randint(1, 8), chosen, rng.choice((0, 126, 255)))
             begin = rng.choice((0, rng.randrange(queries), queries - 1)) if known is not None else 0
-            end = rng.choice((queries, rng.randint(begin + 1, queries))) if known is not None else queries
+            end = rng.choice((queries, rng.randint(begin + 1, queries))) if known is not None and causal else queries
             counts = [end - begin if i == 0 else rng.choice((1, min(9, lengths[i]))) for i in chosen]
             totals = [first + end if i == 0 else lengths[i] for i in chosen]
             given = [
@@ -274,7 +282,7 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
                 for i, count in zip(chosen, counts, strict=True)
             ]
             metadata = metadata_of(counts, totals, tables, rng.choice((0, 3)))
-            out = attention.attention(torch.cat(given), cache, metadata, 0.2, window)
+            out = attention.attention(torch.cat(given), cache, metadata, 0.2, window, causal=causal)
             got = out.split(counts)[chosen.index(0)]
             if known is None:
                 known = got

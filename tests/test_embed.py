@@ -200,9 +200,9 @@ def test_what_cannot_be_pooled_is_refused_by_name(qwen3: Path, tmp_path: Path) -
         PoolingParams(dimensions=0)
     shutil.copytree(qwen3, tmp_path, dirs_exist_ok=True)
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
-    with pytest.raises(PenstockError, match="pooling_mode_cls_token"):
+    with pytest.raises(PenstockError, match="pooling_mode_max_tokens"):
         LLM(tmp_path, **OPTIONS).embed([[5]], use_tqdm=False)
     assert LLM(tmp_path, pooling_type="mean", **OPTIONS).embed([[5]], use_tqdm=False)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, QuantizedWeight, backend, reference
+from penstock.ops.encoder_ops import FUNCTIONS
 from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -303,6 +304,15 @@ def test_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) 
 
 
 @few
+@given(seed=seeds, rows=st.integers(1, 40), size=sizes, dtype=dtypes)
+def test_activation_functions(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
+    both = randn(seed, rows, 2 * size, dtype=dtype) * 6
+    for function in FUNCTIONS:
+        close(cpu.activation(both[:, 1 : 1 + size], function), reference.activation(both[:, 1 : 1 + size], function))
+        close(cpu.activation_and_mul(both, function), reference.activation_and_mul(both, function))
+
+
+@few
 @given(seed=seeds, tokens=st.integers(1, 40), heads=st.integers(1, 5), half=st.integers(1, 70), dtype=dtypes)
 def test_rope_and_gate(seed: int, tokens: int, heads: int, half: int, dtype: torch.dtype) -> None:
     table, positions = randn(seed, 50, 2 * half), torch.randint(50, (tokens,))
@@ -420,7 +430,7 @@ def test_attention(seed: int) -> None:
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
     window, softcap = rng.choice((0, 0, 1, 7, 40)), rng.choice((0.0, 0.0, 0.5, 30.0))
     sinks = rng.choice((None, randn(seed + 1, kv_heads * sharing) * rng.choice((1, 100))))
-    options = {"softcap": softcap, "sinks": sinks}
+    options = {"softcap": softcap, "sinks": sinks, "causal": rng.random() < 0.6}
     got = cpu.attention(q, ours, batch.attention, dim**-0.5, window, **options)
     expected = reference.attention(q, theirs, batch.attention, dim**-0.5, window, **options)
     if spec.quantization and sinks is not None:

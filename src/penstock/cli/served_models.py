@@ -21,7 +21,8 @@ DEMO = "penstock-demo"
 KSERVE = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing")
 """Models of the KServe v2 protocol over the first model: name → kind."""
 CHECKPOINT_OPTIONS = frozenset(
-    "model pooling_type tokenizer chat_template tool_call_parser reasoning_parser revision lora_modules "
+    "model pooling_type pooling_task pooling_activation classifier_tokens "
+    "tokenizer chat_template tool_call_parser reasoning_parser revision lora_modules "
     "speculative_config".split()
 )
 """Options that belong to one checkpoint, which other models do not inherit."""

@@ -454,9 +454,30 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     download."""
 
     pooling_type: Annotated[
-        Literal["auto", "last", "mean"],
-        option("Hidden state that becomes an embedding; auto is what the checkpoint says, or the last token's."),
+        Literal["auto", "last", "cls", "mean", "all"],
+        option(
+            "Hidden state that becomes an embedding, or goes into a classifier: the last or first (cls) token's, the "
+            "mean, or one for each token (all); auto is what the checkpoint says, else of decoders last and of "
+            "encoders cls."
+        ),
     ] = "auto"
+    pooling_task: Annotated[
+        Literal["auto", "embed", "classify", "score"],
+        option(
+            "What is pooled for: auto is classes and scores where the checkpoint has a classifier, else embeddings; "
+            "classify and score have a model that generates answer with one of classifier_tokens, as Qwen3-Reranker."
+        ),
+    ] = "auto"
+    pooling_activation: Annotated[
+        Literal["auto", "on", "off"],
+        option(
+            "Whether embeddings have length 1, and a classifier's outputs become probabilities; auto is what the "
+            "checkpoint says."
+        ),
+    ] = "auto"
+    classifier_tokens: Annotated[
+        tuple[str, ...], option("Tokens by which a model that generates says no and yes to a pair of texts.")
+    ] = ("no", "yes")
     tokenizer: Annotated[str, option("Folder to take the tokenizer from; nothing for the model's own.")] = ""
     chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
     tool_call_parser: Annotated[

@@ -39,6 +39,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Embeds the prompt; nothing is generated, and ``sampling`` is ignored."""
     external_id: str = ""
     """The client's id, which must be unique among open requests; empty for none."""
+    second_text: int = 0
+    """Of a pair of texts, index of the second one's first token (BERT's token type 1); 0 for a single text."""
     adapter: str = ""
     """Name of a loaded LoRA adapter; empty for the base model."""
     cache_salt: str = ""

@@ -22,6 +22,7 @@ from penstock.core import (
     Failure,
     GuidedDecodingParams,
     PenstockError,
+    PoolingParams,
     TokenDelta,
     Vocabulary,
 )
@@ -33,6 +34,7 @@ from penstock.planning.engine_config import DECIDED, engine_config_of
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
+from penstock.planning.sentence_transformers import read_dense_modules
 
 from .executor.base import Executor, WorkerLostError
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
@@ -50,9 +52,10 @@ from .sequence.sequence import Sequence
 from .sleep import SleepManager
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
-from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, Propose
+from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propose
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
+from .whole_prompts import scratch_blocks, whole_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class Engine:
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
         folder = Path(options.model) if options.model else demo.CHAT
         config = read_config(folder)
+        if config.encoder or read_dense_modules(folder):
+            options = whole_prompts(options, config, folder)
         if built := engine_config_of(config.raw, folder):
             built.check(folder, {name: getattr(options, name) for name in DECIDED})
         self.max_model_len = options.max_model_len or config.max_model_len
@@ -98,6 +103,8 @@ class Engine:
                 self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
             profile = self._executor.profile()
             blocks = count_blocks(options, profile, self.max_model_len)
+            if config.encoder:
+                blocks = min(blocks, scratch_blocks(options, self._max_concurrent_batches))
             host_blocks = count_host_blocks(options, profile)
             layouts = model_layouts(options, config.raw, self.info) if options.role != "mixed" else []
             buffer = new_transfer_buffer(options, layouts) if layouts else None
@@ -498,9 +505,10 @@ class Engine:
     def _validate(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` for a request that this model cannot run."""
         info = self.info
+        if request.second_text and not (info.token_types > 1 and 0 < request.second_text < len(request.prompt)):
+            raise invalid("second_text", "must be an index of the prompt, of a model with token types")
         if request.pooling:
-            if (request.pooling.dimensions or 0) > info.hidden_size:
-                raise invalid("dimensions", f"must be at most the model's {info.hidden_size}", info.hidden_size)
+            _validate_pooling(request.pooling, info)
         elif not info.has_lm_head:
             words = "this checkpoint has no language model head: it makes embeddings, and cannot generate"
             raise PenstockError(Code.UNSUPPORTED, words)
@@ -562,6 +570,18 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
         if expert_parallel and config.experts:
             shard_experts(SingleRank(size=ranks), config.experts.num_experts)
+
+
+def _validate_pooling(pooling: PoolingParams, info: ModelInfo) -> None:
+    """Raise ``PenstockError`` for pooling that this model has not."""
+    if (pooling.dimensions or 0) > info.embedding_size:
+        raise invalid("dimensions", f"must be at most the model's {info.embedding_size}", info.embedding_size)
+    if pooling.head and pooling.head not in info.heads:
+        raise PenstockError(Code.UNSUPPORTED, f"this checkpoint has no {pooling.head} behind its hidden states", "head")
+    if pooling.token_ids and not info.has_lm_head:
+        raise PenstockError(Code.UNSUPPORTED, "this checkpoint has no language model head", "token_ids")
+    if pooling.token_ids and not 0 <= min(pooling.token_ids) <= max(pooling.token_ids) < info.vocab_size:
+        raise invalid("token_ids", f"token ids go from 0 to {info.vocab_size - 1}", info.vocab_size - 1)
 
 
 def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:

@@ -59,12 +59,18 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Number of alternatives to return with each prompt token; None for no prompt logprobs."""
     context_logits: bool = False
     """Whether to return the logits after each prompt token."""
-    pooling: Literal["", "last", "mean"] = ""
-    """Hidden states to return in place of sampling: the last prompt token's, or all (``mean``)."""
+    pooling: Literal["", "last", "cls", "mean", "all"] = ""
+    """Hidden states to return in place of sampling: the last or first prompt token's, or all (``mean``, ``all``)."""
     image_spans: list[ImageSpan] = []
     mrope_positions: np.ndarray = EMPTY
     """``[3, prompt_length]``: positions of the prompt's tokens in time, height and width, of which a model with M-RoPE
     computes rotary embeddings; empty where all three are the place in the sequence."""
+    head: str = ""
+    """Head of the model (``Model.heads``) whose output for the pooled states is returned in their place."""
+    pooling_token_ids: tuple[int, ...] = ()
+    """Tokens whose logits are returned in their place."""
+    second_text: int = 0
+    """As ``EngineRequest.second_text``."""
 
 
 class RowUpdates(msgspec.Struct, omit_defaults=True):
@@ -302,6 +308,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Number of multi-token prediction layers loaded."""
     drafts: bool = False
     """Whether the workers answer ``Propose``."""
+    token_types: int = 0
+    """Token types that the model knows (``EngineRequest.second_text``); 0 for none."""
+    heads: tuple[str, ...] = ()
+    """Names of the heads after pooling."""
+    embedding_size: int = 0
+    """Numbers in an embedding."""
     asynchronous: bool = False
     """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
     has_vision: bool = False
@@ -319,6 +331,13 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     """Bytes of a block in the caches of the model and of the draft model together."""
     host_block_bytes: int
     """Bytes of a block in the host tier, which has the model's cache only."""
+
+
+def sum_states(states: np.ndarray, total: np.ndarray | float = 0.0) -> np.ndarray | float:
+    """The sum of hidden states ``[tokens, hidden]`` and ``total``, token by token in float64."""
+    for state in states.astype(np.float64):
+        total = total + state
+    return total
 
 
 def _encode_array(value: Any) -> Any:

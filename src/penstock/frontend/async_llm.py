@@ -177,7 +177,7 @@ class AsyncLLM:
 
         Raises ``PenstockError`` where the request is wrong or has failed.
         """
-        pooling = pooling_params or self._input_processor.pooling
+        pooling = self._input_processor.pooler.embedding_params(pooling_params)
         async with aclosing(self.generate(prompt, NO_GENERATION, pooling=pooling, **options)) as outputs:
             async for output in outputs:
                 last = output

@@ -16,6 +16,7 @@ import msgspec
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid, too_long
 from penstock.engine.service.pool import EnginePool
+from penstock.text.encoding import Texts
 from penstock.text.template_process import RenderRequest
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
@@ -98,6 +99,12 @@ class Gateway:
         return await self._prepare(
             max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
         )
+
+    async def encode_texts(self, texts: Texts, size: int = 0) -> dict[str, Any]:
+        """The prompt of a pair of texts, or of a text within a limit. Arguments and errors as for ``encode``."""
+        if texts.max_len is None:
+            self._check_length(texts.text)
+        return await self._prepare(max(size, len(texts)), lambda: self.input_processor.encode_texts(texts))
 
     async def chat_prompt(
         self,

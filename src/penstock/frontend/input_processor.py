@@ -25,13 +25,14 @@ from penstock.text import (
     reasoning_format,
     tool_call_format,
 )
+from penstock.text.encoding import Texts
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 
 from .generation_config import read_generation_config
 from .multimodal import ImageSource, MediaLoader, check_placeholders, place_images, split_images
 from .multimodal.processor import read_image_processor
 from .output_processor import OutputProcessor
-from .pooling_config import read_pooling
+from .pooling_config import PoolerConfig, read_pooler
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. A chat's mapping also has a
@@ -147,12 +148,28 @@ class InputProcessor:
         return self._defaults.eos_token_ids
 
     @cached_property
-    def pooling(self) -> PoolingParams:
-        """The checkpoint's pooling of hidden states into embeddings.
+    def pooler(self) -> PoolerConfig:
+        """How the checkpoint pools hidden states into embeddings, classes or scores.
 
         Raises ``PenstockError`` where it is not supported.
         """
-        return read_pooling(self._folder, self._options.pooling_type)
+        return read_pooler(self._folder, self._options, self.tokenizer)
+
+    def pair(self, first: str, second: str) -> Texts:
+        """Two texts as a cross-encoder reads them: in a chat template that was given, whose messages have the roles
+        ``query`` and ``document``, or as a pair."""
+        first, second = self.pooler.folded(first), self.pooler.folded(second)
+        if self._options.chat_template:
+            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            return Texts(self.tokenizer.render(messages))
+        return Texts(first + second) if self.pooler.joins_texts else Texts(first, second)
+
+    def encode_texts(self, texts: Texts) -> dict[str, Any]:
+        """The prompt of a pair of texts, or of a text within a limit."""
+        token_ids, second_text = self.tokenizer.encode_texts(texts)
+        if second_text and self.pooler.token_types:
+            return {"prompt_token_ids": token_ids, "second_text": second_text}
+        return {"prompt_token_ids": token_ids}
 
     def create_output_processor(
         self,
@@ -198,6 +215,7 @@ class InputProcessor:
             adapter=adapter,
             pooling=pooling,
             images=images,
+            second_text=prompt.get("second_text", 0) if isinstance(prompt, Mapping) else 0,
         )
         return OutputProcessor(
             _validated(request),

@@ -11,20 +11,21 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from penstock.core import Code, LoRARequest, PenstockError, PoolingParams, SamplingParams
+from penstock.core import Code, LoRARequest, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
-from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
+from .input_processor import InputProcessor, Messages, Prompt
 from .options import read_options
 from .output_processor import OutputProcessor
-from .outputs import EmbeddingRequestOutput, Loglikelihood, RequestOutput, ScoringOutput, ScoringRequestOutput, cosine
+from .outputs import Loglikelihood, RequestOutput
+from .pooling_llm import PoolingLLM, as_list, per_prompt
 from .shared_weights import NamedTensors, as_folder
 
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(PoolingLLM):
     """A model with its engine, for offline inference.
 
     >>> llm = LLM()
@@ -39,7 +40,8 @@ class LLM:
         tool_call_parser: format of the model's tool calls, by vLLM's name; ``auto`` is the one that its chat
             template has.
         reasoning_parser: format of its reasoning, likewise; ``none`` leaves it in the content.
-        pooling_type: ``last`` or ``mean``, for embeddings, in place of what the checkpoint says.
+        pooling_type: ``last``, ``cls``, ``mean`` or ``all``, in place of what the checkpoint says.
+        pooling_task: ``embed``, ``classify`` or ``score``, likewise.
         generation_config: default sampling parameters: ``auto`` is the checkpoint's ``generation_config.json``,
             ``vllm`` is vLLM's defaults; None is ``auto``, or the default of ``compat``.
         enable_logprob: False refuses requests for logprobs; None is True, or the default of ``compat``.
@@ -96,10 +98,10 @@ class LLM:
 
         Raises ``PenstockError`` (``invalid``) for an invalid request; then none is run.
         """
-        each = _as_list(prompts)
-        params = _per_prompt(sampling_params, len(each), "sampling_params")
+        each = as_list(prompts)
+        params = per_prompt(sampling_params, len(each), "sampling_params")
         adapters = self._adapters(lora_request, len(each))
-        ranks = _per_prompt(0 if priority is None else priority, len(each), "priority")
+        ranks = per_prompt(0 if priority is None else priority, len(each), "priority")
         processors = []
         for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
             processors.append(
@@ -207,67 +209,6 @@ class LLM:
                 raise PenstockError.of(self.engine.failure)
         return future.result()
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Embed prompts.
-
-        Args:
-            pooling_params: one for all, or one per prompt; None is the checkpoint's.
-            lora_request: as for ``generate``.
-
-        Raises ``PenstockError`` for a prompt that can never run or has failed.
-        """
-        each = _as_list(prompts)
-        params = _per_prompt(pooling_params, len(each), "pooling_params")
-        adapters = self._adapters(lora_request, len(each))
-        processors = [
-            self._input_processor.create_output_processor(
-                str(next(self._ids)),
-                prompt,
-                NO_GENERATION,
-                adapter=adapter,
-                pooling=pooling or self._input_processor.pooling,
-            )
-            for prompt, pooling, adapter in zip(each, params, adapters, strict=True)
-        ]
-        for processor in processors:
-            self.engine.validate(processor.request)
-        return [EmbeddingRequestOutput.of(output) for output in self._run(processors, use_tqdm)]
-
-    def similarity(
-        self,
-        text_1: Prompt | Sequence[Prompt],
-        text_2: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """The similarity of texts, in pairs or of one and several: the cosine between their embeddings.
-
-        It is what the server's ``/score`` gives, and vLLM's ``LLM.score`` for such models.
-
-        Raises ``PenstockError`` (``invalid``) where there are several of both, and not as many.
-        """
-        first, second = _as_list(text_1), _as_list(text_2)
-        if len(first) not in (1, len(second)):
-            raise invalid("text_2", f"{len(second)} given for {len(first)} of text_1", len(first))
-        outputs = self.embed([*first, *second], use_tqdm=use_tqdm, lora_request=lora_request)
-        before, after = outputs[: len(first)], outputs[len(first) :]
-        if len(first) == 1:
-            before = before * len(after)
-        return [
-            ScoringRequestOutput(
-                ScoringOutput(cosine(a.outputs.embedding, b.outputs.embedding)), a.prompt_token_ids + b.prompt_token_ids
-            )
-            for a, b in zip(before, after, strict=True)
-        ]
-
     def loglikelihood(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[Loglikelihood]:
@@ -277,7 +218,7 @@ class LLM:
 
         Raises ``PenstockError`` (``invalid``) where there are not as many of the one as of the other, or one is empty.
         """
-        before, after = _as_list(prompts), _as_list(continuations)
+        before, after = as_list(prompts), as_list(continuations)
         if len(before) != len(after):
             raise invalid("continuations", f"{len(after)} given for {len(before)} prompts", len(before))
         starts, wholes = [], []
@@ -296,7 +237,7 @@ class LLM:
 
     def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
         """Load the adapters; returns the name of each prompt's."""
-        requests = _per_prompt(given, count, "lora_request")
+        requests = per_prompt(given, count, "lora_request")
         for request in dict.fromkeys(requests):
             if request and request.lora_path:
                 self.load_lora_adapter(request.lora_name, request.lora_path)
@@ -330,18 +271,3 @@ class LLM:
                 if not processor.output.finished:
                     self.engine.abort(request_id)
         return [processor.output for processor in processors]
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one or several."""
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return cast(list[Prompt], [prompts] if one else list(prompts))
-
-
-def _per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:
-    """One value per prompt, from one for all or a sequence."""
-    if not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise invalid(field, f"{len(given)} given for {count} prompts", count)
-    return list(given)

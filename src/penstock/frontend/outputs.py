@@ -131,6 +131,67 @@ class EmbeddingRequestOutput:
         return cls(output.request_id, output.prompt, output.prompt_token_ids, vector, output.num_cached_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The probability of each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput:
+    """Probabilities of classes with their prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> ClassificationRequestOutput:
+        """Raises ``PenstockError`` where the request failed."""
+        probabilities = ClassificationOutput(embedding_of(output))
+        return cls(output.request_id, output.prompt, output.prompt_token_ids, probabilities)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What was pooled: a vector, or one for each token."""
+
+    data: list[float] | list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """What was pooled, with its prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+
+    @classmethod
+    def of(cls, output: RequestOutput, of_tokens: bool) -> PoolingRequestOutput:
+        """Raises ``PenstockError`` where the request failed.
+
+        Args:
+            of_tokens: whether there is a vector for each token.
+        """
+        data = PoolingOutput(vectors_of(output) if of_tokens else embedding_of(output))
+        return cls(output.request_id, output.prompt, output.prompt_token_ids, data)
+
+
+def vectors_of(output: RequestOutput) -> list[list[float]]:
+    """The vectors of an output's tokens; raises ``PenstockError`` where the request failed."""
+    numbers = embedding_of(output)
+    size = len(numbers) // len(output.prompt_token_ids)
+    return [numbers[first : first + size] for first in range(0, len(numbers), size)]
+
+
 def embedding_of(output: RequestOutput) -> list[float]:
     """The embedding of an output as numbers; raises ``PenstockError`` where the request failed."""
     if failure := output.outputs[0].failure:

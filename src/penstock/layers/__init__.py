@@ -2,21 +2,25 @@
 
 from .attention import Attention, AttentionLayer, QKNormLayers
 from .context import BuildContext, PackedWeights, Weights
+from .encoder import BidirectionalAttention, EncoderMLP
 from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mlp import MLP, GatedMLP, MLPLayer
 from .moe import MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
+from .pooler import PoolerHead
 from .rope import depends_on_length, rope_table
 
 __all__ = [
     "MLP",
     "Attention",
     "AttentionLayer",
+    "BidirectionalAttention",
     "BuildContext",
     "ColumnParallelLinear",
     "Embedding",
+    "EncoderMLP",
     "GatedMLP",
     "LatentAttention",
     "LayerNorm",
@@ -26,6 +30,7 @@ __all__ = [
     "MixtureOfExperts",
     "Norm",
     "PackedWeights",
+    "PoolerHead",
     "QKNormLayers",
     "RMSNorm",
     "Weights",

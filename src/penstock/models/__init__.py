@@ -19,6 +19,7 @@ from penstock.planning.engine_config import read_engine_config
 from penstock.quant import read_quantization_config
 
 from . import (
+    bert,
     cohere,
     deepseek,
     ernie4_5,
@@ -28,12 +29,14 @@ from . import (
     glm,
     glm4_moe,
     granite,
+    gte,
     hunyuan,
     internlm,
     llama,
     minimax_m2,
     mistral,
     mixtral,
+    modernbert,
     olmo2,
     olmoe,
     phi3,
@@ -50,6 +53,7 @@ from . import (
 from .config import ModelConfig
 from .draft_heads import METHODS as HEAD_METHODS
 from .draft_heads import head_method, load_draft_heads
+from .heads import build_heads
 from .model import DraftHead, LanguageModelHead, Model
 from .read_config import read_config
 from .registry import Family, find_family, register
@@ -88,6 +92,7 @@ __all__ = [
 ]
 
 for family in (
+    bert.FAMILY,
     *cohere.FAMILIES,
     deepseek.FAMILY,
     ernie4_5.FAMILY,
@@ -97,12 +102,14 @@ for family in (
     *glm.FAMILIES,
     glm4_moe.FAMILY,
     granite.FAMILY,
+    gte.FAMILY,
     hunyuan.FAMILY,
     *internlm.FAMILIES,
     llama.FAMILY,
     minimax_m2.FAMILY,
     mistral.FAMILY,
     mixtral.FAMILY,
+    modernbert.FAMILY,
     *olmo2.FAMILIES,
     olmoe.FAMILY,
     phi3.FAMILY,
@@ -217,6 +224,8 @@ def load_model(
         threads=threads,
     )
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
+    if model.layers.stop == config.num_layers:
+        model.heads = build_heads(context, config, family, folder)
     for (given, wanted), size in context.dequantized_bytes.items():
         then = f", and rounded to {wanted}" if wanted.bits else ""
         name = str(dtype).removeprefix("torch.")

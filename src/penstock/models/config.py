@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.core import Code, PenstockError
+from penstock.planning.encoders import CLASSIFIER, architecture_name, encoder_prefix, is_classifier, num_labels
 from penstock.planning.model_size import (
     max_model_len_of_config,
     quantization_config_of,
@@ -18,6 +19,7 @@ from penstock.planning.model_size import (
 )
 
 from .decoder_options import DecoderOptions
+from .encoder_config import EncoderConfig
 from .experts_config import ExpertsConfig
 from .latent_config import LatentConfig
 
@@ -74,6 +76,10 @@ class ModelConfig:
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
     has_vision: bool = False
     """Whether it has a vision tower, and prompts may have images."""
+    encoder: EncoderConfig | None = None
+    """Of a model that attends in both directions; None for a decoder."""
+    num_labels: int = 0
+    """Outputs of the classifier; 0 where the checkpoint has none."""
 
     @property
     def rotary_dim(self) -> int:
@@ -135,6 +141,7 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "num_labels": num_labels(raw) if is_classifier(raw) else 0,
     }
     if "options" not in overrides:
         fields["options"] = options_of(raw)
@@ -171,7 +178,11 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 
 def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:
     """The architecture of a ``config.json``, and whether the checkpoint has a language model head."""
-    architecture = str(next(iter(raw.get("architectures") or ["none"])))
+    architecture = architecture_name(raw)
+    if encoder_prefix(raw) is not None:
+        return architecture, False
+    if is_classifier(raw):
+        return architecture.removesuffix(CLASSIFIER) + "ForCausalLM", False
     if architecture.endswith("Model"):
         return architecture.removesuffix("Model") + "ForCausalLM", False
     return architecture, True

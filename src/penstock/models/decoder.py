@@ -17,6 +17,7 @@ from penstock.layers import (
     BuildContext,
     Embedding,
     LoRATarget,
+    PoolerHead,
 )
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 from penstock.parallel import shard_heads
@@ -72,6 +73,7 @@ class Decoder:
             for head in range(num_mtp_heads)
         ]
         self.aux_hidden_state_layers: Sequence[int] = ()
+        self.heads: Mapping[str, PoolerHead] = {}
         lora_targets, others = context.lora_targets, set(range(config.num_layers)).difference(self.layers)
         self.lora_targets: Mapping[str, LoRATarget | None] = {
             **lora_targets,

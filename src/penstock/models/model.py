@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.layers import AttentionLayer, LoRATarget
+from penstock.layers import AttentionLayer, LoRATarget, PoolerHead
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
 from .config import ModelConfig
@@ -85,6 +85,8 @@ class Model(LanguageModelHead, Protocol):
     mapped_bytes: int
     """Bytes of packed weights that are mapped from disk. The system counts them as free memory, as it could read them
     again, but every step needs them."""
+    heads: Mapping[str, PoolerHead]
+    """In the last stage, what comes after pooling: ``classifier``, ``dense`` (layers of sentence-transformers)."""
     draft_heads: Sequence[DraftHead]
     """Of the checkpoint's own layers for multi-token prediction, or set by ``load_draft_heads``. Their keys and values
     are in the model's KV cache."""

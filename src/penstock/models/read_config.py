@@ -8,6 +8,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.encoders import encoder_prefix
 from penstock.planning.model_size import quantization_config_of, quantization_of
 from penstock.quant import read_quantization_config
 
@@ -23,7 +24,8 @@ def read_config(folder: Path) -> ModelConfig:
     """
     raw, path = read_config_json(folder), folder / CONFIG
     family = find_family(architecture_of(raw)[0], str(next(iter(raw.get("architectures") or ["none"]))))
-    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+    decodes = encoder_prefix(raw) is None
+    if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
     quantization = quantization_of(raw)
     if quantization and quantization not in SCHEMES:

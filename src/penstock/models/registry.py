@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core import Code, PenstockError
-from penstock.layers import BuildContext
+from penstock.layers import BuildContext, PoolerHead
+from penstock.layers.pooler import dense
 
 from .config import ModelConfig
 from .model import Model
 from .weights.renamed import Stored
+
+
+def score_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
+    """The classifier of decoders: a matrix without bias."""
+    return PoolerHead([dense(context, "score", config.hidden_size, config.num_labels, bias=False)], config.num_labels)
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Family:
     ``PenstockError`` (``unsupported``)."""
     build: Callable[[BuildContext, ModelConfig, int], Model]
     """Takes the context, the configuration, and the number of MTP heads to load."""
+    build_classifier: Callable[[BuildContext, ModelConfig], PoolerHead] = score_classifier
+    """Of architectures for sequence classification."""
     find_stored: Callable[[ModelConfig, str], Stored] | None = None
     """Where in a checkpoint a module lies that layers ask for by its name; None where it lies under that name."""
 

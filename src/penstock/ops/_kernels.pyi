@@ -210,6 +210,18 @@ def activate(
     type: int,
     /,
 ) -> None: ...
+def pointwise(
+    x: int,
+    out: int,
+    rows: int,
+    size: int,
+    stride: int,
+    out_stride: int,
+    gated: bool,
+    function: int,
+    type: int,
+    /,
+) -> None: ...
 def scale(x: int, out: int, rows: int, width: int, factor: float, cap: float, type: int, /) -> None: ...
 def store(
     k: int,
@@ -247,6 +259,7 @@ def attention(
     cap: float,
     sinks: int,
     latent: int,
+    causal: bool,
     /,
 ) -> None: ...
 def latent_store(

@@ -20,6 +20,8 @@ from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
 from .batch import AttentionMetadata, Batch, ForwardFn, QKNorms
+from .encoder_ops import activation as activation
+from .encoder_ops import activation_and_mul as activation_and_mul
 from .experts import combine_experts as combine_experts
 from .experts import select_experts as select_experts
 from .lora import LoRAWeights
@@ -499,8 +501,9 @@ def attention(
     out: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of every query over its own sequence's cached keys and values; ``[tokens, heads * head_dim]``.
+    """Attention of every query over its own sequence's cached keys and values; ``[tokens, heads * head_dim]``.
 
     Over a quantized cache, a backend may quantize queries and softmax weights to 8 bits, too.
 
@@ -510,6 +513,7 @@ def attention(
         window: positions that a query sees, its own included; 0 is all.
         softcap: scaled products become ``softcap * tanh(product / softcap)``; 0 leaves them.
         sinks: ``[heads]`` float32, a logit of each head that takes part in the softmax and has no value; or none.
+        causal: False lets a query see the positions after its own, too: all, or with a window as many as before it.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[3]
@@ -525,7 +529,7 @@ def attention(
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(length, device=q.device)
         position = at[length - len(own) :, None]
-        hidden = at > position
+        hidden = at > (position if causal else position + window - 1 if window else length)
         if window:
             hidden |= at <= position - window
         scores = scores.masked_fill(hidden, float("-inf"))

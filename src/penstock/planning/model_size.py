@@ -13,6 +13,7 @@ from typing import Any
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 
+from .encoders import encoder_prefix, is_gated, max_encoder_len
 from .gguf_file import TYPES
 from .stored_format import stored_format
 from .vision_size import vision_weights
@@ -60,6 +61,8 @@ class ModelSize:
     """Of the layers' weights, those that no format quantizes: latent attention's that are absorbed."""
     vision_weights: int = 0
     """Parameters of the vision tower, which is not quantized; 0 for none."""
+    encoder: bool = False
+    """Whether it attends in both directions, and keeps keys and values of one layer only while a step runs."""
 
     def on_cpu(self) -> ModelSize:
         """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
@@ -86,19 +89,24 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     else:
         attention = 2 * hidden * head_dim * (heads + kv_heads)
         absorbed, kv_dim = 0, head_dim
-    matrices = 2 if config.get("model_type") == "starcoder2" else 3  # without a gate
+    matrices = 2 if config.get("model_type") == "starcoder2" or not is_gated(config) else 3  # without a gate
     dense = matrices * hidden * int(config["intermediate_size"])
     sparse = _experts(config, hidden)
     plain = layers - _num_sparse_layers(config, layers) if sparse else layers
     mtp = int(config.get("num_nextn_predict_layers") or 0)
+    encoder = encoder_prefix(config) is not None
+    longest = max_encoder_len(config) if encoder else max_model_len_of_config(config)
+    embeddings = vocabulary * hidden * (1 if encoder or tie_word_embeddings_of(config) else 2)
+    if encoder:
+        embeddings += _added_weights(config, longest) * hidden
     return ModelSize(
         architecture=str(next(iter(config.get("architectures") or ["unknown"]))),
-        max_model_len=max_model_len_of_config(config),
+        max_model_len=longest,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         num_layers=layers,
         layer_weights=layers * attention + plain * dense + (layers - plain) * sparse,
         hidden_size=hidden,
-        embedding_weights=vocabulary * hidden * (1 if tie_word_embeddings_of(config) else 2),
+        embedding_weights=embeddings,
         head_weights=vocabulary * hidden,
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
@@ -111,7 +119,14 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         gguf_head=_gguf_shares(config, "head"),
         unquantized_weights=layers * absorbed,
         vision_weights=vision_weights(config),
+        encoder=encoder,
     )
+
+
+def _added_weights(config: Mapping[str, Any], max_len: int) -> int:
+    """Rows of the table of positions and token types that an encoder adds to its embedding (``models/encoder.py``)."""
+    types = 0 if encoder_prefix(config) == "model" else int(config.get("type_vocab_size") or 0)
+    return max_len * max(types, 1 if encoder_prefix(config) in ("bert", "roberta") else 0)
 
 
 def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:

@@ -28,6 +28,7 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 
 from . import tokenizer_files as files
+from .encoding import Encoded, Texts
 from .tokenizer import Tokenizer
 
 ENCODE_TIMEOUT = 30.0
@@ -74,13 +75,6 @@ class Loaded(msgspec.Struct, frozen=True):
     template_source: str | None = None
 
 
-class Encode(msgspec.Struct, frozen=True):
-    """A text to encode; the reply is its token ids."""
-
-    text: str
-    add_special_tokens: bool
-
-
 def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
     """Load and try a checkpoint's tokenizer and chat template in another process.
 
@@ -117,15 +111,18 @@ class IsolatedTokenizer(Tokenizer):
         self.template_source = self._loaded.template_source
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_texts(Texts(text, add_special_tokens=add_special_tokens)).token_ids
+
+    def encode_texts(self, texts: Texts) -> Encoded:
         try:
-            request = msgspec.msgpack.encode(Encode(text, add_special_tokens))
+            request = msgspec.msgpack.encode(texts)
         except UnicodeEncodeError as error:
             raise invalid("prompt", f"is not valid text: {error}") from error
         with self._lock:
             if self._process is None:
                 self._process = _Process(self._load)
             try:
-                return msgspec.msgpack.decode(self._process.ask(request, ENCODE_TIMEOUT), type=list[int])
+                return msgspec.msgpack.decode(self._process.ask(request, ENCODE_TIMEOUT), type=Encoded)
             except OSError as error:
                 self._process.close()
                 self._process = None
@@ -221,8 +218,8 @@ def main() -> None:
         _send(connection, reply)
         with contextlib.suppress(OSError):  # the parent has closed the socket
             while tokenizer and load.keep_running:
-                request = msgspec.msgpack.decode(_receive(connection), type=Encode)
-                _send(connection, msgspec.msgpack.encode(tokenizer.encode(request.text, request.add_special_tokens)))
+                texts = msgspec.msgpack.decode(_receive(connection), type=Texts)
+                _send(connection, msgspec.msgpack.encode(tokenizer.encode_texts(texts)))
 
 
 def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:

@@ -13,6 +13,7 @@ from penstock.core.errors import invalid
 from . import tokenizer_files as files
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
+from .encoding import Encoded, Texts, encode_texts
 from .vocabulary import token_bytes
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -50,6 +51,13 @@ class Tokenizer:
             raise invalid("prompt", f"is not valid text: {type(text).__name__}")
         try:  # encode_batch_fast releases the GIL, unlike encode
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
+
+    def encode_texts(self, texts: Texts) -> Encoded:
+        """Encode a pair of texts, or a text within a limit, of which special tokens are kept. Raises as ``encode``."""
+        try:
+            return encode_texts(self._tokenizer, texts)
         except TypeError as error:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 

@@ -23,7 +23,8 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     A text is the concatenation of its tokens' bytes, decoded as UTF-8, for byte-level BPE (GPT-2's printable
     alphabet) and for SentencePiece's BPE and unigram models (a mark for the space, ``<0x0A>`` for single bytes).
-    There a text decoded from its start loses the space that encoding put before it; tokens alone keep it.
+    There a text decoded from its start loses the space that encoding put before it; tokens alone keep it. Of WordPiece,
+    which no model that generates has, words come with a space before them.
 
     Raises ``PenstockError``: ``unsupported`` for tokenizers of another make, ``invalid`` for a huge id.
     """
@@ -45,11 +46,17 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
             byte = BYTE_TOKEN.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
 
+    elif type(tokenizer.model).__name__ == "WordPiece":
+        prefix = tokenizer.model.continuing_subword_prefix
+
+        def decode_token(token: str) -> bytes:
+            return token.removeprefix(prefix).encode() if token.startswith(prefix) else f" {token}".encode()
+
     else:
         raise PenstockError(
             Code.UNSUPPORTED,
             f"the tokenizer decodes with {', '.join(sorted(kinds)) or 'nothing'}; "
-            "known are byte-level BPE and SentencePiece's models",
+            "known are byte-level BPE, SentencePiece's models and WordPiece",
         )
     added = {token_id: token.content.encode() for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -57,6 +57,10 @@ QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromk
 LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
 LOAD_FORMATS |= dict.fromkeys(("hf", "pt", "gguf", "bitsandbytes"), "auto")
 """Formats of files → ours; those of checkpoints are recognized."""
+TASKS = dict.fromkeys(("auto", "none", "generate", "reward", "draft", "token_embed", "token_classify"), "auto")
+TASKS |= {"embed": "embed", "embedding": "embed", "classify": "classify", "score": "score"}
+"""What a model is pooled for → ours; a reward model's classifier is recognized."""
+POOLING_TYPES = {name: name for name in ("last", "cls", "mean", "all")}
 LOGGED = "the log has a line for each request, and never its text"
 
 
@@ -124,6 +128,34 @@ def _generation(text: str) -> Mapping[str, Any]:
     return {"override_generation_config": json.dumps(result) if result else "", **limit}
 
 
+def _pooler(text: str) -> Mapping[str, Any]:
+    """How prompts are pooled."""
+    settings: dict[str, Any] = {}
+    for name, value in _object(text).items():
+        if value is None or (name, value) == ("enable_chunked_processing", False):
+            continue
+        if name in ("pooling_type", "seq_pooling_type", "tok_pooling_type"):
+            settings["pooling_type"] = one_of(POOLING_TYPES)(str(value))
+        elif name in ("normalize", "softmax", "activation", "use_activation"):
+            settings["pooling_activation"] = "on" if value else "off"
+        elif name == "task":
+            settings["pooling_task"] = one_of(TASKS)(str(value))
+        else:
+            raise ValueError(f"{name} has no counterpart; pooling_type, normalize, use_activation and task have")
+    return settings
+
+
+def _overrides(text: str) -> Mapping[str, Any]:
+    """Those by which a model that answers yes or no, as Qwen3-Reranker, becomes one that scores pairs."""
+    given = _object(text)
+    given.pop("architectures", None)
+    given.pop("is_original_qwen3_reranker", None)
+    tokens = given.pop("classifier_from_token", None)
+    if given or not (isinstance(tokens, list) and len(tokens) == 2):
+        raise ValueError("classifier_from_token with two tokens, as of Qwen3-Reranker, is what can be overridden")
+    return {"pooling_task": "score", "classifier_tokens": tuple(map(str, tokens))}
+
+
 def _compilation(text: str) -> Mapping[str, Any]:
     """CUDA graphs' part of ``--compilation-config``; kernels are not compiled by levels (``-O3``)."""
     return {} if re.fullmatch(r"\d", text) else cuda_graphs.read_json(text, "cudagraph_mode", ("none", "0"))
@@ -187,8 +219,12 @@ FLAGS: Mapping[str, Alias] = {
     "prefix_caching_hash_algo": ignored("prefix hashes have 128 bits or more"),
     "calculate_kv_scales": ignored("scales are computed dynamically", switch=True),
     "max_cpu_loras": ignored("loaded adapters are not evicted"),
-    "runner": ignored("every model serves completions, chats and embeddings"),
-    "task": ignored("every model serves completions, chats and embeddings"),
+    "runner": ignored("every model serves all that its checkpoint is for: completions, chats, embeddings, classes"),
+    "task": Alias("pooling_task", one_of(TASKS)),
+    "convert": Alias("pooling_task", one_of(TASKS)),
+    "pooler_config": Alias(read=_pooler),
+    "override_pooler_config": Alias(read=_pooler),
+    "hf_overrides": Alias(read=_overrides),
     "enable_auto_tool_choice": ignored("tool calls are always parsed", switch=True),
     "enable_prompt_tokens_details": ignored("usage always includes them", switch=True),
     "enable_request_id_headers": ignored("every response has X-Request-Id", switch=True),

@@ -107,7 +107,8 @@ class StepBuilder:
         )
 
     def _new_row(self, sequence: Sequence) -> NewRow:
-        sampling, pooling, images = sequence.request.sampling, sequence.pooling_state, sequence.request.images
+        request, pooling = sequence.request, sequence.pooling_state
+        sampling, images = request.sampling, request.images
         return NewRow(
             row=sequence.row,
             token_ids=np.array(sequence.tokens, np.int32),
@@ -121,9 +122,12 @@ class StepBuilder:
             num_candidates=sequence.num_candidates,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sampling.prompt_logprobs or 0,
             context_logits=sequence.context_logits is not None,
-            pooling="" if pooling is None else "mean" if pooling.needs_all_hidden_states else "last",
+            pooling="" if pooling is None else pooling.pooling_type,
             image_spans=[ImageSpan(image.content_hash, image.offset, image.end) for image in images],
             mrope_positions=mrope_positions(sequence.prompt_length, images) if images else EMPTY,
+            head=(request.pooling.head or "") if request.pooling else "",
+            pooling_token_ids=(request.pooling.token_ids or ()) if request.pooling else (),
+            second_text=request.second_text,
         )
 
 

@@ -35,6 +35,10 @@ class InputBatch:
         self._any_lora = False
         self.mrope_deltas = np.zeros(rows, np.int64)
         """``[rows]``: what is added to a token's place behind the prompt for its M-RoPE position."""
+        self._max_len = max_len
+        self._second_texts = np.zeros(rows, np.int64)
+        """``[rows]``: ``NewRow.second_text``."""
+        self._any_second_text = False
         self.prompt_outputs = np.zeros(rows, bool)
         """``[rows]``: ``Row.has_prompt_outputs``."""
         self.any_prompt_outputs = False
@@ -59,11 +63,13 @@ class InputBatch:
             self.rows[new.row] = row = Row(new, tokens)
             self.prompt_outputs[new.row] = row.has_prompt_outputs
             self.lora_slots[new.row] = new.lora_slot
+            self._second_texts[new.row] = new.second_text
             given = new.mrope_positions
             self.mrope_deltas[new.row] = given.max() + 1 - given.shape[1] if given.size else 0
         if updates.new:
             self._any_lora = bool((self.lora_slots >= 0).any())
             self.any_prompt_outputs = bool(self.prompt_outputs.any())
+            self._any_second_text = bool(self._second_texts.any())
         for number, first, values in updates.segments(updates.tokens):
             self.tokens[number, first : first + len(values)] = values
             if counts := self.row(number).counts:
@@ -96,7 +102,13 @@ class InputBatch:
         return row is not None and row.needs_token_values
 
     def flatten(
-        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_states: np.ndarray, shift: int = 0
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        num_states: np.ndarray,
+        shift: int = 0,
+        first_states: np.ndarray | None = None,
     ) -> Batch:
         """Build the input of a forward pass, in host memory: ``lengths`` tokens from ``starts`` on of each row,
         concatenated without padding; at least one token in all.
@@ -105,6 +117,7 @@ class InputBatch:
             rows, starts, lengths: ``[items]`` int32 or int64.
             num_states: ``[items]`` int64: number of trailing hidden states of each item that are returned.
             shift: offset from a position to the token computed there: 0, or 1 for MTP layers.
+            first_states: ``[items]`` bool: whether an item's states are those of its first token; None is none's.
         """
         ends = lengths.cumsum()
         total = starts + lengths
@@ -121,10 +134,13 @@ class InputBatch:
         if (num_states == lengths).all():
             logits_indices = np.arange(count)
         else:
-            some = num_states > 0
-            logits_attention = self._attention_metadata(rows[some], total[some], num_states[some], max_blocks)
+            some, ends_of_states, seen = num_states > 0, ends, total
+            if first_states is not None:  # as if the item ended there
+                ends_of_states = np.where(first_states, ends - lengths + num_states, ends)
+                seen = np.where(first_states, starts + num_states, total)
+            logits_attention = self._attention_metadata(rows[some], seen[some], num_states[some], max_blocks)
             state_ends = num_states.cumsum()
-            logits_indices = np.arange(state_ends[-1]) + (ends - state_ends).repeat(num_states)
+            logits_indices = np.arange(state_ends[-1]) + (ends_of_states - state_ends).repeat(num_states)
         lora_slots = logits_lora_slots = None
         if self._any_lora and ((slot := self.lora_slots[rows]) >= 0).any():
             lora_slots = logits_lora_slots = torch.from_numpy(slot.repeat(lengths))
@@ -134,6 +150,9 @@ class InputBatch:
         if self._any_in_flight:
             is_in_flight = self._in_flight[0, token_rows] == positions + shift
             token_ids[is_in_flight] = -1 - self._in_flight[1, token_rows[is_in_flight]]
+        if self._any_second_text:  # learned positions of the second text are a table of their own
+            second = self._second_texts[token_rows]
+            positions = positions + self._max_len * ((second > 0) & (positions >= second))
         return Batch(
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),

@@ -155,6 +155,9 @@ def load_models(
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,
         has_vision=model.vision is not None,
+        token_types=config.encoder.type_vocab_size if config.encoder else 0,
+        heads=tuple(model.heads),
+        embedding_size=model.heads["dense"].outputs if "dense" in model.heads else config.hidden_size,
     )
     draft_model = load(draft.folder, draft.config, max_model_len) if draft and draft.config else None
     return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, reload)

@@ -166,7 +166,7 @@ class ModelRunner:
         """Bytes of the largest step's activations and logits. On CPUs from the buffers of the captured forward pass, on
         GPUs measured in a forward pass."""
         tokens, rows, config, layers = self._max_tokens, self._max_rows, self.model.config, self.model.layers
-        has_logits = layers.stop == config.num_layers  # float32, and their probabilities
+        has_logits = layers.stop == config.num_layers and not config.encoder  # float32, and their probabilities
         logits = 2 * 4 * rows * config.vocab_size if has_logits else 0
         if self._device.type == "cpu":
             self.init_cache(1, 0)

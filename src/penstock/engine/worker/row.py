@@ -35,6 +35,8 @@ class Row:
         self.pooling = new.pooling
         self.image_spans = new.image_spans
         self.mrope_positions = new.mrope_positions
+        self.head = new.head
+        self.pooling_token_ids = new.pooling_token_ids
         self.counts: TokenCounts | None = None
         """Token counts for penalties; None until the first ``Position.counts``."""
         self.is_plain_greedy = _is_plain_greedy(self.params, self.num_candidates)

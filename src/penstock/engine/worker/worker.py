@@ -47,6 +47,7 @@ from ..step import (
     StepOutput,
     TransferMemory,
     UnloadLoRA,
+    sum_states,
 )
 from .draft_model import DraftModel
 from .drafter import VerifiedStep, WorkerDrafter
@@ -385,7 +386,10 @@ class Worker:
         """Compute the step's tokens with this stage's layers. Returns the hidden states of each item's last
         ``num_states`` tokens, before the last stage the input of the next stage for them, and
         ``Batch.aux_hidden_states``."""
-        batch = self._batch.flatten(step.rows, step.starts, num_tokens, num_states)
+        first_states = None
+        if self._batch.any_prompt_outputs:
+            first_states = np.array([self._batch.row(row).pooling == "cls" for row in step.rows.tolist()])
+        batch = self._batch.flatten(step.rows, step.starts, num_tokens, num_states, first_states=first_states)
         if len(step.export_places):
             batch.export_step = step.export_step
             batch.export_places = torch.from_numpy(_export_places(step, num_tokens))
@@ -413,8 +417,11 @@ class Worker:
         needed: dict[int, int] = {}
         for i in np.flatnonzero(self._batch.prompt_outputs[step.rows]).tolist():
             row, start, length = self._batch.row(int(step.rows[i])), int(step.starts[i]), int(step.lengths[i])
-            if row.pooling == "mean" or row.num_prompt_logprobs(start, length) or row.num_context_logits(start, length):
+            logprobs_or_logits = row.num_prompt_logprobs(start, length) or row.num_context_logits(start, length)
+            if row.pooling in ("mean", "all") or logprobs_or_logits:
                 count = length
+            elif row.pooling == "cls":
+                count = int(start == 0)
             elif row.pooling:
                 count = int(start + length == row.prompt_length)
             else:
@@ -431,7 +438,7 @@ class Worker:
         """
         start, length = int(step.starts[item]), int(step.lengths[item])
         if row.pooling:
-            output.pooler_hidden_states[item] = hidden.to("cpu", torch.float32, copy=True).numpy()
+            output.pooler_hidden_states[item] = self._pool(row, hidden)
         if count := row.num_prompt_logprobs(start, length):
             tokens = row.tokens[start + 1 : start + 1 + count]
             output.prompt_logprobs[item] = self._runner.prompt_logprobs(
@@ -439,6 +446,19 @@ class Worker:
             )
         if count := row.num_context_logits(start, length):
             output.context_logits[item] = b"".join(self._runner.logits_bytes(hidden[:count]))
+
+    def _pool(self, row: Row, hidden: Tensor) -> np.ndarray:
+        """Hidden states of a row to pool, or the output of its head for them, float32."""
+        model = self._runner.model
+        if not row.head and not row.pooling_token_ids:
+            return hidden.to("cpu", torch.float32, copy=True).numpy()
+        if row.pooling == "mean":  # of the whole prompt: one step computes it
+            mean = sum_states(hidden.to("cpu", torch.float32).numpy()) / len(hidden)
+            hidden = torch.from_numpy(np.asarray(mean)[None]).to(hidden.device, torch.float32)
+        if row.head:
+            return model.heads[row.head](hidden.to(torch.float32)).numpy(force=True).copy()
+        logits = model.logits(hidden.to(model.dtype))[:, to_device(row.pooling_token_ids, hidden.device)]
+        return logits.numpy(force=True).copy()
 
     def _sample(
         self,

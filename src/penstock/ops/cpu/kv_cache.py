@@ -102,6 +102,7 @@ def attention(
     out: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """As ``reference.attention``."""
     spec, heads = cache.spec, q.shape[1]
@@ -127,6 +128,7 @@ def attention(
         softcap,
         0 if sinks is None else sinks.data_ptr(),
         0,
+        causal,
     )
     return out
 

@@ -118,5 +118,6 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         0.0,
         0,
         latent,
+        True,
     )
     return out

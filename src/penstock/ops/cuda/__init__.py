@@ -26,6 +26,7 @@ from .elementwise import (
     scale,
     silu_and_mul,
 )
+from .encoder_ops import activation, activation_and_mul
 from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
@@ -52,6 +53,8 @@ __all__ = [
     "BATCH_INVARIANT",
     "LAYOUT",
     "NAME",
+    "activation",
+    "activation_and_mul",
     "add_lora",
     "add_residual",
     "add_rms_norm",

@@ -102,9 +102,10 @@ def plan_of(
     window: int,
     capacity: int,
     programs: int,
+    causal: bool = True,
 ) -> Plan:
     """The plan of a step: the one that a layer before has made, if it has the same shape."""
-    key = (variant, group_tile, head_tiles, window, capacity)
+    key = (variant, group_tile, head_tiles, window, capacity, causal)
     if metadata.plan is None:
         metadata.plan = {}
     found: Plan | None = metadata.plan.get(key)
@@ -126,6 +127,7 @@ def plan_of(
         TOKENS=variant.rows // group_tile,
         WINDOW=window,
         SPLIT=SPLIT,
+        CAUSAL=causal,
         BLOCK=PLAN_BLOCK,
     )
     return plan
@@ -140,6 +142,7 @@ def attention(
     out: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """As ``reference.attention``, in three kernels: a plan of the work, which layers of one shape share
     (``metadata.plan``), attention, and the reduction of sequences that were split.
@@ -167,7 +170,7 @@ def attention(
     programs = sm_count(q.device) * variant.programs
     memory, partial_rows = workspace(q.device, WORKSPACE_BYTES), WORKSPACE_BYTES // 4 // (dim + 2)
     capacity = (partial_rows - programs * variant.rows) // heads
-    plan = plan_of(metadata, variant, group_tile, head_tiles, window, capacity, programs)
+    plan = plan_of(metadata, variant, group_tile, head_tiles, window, capacity, programs, causal)
     partial, partial_sums = memory, memory[partial_rows * dim :]
     launch(
         kernels.attention,
@@ -196,6 +199,7 @@ def attention(
         HEAD_DIM=dim,
         PAGE=spec.block_size,
         WINDOW=window,
+        CAUSAL=causal,
         QUANTIZED=bool(spec.quantization),
         SPLIT=SPLIT,
         TILE=variant.tile,
@@ -225,6 +229,7 @@ def attention(
             GROUP_TILE=group_tile,
             HEAD_DIM=dim,
             WINDOW=window,
+            CAUSAL=causal,
             SPLIT=SPLIT,
             ROWS=variant.rows,
             HEADS=rows,

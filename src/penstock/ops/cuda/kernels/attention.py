@@ -19,23 +19,39 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def splits_of(count, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+def end_of(first_position, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """The end of what queries of a tile see: their own positions, or without ``CAUSAL`` those after them, too, with a
+    window as many as before them."""
+    if CAUSAL:
+        end = tl.minimum(first_position + TOKENS, length)
+    elif WINDOW:
+        end = tl.minimum(first_position + TOKENS + WINDOW - 1, length)
+    else:
+        end = length
+    return end
+
+
+@triton.jit
+def splits_of(
+    count, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr = True
+):
     """The largest number of splits in which queries of one tile of a sequence see something."""
     splits = (length + SPLIT - 1) // SPLIT
     if WINDOW:
-        splits = tl.minimum(splits, (WINDOW + TOKENS - 2) // SPLIT + 2)
+        seen: tl.constexpr = WINDOW + TOKENS - 2 if CAUSAL else 2 * WINDOW + TOKENS - 3
+        splits = tl.minimum(splits, seen // SPLIT + 2)
     return tl.where(count > 0, splits, 0)
 
 
 @triton.jit
-def sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, BLOCK: tl.constexpr):
+def sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK: tl.constexpr):
     """Queries, tiles of them, and splits of the sequences from ``first`` on."""
     at = first + tl.arange(0, BLOCK)
     inside = at < num_seqs
     start = tl.load(query_start_loc + at, mask=inside, other=0)
     count = tl.load(query_start_loc + at + 1, mask=inside, other=0) - start
     length = tl.load(seq_lens + at, mask=inside, other=0)
-    return count, (count + TOKENS - 1) // TOKENS, splits_of(count, length, TOKENS, WINDOW, SPLIT)
+    return count, (count + TOKENS - 1) // TOKENS, splits_of(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "capacity", "slots"])
@@ -50,6 +66,7 @@ def plan(
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The work items of a step, in one program.
@@ -65,20 +82,24 @@ def plan(
     """
     work = tl.zeros([], tl.int64)
     for first in range(0, num_seqs, BLOCK):
-        _, tiles, splits = sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, BLOCK)
+        _, tiles, splits = sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK)
         work += tl.sum((tiles * splits).to(tl.int64))
     share = tl.maximum(work * HEAD_TILES // slots, 1).to(tl.int32)
 
     small = tl.zeros([], tl.int32)
     for first in range(0, num_seqs, BLOCK):
-        count, tiles, splits = sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, BLOCK)
+        count, tiles, splits = sequences(
+            query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK
+        )
         needed = count * splits
         small += tl.sum(tl.where((splits > share) & (needed <= capacity) & (tiles == 1), needed, 0))
 
     large = small
     small, items, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, num_seqs, BLOCK):
-        count, tiles, splits = sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, BLOCK)
+        count, tiles, splits = sequences(
+            query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK
+        )
         needed = count * splits
         wanted = (splits > share) & (needed <= capacity)
         small_needed = tl.where(wanted & (tiles == 1), needed, 0)
@@ -208,6 +229,7 @@ def attention(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -252,13 +274,13 @@ def attention(
             count = tl.load(query_start_loc + sequence + 1) - start
             length = tl.load(seq_lens + sequence)
             place = tl.load(plan + 4 + num_seqs + sequence)
-            splits = splits_of(count, length, TOKENS, WINDOW, SPLIT)
+            splits = splits_of(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
             chunks = tl.where(place >= 0, (splits + share - 1) // share, 1)
             number -= first_item
             # The last queries, which see most, come first, so that programs end together.
             first_token = ((count + TOKENS - 1) // TOKENS - 1 - number // chunks) * TOKENS
             first_position = length - count + first_token
-            end_position = tl.minimum(first_position + TOKENS, length)
+            end_position = end_of(first_position, length, TOKENS, WINDOW, CAUSAL)
             seen_from = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW else 0
             first_split = seen_from // SPLIT
             chunk_split = first_split + number % chunks * share
@@ -284,8 +306,9 @@ def attention(
                 all_largest, all_total, all_acc = largest, total, acc
             target = out + (start + token).to(tl.int64) * out_stride + head * HEAD_DIM
             # Tiles that all queries see whole.
-            seen_whole_to = (first_position + 1) // TILE
-            seen_whole_from = (tl.maximum(end_position - WINDOW, 0) + TILE - 1) // TILE if WINDOW else 0
+            seen_whole_to = end_of(first_position, length, 1, WINDOW, CAUSAL) // TILE
+            last_position = tl.minimum(first_position + TOKENS, length)
+            seen_whole_from = (tl.maximum(last_position - WINDOW, 0) + TILE - 1) // TILE if WINDOW else 0
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
                 # What no query sees may be no numbers: keys are masked as scores, values as they are read.
@@ -315,7 +338,9 @@ def attention(
                 if CAP > 0:
                     scores = tanh(scores) * CAP
                 if (tile < seen_whole_from) | (tile >= seen_whole_to):
-                    visible = at[None] <= position
+                    visible = at[None] <= position if CAUSAL else at[None] < end_position
+                    if WINDOW and not CAUSAL:
+                        visible &= at[None] < position + WINDOW
                     if WINDOW:
                         visible &= at[None] > position - WINDOW
                     scores = tl.where(visible, scores, NOTHING)
@@ -384,6 +409,7 @@ def reduce(
     GROUP_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -403,10 +429,10 @@ def reduce(
         count = tl.load(query_start_loc + sequence + 1) - start
         length = tl.load(seq_lens + sequence)
         place = tl.load(plan + 4 + num_seqs + sequence)
-        splits = splits_of(count, length, TOKENS, WINDOW, SPLIT)
+        splits = splits_of(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
         # As in attention: of the tile that has the token.
         first_position = length - count + token // TOKENS * TOKENS
-        end_position = tl.minimum(first_position + TOKENS, length)
+        end_position = end_of(first_position, length, TOKENS, WINDOW, CAUSAL)
         first_split = tl.maximum(first_position - WINDOW + 1, 0) // SPLIT if WINDOW else 0
         parts = (end_position + SPLIT - 1) // SPLIT - first_split
 

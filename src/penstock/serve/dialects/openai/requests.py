@@ -60,6 +60,8 @@ class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     """Share cached prefixes only with requests of the same salt."""
     user: str | None = None
+    use_activation: bool | None = None
+    """Whether classes and scores are probabilities, and embeddings have length 1; by default as the checkpoint says."""
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +76,49 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
     """Number of leading elements of a vector to keep, before it is normalized."""
     normalize: bool | None = None
     """Whether vectors have length 1; by default as the checkpoint says."""
+    prompt_name: str | None = None
+    """What texts begin with, of the checkpoint's prompts; by default as it says, and empty is nothing."""
+
+
+class PoolRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    input: Annotated[
+        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
+    ]
+    """One or several texts, or lists of token ids."""
+    task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
+    """Those of tokens give a vector for each token; by default what the checkpoint is for."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or float32 in base64."""
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Number of leading elements of a vector to keep, before it is normalized."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; by default as the checkpoint says."""
+
+
+class ClassifyRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    input: Annotated[
+        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
+    ]
+    """One or several texts, or lists of token ids."""
+
+
+class RerankText(msgspec.Struct, kw_only=True):
+    """A document as an object, as Jina and Cohere's older clients send it."""
+
+    text: str
+
+
+class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    query: str
+    documents: Annotated[list[str | RerankText], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+    top_n: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """Number of documents to return; 0 and by default all."""
+    return_documents: bool | None = None
+    """Whether the answer repeats the documents' texts; true by default."""
+    max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """Tokens of a document that are read; 0 and by default all."""
 
 
 TextOrList = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
@@ -135,6 +180,9 @@ REQUESTS = (
     ChatRequest,
     EmbeddingRequest,
     ScoreRequest,
+    RerankRequest,
+    ClassifyRequest,
+    PoolRequest,
     TokenizeRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
@@ -180,7 +228,6 @@ UNSUPPORTED_FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "max_tokens_per_query": (0,),
         "messages": (),
         "mm_processor_kwargs": ({},),
-        "use_activation": (),
     },
     TokenizeRequest: {
         "chat_template": (),

@@ -235,6 +235,56 @@ class ScoreResponse(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
+class RerankDocument(msgspec.Struct, kw_only=True):
+    text: str
+
+
+class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    index: int
+    """Of the document in the request."""
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
+class Classified(msgspec.Struct, kw_only=True):
+    index: int
+    label: str
+    """The likeliest class."""
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classified]
+    usage: EmbeddingUsage
+
+
+class Pooled(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float] | list[list[float]] | str
+
+
+class PoolResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: EmbeddingUsage
+
+
 class Model(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -267,6 +317,9 @@ RESPONSES = (
     ChatCompletion,
     EmbeddingResponse,
     ScoreResponse,
+    RerankResponse,
+    ClassifyResponse,
+    PoolResponse,
     ModelList,
     Model,
     TokenizeResponse,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import STRING, operation, reference
 from penstock.serve.http.reply import Reply
-from penstock.serve.http.request_record import record_of
+from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels
@@ -26,14 +26,18 @@ from penstock.serve.models.service import ModelService
 
 from .chat import ChatHandler
 from .completions import CompletionHandler
-from .embeddings import EmbeddingHandler, ScoreHandler
+from .embeddings import EmbeddingHandler, PoolHandler
 from .parse import parse
 from .requests import (
     REQUESTS,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     LoadAdapterRequest,
+    PoolingRequest,
+    PoolRequest,
+    RerankRequest,
     ScoreRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -44,20 +48,32 @@ from .responses import (
     FIELD_NAMES,
     RESPONSES,
     ChatCompletion,
+    ClassifyResponse,
     Completion,
     DetokenizeResponse,
     EmbeddingResponse,
     ErrorResponse,
     Model,
     ModelList,
+    PoolResponse,
+    RerankResponse,
     ScoreResponse,
     TokenizeResponse,
     encode,
     error_of,
     event,
 )
+from .scores import ClassifyHandler, RerankHandler, ScoreHandler
 
 T = TypeVar("T", bound=msgspec.Struct)
+P = TypeVar("P", bound=PoolingRequest)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Answering(Protocol):
+    """A handler whose answer is one document."""
+
+    def full(self) -> AsyncGenerator[bytes, None]: ...
 
 
 class OpenAIErrorFormat(ErrorFormat):
@@ -146,17 +162,14 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         body = await served_models.read_body(raw_request)
         return _parse(served_models, read_object(body), schema, raw_request), len(body)
 
-    async def create_embedding(raw_request: Request) -> Response:
-        request, _ = await read(raw_request, EmbeddingRequest)
-        service = served_models.find(request.model)
-        handler = EmbeddingHandler(service, record_of(raw_request.scope), request)
-        return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
+    def pooling(schema: type[P], handler: Callable[[ModelService, RequestRecord, P], Answering]) -> Endpoint:
+        async def endpoint(raw_request: Request) -> Response:
+            request, _ = await read(raw_request, schema)
+            service = served_models.find(request.model)
+            answer = handler(service, record_of(raw_request.scope), request).full()
+            return Reply(service, answer, ERROR_FORMAT, streamed=False)
 
-    async def create_score(raw_request: Request) -> Response:
-        request, _ = await read(raw_request, ScoreRequest)
-        service = served_models.find(request.model)
-        handler = ScoreHandler(service, record_of(raw_request.scope), request)
-        return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
+        return endpoint
 
     def model(service: ModelService, name: str) -> Model:
         parent = None if name in service.names else service.name
@@ -212,10 +225,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
         return Json(DetokenizeResponse(prompt=gateway.input_processor.tokenizer.decode(request.tokens, False)))
 
+    score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
     for path, endpoint, schema, answer in (
-        ("/v1/embeddings", create_embedding, EmbeddingRequest, EmbeddingResponse),
-        ("/score", create_score, ScoreRequest, ScoreResponse),
-        ("/v1/score", create_score, ScoreRequest, ScoreResponse),
+        ("/v1/embeddings", pooling(EmbeddingRequest, EmbeddingHandler), EmbeddingRequest, EmbeddingResponse),
+        *((path, score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
+        *((path, rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        ("/classify", pooling(ClassifyRequest, ClassifyHandler), ClassifyRequest, ClassifyResponse),
+        ("/pooling", pooling(PoolRequest, PoolHandler), PoolRequest, PoolResponse),
         ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse),
         ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse),
     ):

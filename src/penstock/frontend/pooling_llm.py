@@ -1,0 +1,239 @@
+"""What ``LLM`` has for models whose prompts are pooled: embeddings, classes, and scores of pairs of texts."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
+
+from penstock.core import LoRARequest, PoolingParams
+from penstock.core.errors import invalid
+from penstock.engine.engine import Engine
+from penstock.text.encoding import Texts
+
+from .input_processor import NO_GENERATION, InputProcessor, Prompt
+from .output_processor import OutputProcessor
+from .outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    cosine,
+    embedding_of,
+)
+from .pooling_config import PoolingTask
+
+T = TypeVar("T")
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None
+Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+class PoolingLLM(ABC):
+    """Base of ``LLM``. Arguments that several methods have:
+
+    ``pooling_params``: one for all, or one per prompt; what they leave open is as the checkpoint says.
+    ``lora_request``: as for ``LLM.generate``.
+    ``truncate_prompt_tokens``: tokens of a prompt that are kept, special ones included; -1 is what the model takes.
+
+    All raise ``PenstockError`` for a prompt that can never run or has failed.
+    """
+
+    engine: Engine
+    _input_processor: InputProcessor
+    _ids: itertools.count[int]
+
+    @abstractmethod
+    def _adapters(self, given: LoRA, count: int) -> list[str]:
+        """Load the adapters; returns the name of each prompt's."""
+
+    @abstractmethod
+    def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests to their end."""
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+        lora_request: LoRA = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed prompts.
+
+        Args:
+            prompt_name: what texts begin with, of the checkpoint's ``config_sentence_transformers.json``; None is its
+                default, and empty is nothing.
+        """
+        pooler = self._input_processor.pooler
+        texts = [pooler.with_prompt(each, prompt_name) if isinstance(each, str) else each for each in as_list(prompts)]
+        params = [pooler.embedding_params(each) for each in per_prompt(pooling_params, len(texts), "pooling_params")]
+        outputs = self._pool(texts, params, use_tqdm, lora_request, truncate_prompt_tokens)
+        return [EmbeddingRequestOutput.of(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+        lora_request: LoRA = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probability of each class of a checkpoint with a classifier (``…ForSequenceClassification``)."""
+        outputs = self._classified(as_list(prompts), pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
+        return [ClassificationRequestOutput.of(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+        lora_request: LoRA = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The classifier's outputs for every token, as reward models give them."""
+        return self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            pooling_task="token_classify",
+        )
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRA = None,
+        truncate_prompt_tokens: int | None = None,
+        pooling_task: PoolingTask | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What the model pools, as numbers.
+
+        Args:
+            pooling_task: ``embed``, ``classify`` (or ``score``), or ``token_embed`` and ``token_classify``, which give
+                a vector for each token; None is what the checkpoint is for.
+        """
+        each = as_list(prompts)
+        params = [
+            self._input_processor.pooler.params(pooling_task, one)
+            for one in per_prompt(pooling_params, len(each), "pooling_params")
+        ]
+        outputs = self._pool(each, params, use_tqdm, lora_request, truncate_prompt_tokens)
+        return [
+            PoolingRequestOutput.of(output, one.pooling_type == "all")
+            for output, one in zip(outputs, params, strict=True)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Scores of texts, in pairs or of one and several: of a cross-encoder, which reads both texts of a pair at
+        once; for others as ``similarity``."""
+        if not self._input_processor.pooler.scores_pairs:
+            return self.similarity(data_1, data_2, use_tqdm=use_tqdm, lora_request=lora_request)
+        first, second = _pairs(as_list(data_1), as_list(data_2))
+        texts = [self._input_processor.pair(str(a), str(b)) for a, b in zip(first, second, strict=True)]
+        outputs = self._classified(texts, pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
+        return [ScoringRequestOutput(ScoringOutput(embedding_of(one)[0]), one.prompt_token_ids) for one in outputs]
+
+    def similarity(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The similarity of texts, in pairs or of one and several: the cosine between their embeddings."""
+        first, second = as_list(text_1), as_list(text_2)
+        _pairs(first, second)
+        outputs = self.embed([*first, *second], use_tqdm=use_tqdm, lora_request=lora_request)
+        before, after = _pairs(outputs[: len(first)], outputs[len(first) :])
+        return [
+            ScoringRequestOutput(
+                ScoringOutput(cosine(a.outputs.embedding, b.outputs.embedding)), a.prompt_token_ids + b.prompt_token_ids
+            )
+            for a, b in zip(before, after, strict=True)
+        ]
+
+    def _classified(
+        self, prompts: Sequence[Prompt | Texts], params: Params, use_tqdm: bool, lora: LoRA, limit: int | None
+    ) -> list[RequestOutput]:
+        pooler = self._input_processor.pooler
+        texts = [pooler.folded(each) if isinstance(each, str) else each for each in prompts]
+        each = [pooler.classifier_params(one) for one in per_prompt(params, len(texts), "pooling_params")]
+        return self._pool(texts, each, use_tqdm, lora, limit)
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt | Texts],
+        params: Sequence[PoolingParams],
+        use_tqdm: bool,
+        lora_request: LoRA,
+        limit: int | None,
+    ) -> list[RequestOutput]:
+        adapters = self._adapters(lora_request, len(prompts))
+        processors = [
+            self._input_processor.create_output_processor(
+                str(next(self._ids)),
+                self._prompt(prompt, limit),
+                NO_GENERATION,
+                adapter=adapter,
+                pooling=pooling,
+            )
+            for prompt, pooling, adapter in zip(prompts, params, adapters, strict=True)
+        ]
+        for processor in processors:
+            self.engine.validate(processor.request)
+        return self._run(processors, use_tqdm)
+
+    def _prompt(self, prompt: Prompt | Texts, limit: int | None) -> Prompt:
+        if limit is not None and (limit < -1 or limit == 0):
+            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what the model takes", 1)
+        limit = self.engine.max_model_len if limit == -1 else limit
+        if isinstance(prompt, Texts):
+            return self._input_processor.encode_texts(Texts(prompt.text, prompt.pair, max_len=limit))
+        if limit is None:
+            return prompt
+        if isinstance(prompt, str):
+            return {"prompt": prompt, **self._input_processor.encode_texts(Texts(prompt, max_len=limit))}
+        return {"prompt_token_ids": self._input_processor.encode(prompt)[:limit]}
+
+
+def _pairs(first: Sequence[T], second: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """As many of both. Raises ``PenstockError`` (``invalid``) where there are several of both, and not as many."""
+    if len(first) not in (1, len(second)):
+        raise invalid("text_2", f"{len(second)} given for {len(first)} of text_1", len(first))
+    return (list(first) * len(second) if len(first) == 1 else first), second
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one or several."""
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast(list[Prompt], [prompts] if one else list(prompts))
+
+
+def per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:
+    """One value per prompt, from one for all or a sequence."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise invalid(field, f"{len(given)} given for {count} prompts", count)
+    return list(given)

@@ -1,0 +1,88 @@
+"""BERT (Devlin et al., 2019), RoBERTa (Liu et al., 2019) and XLM-RoBERTa (Conneau et al., 2020): learned positions,
+token types, and a norm after each sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.layers import BidirectionalAttention, BuildContext, EncoderMLP, LayerNorm, PoolerHead
+from penstock.layers.pooler import dense
+from penstock.planning.encoders import SUFFIXES, first_position
+
+from .config import ModelConfig, dense_config
+from .encoder import Encoder, PostNormLayer, module_name, position_and_type_table
+from .encoder_config import encoder_config, encoder_fields
+from .registry import Family
+
+EMBEDDINGS = "embeddings.word_embeddings"
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    if raw.get("is_decoder") or raw.get("add_cross_attention"):
+        raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder)", "model")
+    if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
+        raise PenstockError(Code.UNSUPPORTED, f"position_embedding_type {kind!r:.40}; absolute is supported", "model")
+    encoder = encoder_config(raw, str(raw.get("hidden_act", "gelu")))
+    eps = float(raw.get("layer_norm_eps") or 1e-12)
+    return dense_config(raw, **encoder_fields(raw, encoder), rms_norm_eps=eps)
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
+    name = module_name(context, config, EMBEDDINGS)
+    assert config.encoder
+    size, function, eps = config.hidden_size, config.encoder.function, config.rms_norm_eps
+
+    def layer(number: int) -> PostNormLayer:
+        own = f"{name}encoder.layer.{number}"
+        return PostNormLayer(
+            context.ops,
+            BidirectionalAttention(
+                context,
+                [f"{own}.attention.self.{part}" for part in ("query", "key", "value")],
+                f"{own}.attention.output.dense",
+                hidden_size=size,
+                num_heads=config.num_heads,
+                head_dim=config.head_dim,
+            ),
+            LayerNorm(context, f"{own}.attention.output.LayerNorm", size, eps, bias=True),
+            EncoderMLP(
+                context,
+                [f"{own}.intermediate.dense"],
+                f"{own}.output.dense",
+                hidden_size=size,
+                intermediate_size=config.intermediate_size,
+                function=function,
+            ),
+            LayerNorm(context, f"{own}.output.LayerNorm", size, eps, bias=True),
+            last=number == config.num_layers - 1,
+        )
+
+    return Encoder(
+        context,
+        config,
+        embeddings=f"{name}embeddings.word_embeddings",
+        embedding_norm=f"{name}embeddings.LayerNorm",
+        norm_bias=True,
+        added=position_and_type_table(context, config, f"{name}embeddings", first_position(config.raw)),
+        layer=layer,
+    )
+
+
+def build_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
+    """BERT's pooler and classifier, or RoBERTa's classification head."""
+    assert config.encoder
+    size, labels, prefix = config.hidden_size, config.num_labels, config.encoder.prefix
+    first, last = f"{module_name(context, config, EMBEDDINGS)}pooler.dense", "classifier"
+    if prefix == "roberta":
+        first, last = "classifier.dense", "classifier.out_proj"
+    return PoolerHead([dense(context, first, size, size, "tanh"), dense(context, last, size, labels)], labels)
+
+
+FAMILY = Family(
+    architectures=tuple(kind + end for kind in ("Bert", "Roberta", "XLMRoberta") for end in SUFFIXES),
+    read_config=read_config,
+    build=build,
+    build_classifier=build_classifier,
+)

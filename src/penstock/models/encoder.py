@@ -1,0 +1,197 @@
+"""The encoder that families share: embeddings, layers that attend in both directions, and no language model head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.layers import (
+    BidirectionalAttention,
+    BuildContext,
+    Embedding,
+    EncoderMLP,
+    LayerNorm,
+    LoRATarget,
+    PoolerHead,
+)
+from penstock.ops import Batch, KVSpec, LayerExport, Ops, TransferLayout
+from penstock.quant import PackedMatrix
+
+from .config import ModelConfig
+from .model import DraftHead
+from .vision import VisionTower
+
+
+class EncoderLayer(Protocol):
+    """The interface of an encoder's layers."""
+
+    @property
+    def attention(self) -> BidirectionalAttention: ...
+
+    def __call__(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; the model's last layer to ``[rows, hidden]``, of
+        ``batch.logits_indices``. May change ``x``."""
+        ...
+
+
+@dataclass(frozen=True)
+class PostNormLayer:
+    """A layer that norms each sum, as the Transformer had it (Vaswani et al., 2017): BERT, RoBERTa, GTE."""
+
+    ops: Ops
+    attention: BidirectionalAttention
+    attention_norm: LayerNorm
+    mlp: EncoderMLP
+    mlp_norm: LayerNorm
+    last: bool
+
+    def __call__(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
+        attended = self.attention(x, cache, batch, self.last)
+        if self.last:
+            x = self.ops.index_select(x, batch.logits_indices)
+        x, _ = self.attention_norm.add(attended, x)
+        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        return x
+
+
+@dataclass(frozen=True)
+class PreNormLayer:
+    """A layer that norms what goes into attention and feed-forward layers: ModernBERT, whose first layer has no norm
+    before attention."""
+
+    ops: Ops
+    attention: BidirectionalAttention
+    attention_norm: LayerNorm | None
+    mlp: EncoderMLP
+    mlp_norm: LayerNorm
+    last: bool
+
+    def __call__(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
+        normed = self.attention_norm(x) if self.attention_norm else x
+        attended = self.attention(normed, cache, batch, self.last)
+        if self.last:
+            x = self.ops.index_select(x, batch.logits_indices)
+        normed, x = self.mlp_norm.add(attended, x)
+        return self.ops.add_residual(self.mlp(normed), x)
+
+
+class Encoder:
+    """A ``Model`` whose hidden states are pooled, and which generates nothing.
+
+    Args:
+        name: of the checkpoint's module of the encoder, with a dot after it unless it is empty.
+        embeddings: name of the matrix of tokens.
+        embedding_norm, final_norm: names of the norms before and after the layers; None for no final norm.
+        added: what is added to a token's embedding by its position, ``[token types * max_len, hidden]``; None for
+            nothing. Positions of tokens of the second text begin with ``max_len``.
+        layer: makes a layer of its number.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        config: ModelConfig,
+        *,
+        embeddings: str,
+        embedding_norm: str,
+        norm_bias: bool,
+        added: Tensor | None,
+        layer: Callable[[int], EncoderLayer],
+        final_norm: str | None = None,
+    ) -> None:
+        if context.max_loras:
+            raise PenstockError(Code.UNSUPPORTED, "adapters of encoders are not supported", "enable_lora")
+        self.config = config
+        self.dtype = context.dtype
+        self.max_len = context.max_len
+        self.weights_version = context.weights.version
+        self.layers = context.layers or range(config.num_layers)
+        self.lora_targets: Mapping[str, LoRATarget | None] = {}
+        self.mapped_bytes = 0
+        self.draft_heads: Sequence[DraftHead] = ()
+        self.aux_hidden_state_layers: Sequence[int] = ()
+        self.vision: VisionTower | None = None
+        self.heads: Mapping[str, PoolerHead] = {}
+        self._ops = context.ops
+        self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if self._is_first:
+            self._embedding = Embedding(context, embeddings, config.vocab_size, size)
+            self._embedding_norm = LayerNorm(context, embedding_norm, size, eps, norm_bias)
+            self._added = None
+            if added is not None and not context.output:
+                self._added = PackedMatrix(context.ops, context.ops.pack([added.to(context.dtype)]))
+        self._layers = [layer(number) for number in self.layers]
+        self._final_norm = None
+        if self._is_last and final_norm:
+            self._final_norm = LayerNorm(context, final_norm, size, eps, norm_bias)
+        if context.weight_cache:
+            self.mapped_bytes = context.weight_cache.mapped_bytes
+
+    def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
+        if quantization:
+            raise PenstockError(Code.UNSUPPORTED, "an encoder keeps no KV cache: leave it auto", "kv_cache_dtype")
+        return [self._layers[0].attention.kv_spec(block_size)]
+
+    def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
+        return []
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
+        x = self._embed(batch) if self._is_first else batch.hidden_states
+        assert x is not None
+        for layer in self._layers:
+            x = layer(x, cache[0], batch)
+        return self._final_norm(x) if self._final_norm else x
+
+    def _embed(self, batch: Batch) -> Tensor:
+        x = self._embedding(batch.token_ids)
+        if self._added is None:
+            return self._embedding_norm(x)
+        return self._embedding_norm.add(self._added.embedding(batch.positions), x)[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embedding(token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        raise PenstockError(Code.UNSUPPORTED, "an encoder has no language model head", "model")
+
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        raise PenstockError(Code.UNSUPPORTED, "an encoder has no language model head", "model")
+
+
+def module_name(context: BuildContext, config: ModelConfig, embeddings: str) -> str:
+    """What the names of the encoder's tensors begin with: nothing where the file has the encoder alone.
+
+    Args:
+        embeddings: name of the matrix of tokens in the encoder.
+    """
+    assert config.encoder
+    prefixes = (f"{config.encoder.prefix}.", "new.")  # the latter of GTE's own files
+    return next((prefix for prefix in prefixes if context.weights.has(f"{prefix}{embeddings}.weight")), "")
+
+
+def position_and_type_table(
+    context: BuildContext, config: ModelConfig, name: str, first: int = 0, learned_positions: bool = True
+) -> Tensor | None:
+    """The sums of learned positions and token types, ``[token types * max_len, hidden]`` float32; None where the model
+    has neither.
+
+    Args:
+        name: of the module with ``position_embeddings`` and ``token_type_embeddings``.
+        first: position of the first token.
+    """
+    assert config.encoder
+    size, types, length = config.hidden_size, config.encoder.type_vocab_size, context.max_len
+    table = torch.zeros(max(types, 1), length, size, device=context.device)
+    if learned_positions:
+        shape = (config.max_position_embeddings, size)
+        table += context.read_weight(f"{name}.position_embeddings.weight", *shape)[first : first + length].float()
+    if types:
+        table += context.read_weight(f"{name}.token_type_embeddings.weight", types, size).float()[:, None]
+    return table.flatten(0, 1) if learned_positions or types else None

@@ -1,0 +1,31 @@
+"""What comes after pooling: the classifier of a checkpoint, and the dense layers of sentence-transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.layers import BuildContext, PoolerHead
+from penstock.layers.pooler import PoolerLayer, dense
+from penstock.planning.sentence_transformers import DenseModule, read_dense_modules
+
+from .config import ModelConfig
+from .registry import Family
+from .weights import Checkpoint
+
+
+def build_heads(context: BuildContext, config: ModelConfig, family: Family, folder: Path) -> Mapping[str, PoolerHead]:
+    """The heads of a checkpoint by name: ``classifier`` and ``dense``."""
+    heads = {}
+    if config.num_labels:
+        heads["classifier"] = family.build_classifier(context, config)
+    if modules := read_dense_modules(folder):
+        layers = [_dense(context, module) for module in modules]
+        heads["dense"] = PoolerHead(layers, modules[-1].outputs)
+    return heads
+
+
+def _dense(context: BuildContext, module: DenseModule) -> PoolerLayer:
+    own = replace(context, weights=Checkpoint(module.folder), output=None)
+    return dense(own, "linear", module.inputs, module.outputs, module.function, module.bias)

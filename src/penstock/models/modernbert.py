@@ -1,0 +1,121 @@
+"""ModernBERT (Warner et al., 2024): norms before attention and feed-forward layers, rotary positions, gated
+feed-forward layers, and windows in two of three layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.layers import BidirectionalAttention, BuildContext, EncoderMLP, LayerNorm, PoolerHead
+from penstock.layers.pooler import dense, norm
+from penstock.planning.encoders import SUFFIXES
+
+from .config import ModelConfig, dense_config
+from .encoder import Encoder, PreNormLayer, module_name
+from .encoder_config import activation_function, encoder_config, encoder_fields
+from .registry import Family
+
+THETA = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
+"""By kind of layer, the name of its rope's base in older files, and the default."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    encoder = encoder_config(raw, str(raw.get("hidden_activation", "gelu")))
+    activation_function(str(raw.get("classifier_activation", "gelu")))
+    eps = float(raw.get("norm_eps") or 1e-5)
+    window = int(raw.get("local_attention") or 128) // 2 + 1
+    windows = tuple(0 if kind == "full_attention" else window for kind in layer_types(raw))
+    return dense_config(
+        raw,
+        **encoder_fields(raw, encoder),
+        rms_norm_eps=eps,
+        sliding_windows=windows,
+        qkv_bias=bool(raw.get("attention_bias")),
+        output_bias=bool(raw.get("attention_bias")),
+    )
+
+
+def layer_types(raw: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer; in older files every ``global_attn_every_n_layers`` one sees everything."""
+    every = int(raw.get("global_attn_every_n_layers") or 3)
+    layers = range(int(raw["num_hidden_layers"]))
+    return raw.get("layer_types") or ["sliding_attention" if number % every else "full_attention" for number in layers]
+
+
+def rope_parameters(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """``rope_parameters`` of a kind of layer, also from older files."""
+    older, default = THETA[kind]
+    given = dict((raw.get("rope_parameters") or {}).get(kind) or raw.get("rope_scaling") or {})
+    theta = float(given.get("rope_theta") or raw.get(older) or default)
+    return {"rope_type": "default"} | given | {"rope_theta": theta}
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
+    name = module_name(context, config, "embeddings.tok_embeddings")
+    assert config.encoder
+    raw, size, function, eps = config.raw, config.hidden_size, config.encoder.function, config.rms_norm_eps
+    norm_bias, mlp_bias = bool(raw.get("norm_bias")), bool(raw.get("mlp_bias"))
+    kinds = layer_types(raw)
+
+    def layer(number: int) -> PreNormLayer:
+        own = f"{name}layers.{number}"
+        parameters = rope_parameters(raw, kinds[number])
+        return PreNormLayer(
+            context.ops,
+            BidirectionalAttention(
+                context,
+                [f"{own}.attn.Wqkv"] * 3,
+                f"{own}.attn.Wo",
+                hidden_size=size,
+                num_heads=config.num_heads,
+                head_dim=config.head_dim,
+                rope=context.rope_table(config.head_dim, parameters, config.max_position_embeddings),
+                window=config.sliding_windows[number],
+                bias=config.qkv_bias,
+            ),
+            LayerNorm(context, f"{own}.attn_norm", size, eps, norm_bias) if number else None,
+            EncoderMLP(
+                context,
+                [f"{own}.mlp.Wi"] * 2,
+                f"{own}.mlp.Wo",
+                hidden_size=size,
+                intermediate_size=config.intermediate_size,
+                function=function,
+                bias=(mlp_bias, mlp_bias),
+            ),
+            LayerNorm(context, f"{own}.mlp_norm", size, eps, norm_bias),
+            last=number == config.num_layers - 1,
+        )
+
+    return Encoder(
+        context,
+        config,
+        embeddings=f"{name}embeddings.tok_embeddings",
+        embedding_norm=f"{name}embeddings.norm",
+        norm_bias=norm_bias,
+        added=None,
+        layer=layer,
+        final_norm=f"{name}final_norm",
+    )
+
+
+def build_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
+    """A dense layer, a norm, and the classifier."""
+    raw, size, labels = config.raw, config.hidden_size, config.num_labels
+    function = activation_function(str(raw.get("classifier_activation", "gelu")))
+    return PoolerHead(
+        [
+            dense(context, "head.dense", size, size, function, bias=bool(raw.get("classifier_bias"))),
+            norm(context, "head.norm", size, config.rms_norm_eps, bool(raw.get("norm_bias"))),
+            dense(context, "classifier", size, labels),
+        ],
+        labels,
+    )
+
+
+FAMILY = Family(
+    architectures=tuple(f"ModernBert{end}" for end in SUFFIXES),
+    read_config=read_config,
+    build=build,
+    build_classifier=build_classifier,
+)

@@ -1,0 +1,50 @@
+"""Encoders: which architectures they are, and what their configurations mean. Known without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PREFIXES = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "ModernBert": "model", "Gte": "gte"}
+"""How the names of architectures begin, and what the names of tensors begin with where the model has a head."""
+SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
+"""How they end. Of a masked language model the head is left out."""
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of architectures with a classifier end, those of decoders, too."""
+
+
+def encoder_prefix(config: Mapping[str, Any]) -> str | None:
+    """What the names of an encoder's tensors begin with in a checkpoint of a model with a head; None for decoders."""
+    name = architecture_name(config)
+    return next((PREFIXES[name.removesuffix(end)] for end in SUFFIXES if name.removesuffix(end) in PREFIXES), None)
+
+
+def architecture_name(config: Mapping[str, Any]) -> str:
+    """The first of ``architectures`` of a ``config.json``."""
+    return str(next(iter(config.get("architectures") or ["none"])))
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has a classifier, of sequences or of pairs (cross-encoders)."""
+    return architecture_name(config).endswith(CLASSIFIER)
+
+
+def num_labels(config: Mapping[str, Any]) -> int:
+    """Number of a classifier's outputs."""
+    return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
+
+
+def max_encoder_len(config: Mapping[str, Any]) -> int:
+    """Longest text of an encoder, in tokens. RoBERTa counts positions from behind the padding token's."""
+    positions = int(config.get("max_position_embeddings") or 512)
+    return positions - first_position(config)
+
+
+def first_position(config: Mapping[str, Any]) -> int:
+    """Position of the first token in the table of learned positions."""
+    return int(config.get("pad_token_id") or 0) + 1 if encoder_prefix(config) == "roberta" else 0
+
+
+def is_gated(config: Mapping[str, Any]) -> bool:
+    """Whether the feed-forward layers have three matrices, not two."""
+    return encoder_prefix(config) in (None, "model", "gte")

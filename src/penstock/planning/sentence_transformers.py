@@ -1,0 +1,111 @@
+"""The files of sentence-transformers: ``modules.json`` and what it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+KNOWN = ("Transformer", "Pooling", "Normalize", "Dense")
+FUNCTIONS = {
+    "Identity": "",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
+"""Classes of ``torch.nn`` that ``Dense`` names as its activation → ``ops.encoder_ops.FUNCTIONS``; empty for none."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """An entry of ``modules.json``."""
+
+    kind: str
+    """The last part of its ``type``: ``Pooling``, ``Dense`` …"""
+    folder: Path
+
+
+@dataclass(frozen=True)
+class DenseModule:
+    """A linear layer after pooling."""
+
+    folder: Path
+    inputs: int
+    outputs: int
+    bias: bool
+    function: str
+    """Activation function, a name of ``ops.encoder_ops.FUNCTIONS``; empty for none."""
+
+
+def read_modules(folder: Path) -> list[Module] | None:
+    """The modules of a checkpoint, in their order; None where it is not of sentence-transformers.
+
+    Raises ``PenstockError``: ``invalid`` where the file is broken, ``unsupported`` for a module that is not known.
+    """
+    path = folder / "modules.json"
+    if (given := read_json(path)) is None:
+        return None
+    try:
+        modules = [Module(str(entry["type"]).rpartition(".")[2], folder / str(entry["path"])) for entry in given]
+    except (KeyError, TypeError) as error:
+        raise invalid("model", f"{path} does not list modules by type and path") from error
+    for module in modules:
+        if module.kind not in KNOWN:
+            raise PenstockError(Code.UNSUPPORTED, f"{path} has a module {module.kind}", "pooling_type")
+        if not module.folder.resolve().is_relative_to(folder.resolve()):
+            raise invalid("model", f"{path} names {module.folder}, which is outside the model")
+    return modules
+
+
+def read_dense_modules(folder: Path) -> list[DenseModule]:
+    """The linear layers after pooling, in their order. Raises ``PenstockError`` as ``read_modules``."""
+    modules = read_modules(folder) if (folder / "modules.json").exists() else None
+    return [_dense(module.folder) for module in modules or () if module.kind == "Dense"]
+
+
+def _dense(folder: Path) -> DenseModule:
+    config = read_object(folder / "config.json")
+    function = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if function not in FUNCTIONS:
+        raise PenstockError(Code.UNSUPPORTED, f"{folder} has the activation {function}", "model")
+    try:
+        inputs, outputs = int(config["in_features"]), int(config["out_features"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise invalid("model", f"{folder / 'config.json'} does not give in_features and out_features") from error
+    return DenseModule(folder, inputs, outputs, config.get("bias") is not False, FUNCTIONS[function])
+
+
+def max_seq_length(folder: Path) -> int | None:
+    """Longest text that an encoder was made for, in tokens, of ``sentence_bert_config.json`` and
+    ``tokenizer_config.json``; None where neither says."""
+    given = (
+        read_object(folder / "sentence_bert_config.json").get("max_seq_length"),
+        read_object(folder / "tokenizer_config.json").get("model_max_length"),
+    )
+    return min([length for length in given if isinstance(length, int) and length > 0], default=None)
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """A JSON object; empty where the file is missing. Raises ``PenstockError`` (``invalid``) where it is none."""
+    result = read_json(path)
+    if result is None:
+        return {}
+    if not isinstance(result, dict):
+        raise invalid("model", f"{path} does not hold an object")
+    return result
+
+
+def read_json(path: Path) -> Any:
+    """A JSON document; None where the file is missing. Raises ``PenstockError`` (``invalid``) where it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise invalid("model", f"{path} is not JSON: {error}") from error

@@ -1,0 +1,163 @@
+"""vLLM's ``/score`` and ``/classify``, and ``/rerank`` as Cohere and Jina have it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.frontend.outputs import RequestOutput, cosine, embedding_of
+from penstock.serve.http.body import require
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
+
+from .pooling import Input, PoolingHandler, inputs, usage
+from .requests import TEXT_PAIRS, ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
+from .responses import (
+    Classified,
+    ClassifyResponse,
+    RerankDocument,
+    RerankResponse,
+    RerankResult,
+    Score,
+    ScoreResponse,
+)
+
+
+class _PairHandler(PoolingHandler):
+    """Base of scores: pairs of texts to a number each, by a cross-encoder or as the cosine of two embeddings."""
+
+    def __init__(
+        self,
+        service: ModelService,
+        record: RequestRecord,
+        request: PoolingRequest,
+        names: tuple[str, str],
+        first: Sequence[str],
+        second: Sequence[str],
+        max_second_len: int | None = None,
+    ) -> None:
+        super().__init__(service, record, request)
+        self._names = names
+        self._first, self._second = first, second
+        pooler = self._pooler
+        self._prompts: list[tuple[str, Input]]
+        if pooler.scores_pairs:
+            pair, before = service.gateway.input_processor.pair, list(first) * (len(second) // len(first))
+            texts = [
+                msgspec.structs.replace(pair(a, b), add_special_tokens=self._special)
+                for a, b in zip(before, second, strict=True)
+            ]
+            if max_second_len is not None and any(each.pair is None for each in texts):
+                raise invalid("max_tokens_per_doc", "is for models that read pairs of texts, without a chat template")
+            self._pooling = self._classifier()
+            self._prompts = [(names[1], msgspec.structs.replace(each, max_second_len=max_second_len)) for each in texts]
+        else:
+            if max_second_len is not None:
+                words = "is for models that read pairs of texts; give truncate_prompt_tokens"
+                raise invalid("max_tokens_per_doc", words)
+            self._pooling = pooler.embedding_params()
+            sides = zip(names, (first, second), strict=True)
+            self._prompts = [(name, pooler.with_prompt(text)) for name, side in sides for text in side]
+
+    def _scores(self, outputs: list[RequestOutput]) -> list[float]:
+        vectors = [embedding_of(output) for output in outputs]
+        if self._pooler.scores_pairs:
+            return [vector[0] for vector in vectors]
+        before, after = vectors[: len(self._first)], vectors[len(self._first) :]
+        if len(before) == 1:
+            before = before * len(after)
+        return [cosine(a, b) for a, b in zip(before, after, strict=True)]
+
+
+class ScoreHandler(_PairHandler):
+    kind = "score"
+
+    def __init__(self, service: ModelService, record: RequestRecord, request: ScoreRequest) -> None:
+        names = _text_fields(request)
+        first, second = (
+            [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
+        )
+        if len(first) not in (1, len(second)):
+            message = f"{len(second)} texts for {len(first)} of {names[0]}; give one, or as many"
+            raise invalid(names[1], message, len(first))
+        super().__init__(service, record, request, names, first, second)
+
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        yield await self._answer(self._prompts, self._pooling, self._response)
+
+    def _response(self, outputs: list[RequestOutput]) -> ScoreResponse:
+        return ScoreResponse(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            data=[Score(index=i, score=score) for i, score in enumerate(self._scores(outputs))],
+            usage=usage(outputs),
+        )
+
+
+class RerankHandler(_PairHandler):
+    kind = "rerank"
+
+    def __init__(self, service: ModelService, record: RequestRecord, request: RerankRequest) -> None:
+        documents = [each if isinstance(each, str) else each.text for each in request.documents]
+        limit = request.max_tokens_per_doc or None
+        super().__init__(service, record, request, ("query", "documents"), [request.query], documents, limit)
+        self._num_results = request.top_n or len(documents)
+        self._with_documents = request.return_documents is not False
+
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        yield await self._answer(self._prompts, self._pooling, self._response)
+
+    def _response(self, outputs: list[RequestOutput]) -> RerankResponse:
+        """The likeliest documents first, equal ones in their order."""
+        ranked = sorted(enumerate(self._scores(outputs)), key=lambda entry: -entry[1])
+        results = [
+            RerankResult(
+                index=index,
+                document=RerankDocument(text=self._second[index]) if self._with_documents else None,
+                relevance_score=score,
+            )
+            for index, score in ranked[: self._num_results]
+        ]
+        return RerankResponse(id=self.id, model=self._model, usage=usage(outputs), results=results)
+
+
+class ClassifyHandler(PoolingHandler):
+    kind = "classify"
+
+    def __init__(self, service: ModelService, record: RequestRecord, request: ClassifyRequest) -> None:
+        super().__init__(service, record, request)
+        self._pooling = self._classifier()
+        given = inputs(request.input)
+        self._prompts = [self._pooler.folded(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        yield await self._answer([("input", prompt) for prompt in self._prompts], self._pooling, self._response)
+
+    def _response(self, outputs: list[RequestOutput]) -> ClassifyResponse:
+        return ClassifyResponse(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            data=[self._classified(index, embedding_of(output)) for index, output in enumerate(outputs)],
+            usage=usage(outputs),
+        )
+
+    def _classified(self, index: int, probabilities: list[float]) -> Classified:
+        best = max(range(len(probabilities)), key=probabilities.__getitem__)
+        label = self._pooler.labels[best]
+        return Classified(index=index, label=label, probs=probabilities, num_classes=len(probabilities))
+
+
+def _text_fields(request: ScoreRequest) -> tuple[str, str]:
+    """The names of both sides.
+
+    Raises ``PenstockError`` (``invalid``) where there are more than two.
+    """
+    given_fields = {name for sides in TEXT_PAIRS for name in sides if getattr(request, name) is not None}
+    result = next((sides for sides in TEXT_PAIRS if given_fields.issubset(sides)), None)
+    if result is None:
+        raise invalid(max(given_fields), "give text_1 and text_2, or queries and documents, and no others")
+    return result

@@ -1,0 +1,62 @@
+"""Texts to encode with a limit, and pairs of texts, as cross-encoders read them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+
+class Texts(msgspec.Struct, frozen=True):
+    """A text, or a pair of texts, to encode as one prompt."""
+
+    text: str
+    pair: str | None = None
+    """The second text; None for a single one."""
+    add_special_tokens: bool = True
+    max_len: int | None = None
+    """Tokens that are kept, special ones included; of a pair the longer text is cut first. None keeps all."""
+    side: Literal["left", "right"] = "right"
+    """Side that is cut."""
+    max_second_len: int | None = None
+    """Tokens of the second text that are kept."""
+
+    def __len__(self) -> int:
+        return len(self.text) + len(self.pair or "")
+
+
+class Encoded(NamedTuple):
+    """A prompt."""
+
+    token_ids: list[int]
+    second_text: int = 0
+    """Index of the first token of token type 1; 0 where there is none."""
+
+
+def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:
+    """Encode with a ``tokenizers.Tokenizer``. Raises ``TypeError`` for texts with unpaired surrogates."""
+    special = texts.add_special_tokens
+    given = [text for text in (texts.text, texts.pair) if text is not None]
+    parts = tokenizer.encode_batch_fast(given, add_special_tokens=False)
+    if texts.pair is not None and texts.max_second_len is not None:
+        parts[1].truncate(texts.max_second_len, direction=texts.side)
+    if texts.max_len is not None:
+        added = tokenizer.num_special_tokens_to_add(len(parts) == 2) if special else 0
+        lengths = shares([len(part.ids) for part in parts], max(texts.max_len - added, 0))
+        for part, length in zip(parts, lengths, strict=True):
+            part.truncate(length, direction=texts.side)
+    encoded = tokenizer.post_process(*parts, add_special_tokens=special)
+    return Encoded(encoded.ids, encoded.type_ids.index(1) if 1 in encoded.type_ids else 0)
+
+
+def shares(lengths: list[int], limit: int) -> list[int]:
+    """How many tokens of each text are kept: of two, the longer one is cut first, as by Hugging Face's
+    ``longest_first``."""
+    if len(lengths) == 1:
+        return [min(lengths[0], limit)]
+    short, long = sorted(lengths)
+    if short + long > limit:
+        long = max(short, limit - short) if short <= limit else short
+        if short + long > limit:
+            short, long = limit // 2, limit - limit // 2
+    return [short, long] if lengths[0] <= lengths[1] else [long, short]
