@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,45 @@ def qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **IDS))
 
 
+def draw(family: str, rng: Random) -> PreTrainedModel:
+    """A model with other sizes, of one of the three families."""
+    heads, kv_heads = rng.choice([(4, 2), (4, 4), (6, 2), (8, 1)])
+    head_dim, vision_heads, depth = rng.choice([16, 32]), rng.choice([1, 2, 4]), rng.randint(2, 4)
+    half, hidden = head_dim // 2, heads * head_dim
+    patch = {"patch_size": rng.choice([4, 6]), "spatial_merge_size": 2, "temporal_patch_size": rng.choice([1, 2])}
+    vision: dict[str, Any] = {"depth": 4, "num_heads": vision_heads, **patch}
+    size = vision_heads * rng.choice([8, 16, 20])
+    if family == "qwen3-vl":
+        turns = rng.randint(1, half // 3)
+        sections = [half - 2 * turns, turns, turns]
+        vision |= {"hidden_size": size, "out_hidden_size": hidden, "intermediate_size": rng.choice([20, 44])}
+        vision |= {"num_position_embeddings": rng.choice([4, 36, 100])}
+        vision |= {"deepstack_visual_indexes": rng.choice([[], [1], [0, 3], [2, 0]])[: depth - 1]}
+    else:
+        ends = sorted(rng.sample(range(1, half), 2))
+        sections = [ends[0], ends[1] - ends[0], half - ends[1]]
+    if family == "qwen2-vl":
+        vision |= {"embed_dim": size, "hidden_size": hidden, "mlp_ratio": rng.choice([2, 4])}
+    if family == "qwen2.5-vl":
+        vision |= {"hidden_size": size, "out_hidden_size": hidden, "intermediate_size": rng.choice([20, 44, 70])}
+        vision |= {"window_size": patch["patch_size"] * 2 * rng.choice([1, 2, 3])}
+        vision |= {"fullatt_block_indexes": rng.choice([[], [1], [0, 2]])}
+    text = TEXT | {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    text |= {"num_hidden_layers": depth, "intermediate_size": rng.choice([48, 100])}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}
+    if family == "qwen3-vl":
+        text |= {"head_dim": head_dim, "attention_bias": rng.random() < 0.5}
+    config, model = FAMILIES[family]
+    return model(config(text_config=text, vision_config=vision, tie_word_embeddings=rng.random() < 0.4, **IDS))
+
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen2-vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+    "qwen2.5-vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3-vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+}
+
+
 def save_random(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Weights large enough that positions, windows and pixels matter."""
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +154,7 @@ def save_colours(folder: Path) -> PreTrainedModel:
 
 def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.eval().save_pretrained(folder)
-    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096}).save_pretrained(folder)
+    image_processor(model).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(f"<|unused{i}|>" for i in range(FIRST - len(alphabet)))]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
@@ -125,6 +165,13 @@ def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         folder
     )
     return model
+
+
+def image_processor(model: PreTrainedModel) -> Qwen2VLImageProcessorPil:
+    """The library's processor of a model of this module."""
+    vision = model.config.vision_config
+    sizes = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    return Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 256, "longest_edge": 4096})
 
 
 def noise(seed: int, height: int, width: int) -> Image.Image:

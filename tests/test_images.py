@@ -44,7 +44,9 @@ MODELS = {"qwen2-vl": checkpoints.qwen2_vl, "qwen2.5-vl": checkpoints.qwen2_5_vl
 PICTURES = [noise(seed, *size) for seed, size in enumerate([(40, 56), (100, 60), (17, 70), (24, 24)])]
 SMALL = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
 ONE = SamplingParams(temperature=0, max_tokens=1)
-SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "100")) // 20
+DRAWS = int(os.environ.get("PENSTOCK_FAMILY_DRAWS", "20"))
+"""Configurations of each family in the thorough test."""
+SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "100")) // 25
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -79,7 +81,7 @@ def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) 
     ids = torch.tensor([tokens])
     seen: dict[str, Any] = {}
     if images:
-        seen = dict(Qwen2VLImageProcessorPil(patch_size=4, size=SIZE)(images=images, return_tensors="pt"))
+        seen = dict(checkpoints.image_processor(model)(images=images, return_tensors="pt"))
         seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
     logits = model(input_ids=ids, **seen).logits[0]
     return logits.float().log_softmax(-1)
@@ -111,6 +113,29 @@ def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel], ops: str
     again = llm.generate(prompts, params, use_tqdm=False)
     assert any(output.num_cached_tokens for output in again)
     assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", MODELS)
+def test_other_configurations(family: str, tmp_path: Path) -> None:
+    """Log probabilities are the library's up to 2e-5, or twice its own errors where these are larger."""
+    rng = Random(family)
+    for number in range(DRAWS):
+        folder = tmp_path / str(number)
+        model = checkpoints.save_random(checkpoints.draw(family, rng), folder)
+        images = [noise(number, rng.randint(10, 70), rng.randint(10, 70)) for _ in range(2)]
+        llm = LLM(folder, max_num_batched_tokens=41, **SMALL)
+        params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
+        params = params.replace(logit_bias={PLACEHOLDER: -100.0})  # which the library would take for an image's
+        (output,) = llm.generate([prompt(images, seed=number)], params, use_tqdm=False)
+        tokens, made = output.prompt_token_ids, output.outputs[0].token_ids
+        found = table(model, tokens + made, images).clone()
+        found[:, PLACEHOLDER] -= 100
+        assert found[len(tokens) - 1 : -1].argmax(-1).tolist() == made
+        told = torch.tensor([next(iter(one.values())).logprob for one in (output.prompt_logprobs or [])[1:] if one])
+        library = table(model, tokens, images)[range(len(tokens) - 1), tokens[1:]]
+        exact = table(model.double(), tokens, images)[range(len(tokens) - 1), tokens[1:]]
+        assert (told - library).abs().max() <= max(2e-5, 2 * (library - exact).abs().max())
 
 
 def test_bfloat16_is_no_worse_than_the_librarys(pair: tuple[Path, PreTrainedModel]) -> None:
@@ -248,8 +273,8 @@ def test_bits_do_not_depend_on_company(pair: tuple[Path, PreTrainedModel]) -> No
             swap_space=0.001,
             encoder_cache_size=rng.choice((64, 128, 16384)),
             speculative_config=rng.choice(("", '{"method": "ngram"}')),
-            distributed_executor_backend="uni" if number else "mp",
-            tensor_parallel_size=1 if number else 2,
+            distributed_executor_backend="uni" if number or dtype == "bfloat16" else "mp",
+            tensor_parallel_size=1 if number or dtype == "bfloat16" else 2,
         )
         assert answers(engine, requests, rng) == alone
         preempted += engine.scheduler.num_preempted_sequences
