@@ -295,10 +295,22 @@ def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedMod
         assert [told(generate(llm, [prompt])[0]) for prompt in PROMPTS] == together
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe", "ernie-4.5"])
 def test_ranks_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Ranks that have shares of each expert, and ranks that have whole experts."""
     save(CONFIGS[name], tmp_path)
-    options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", **TIGHT}
+    quantization = "none" if name == "qwen2-moe" else "w4a8"
+    options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": quantization, **TIGHT}
     expected = [told(output) for output in generate(LLM(tmp_path, **options))]
-    llm = LLM(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp", **options)
-    assert [told(output) for output in generate(llm)] == expected
+    for by_expert in (False, True):
+        ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": by_expert, "expert_parallel_size": 2 * by_expert}
+        llm = LLM(tmp_path, distributed_executor_backend="mp", **ranks, **options)
+        assert [told(output) for output in generate(llm)] == expected
+
+
+def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
+    save(CONFIGS["qwen3-moe"], tmp_path)
+    with pytest.raises(PenstockError, match="expert_parallel_size: is 2, the ranks of tensor_parallel_size"):
+        LLM(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True, expert_parallel_size=3)
+    with pytest.raises(PenstockError, match="with enable_expert_parallel"):
+        LLM(tmp_path, tensor_parallel_size=2, expert_parallel_size=2)

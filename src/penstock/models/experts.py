@@ -20,7 +20,7 @@ def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, n
     shared = None
     if experts.shared_size:
         shared_name = f"{name}.{experts.shared_name}"
-        shared = GatedMLP(context, shared_name, config.hidden_size, experts.shared_size)
+        shared = GatedMLP(context, shared_name, config.hidden_size, experts.shared_size, experts.shared_bias)
     return MixtureOfExperts(
         context,
         name,

@@ -22,6 +22,7 @@ class ExpertsConfig:
     shared_size: int = 0
     """Intermediate size of the expert that every token has, or of several as one; 0 is none."""
     shared_name: str = "shared_experts"
+    shared_bias: bool = False
     shared_gate: str = ""
     router_bias: str = ""
     """Name of the tensor that is added to scores for the choice alone, below the layer's name; "" is none."""

@@ -171,7 +171,6 @@ FLAGS: Mapping[str, Alias] = {
     "logits_processors": refused(NO_CODE),
     "middleware": refused(NO_CODE),
     "enable_sleep_mode": ignored("every engine can sleep; --server-dev-mode lets clients ask for it", switch=True),
-    "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
     "disable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
     "fully_sharded_loras": ignored(COLLECTIVES, switch=True),
