@@ -11,7 +11,17 @@ import pytest
 import torch
 from checkpoints import SMALL, save
 from torch import Tensor
-from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from penstock.core import PenstockError, SamplingParams
 from penstock.core.quantization import SCHEMES, Format
@@ -191,6 +201,34 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         qkv_bias=False,
     ),
+    "olmoe": OlmoeConfig(**SMALL, num_experts=8, num_experts_per_tok=3),
+    "olmoe, norm": OlmoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True),
+    "glm-4.5": Glm4MoeConfig(**SMALL, **SPARSE, n_routed_experts=8, head_dim=32, use_qk_norm=True),
+    "glm-4.5, groups, two shared": Glm4MoeConfig(
+        **SMALL,
+        **SPARSE,
+        n_routed_experts=16,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=2,
+        attention_bias=True,
+        norm_topk_prob=False,
+    ),
+    "ernie-4.5": Ernie4_5_MoeConfig(**SMALL, moe_num_experts=8, moe_k=3, moe_intermediate_size=32),
+    "ernie-4.5, interval": Ernie4_5_MoeConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        moe_num_experts=8,
+        moe_k=2,
+        moe_intermediate_size=32,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
+    ),
+    "minimax-m2": MiniMaxM2Config(**SMALL, num_local_experts=8, num_experts_per_tok=2, head_dim=32, rotary_dim=16),
 }
 TIGHT = {"block_size": 16, "num_gpu_blocks_override": 30, "max_num_batched_tokens": 50}
 """Chunks, and less cache than six sequences take: some are preempted."""
@@ -201,7 +239,17 @@ def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    return folder, save(CONFIGS[request.param], folder)
+    return folder, save_with_bias(CONFIGS[request.param], folder)
+
+
+def save_with_bias(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """As ``save``, with biases of routers that are not zero."""
+    model = save(config, folder)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(randn(len(name), *buffer.shape) / 4)
+    model.save_pretrained(folder)
+    return model
 
 
 def draw(seed: int, length: int) -> list[int]:
@@ -247,10 +295,22 @@ def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedMod
         assert [told(generate(llm, [prompt])[0]) for prompt in PROMPTS] == together
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe", "ernie-4.5"])
 def test_ranks_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Ranks that have shares of each expert, and ranks that have whole experts."""
     save(CONFIGS[name], tmp_path)
-    options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", **TIGHT}
+    quantization = "none" if name == "qwen2-moe" else "w4a8"
+    options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": quantization, **TIGHT}
     expected = [told(output) for output in generate(LLM(tmp_path, **options))]
-    llm = LLM(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp", **options)
-    assert [told(output) for output in generate(llm)] == expected
+    for by_expert in (False, True):
+        ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": by_expert, "expert_parallel_size": 2 * by_expert}
+        llm = LLM(tmp_path, distributed_executor_backend="mp", **ranks, **options)
+        assert [told(output) for output in generate(llm)] == expected
+
+
+def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
+    save(CONFIGS["qwen3-moe"], tmp_path)
+    with pytest.raises(PenstockError, match="expert_parallel_size: is 2, the ranks of tensor_parallel_size"):
+        LLM(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True, expert_parallel_size=3)
+    with pytest.raises(PenstockError, match="with enable_expert_parallel"):
+        LLM(tmp_path, tensor_parallel_size=2, expert_parallel_size=2)

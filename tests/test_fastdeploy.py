@@ -200,10 +200,9 @@ def test_cuda_graphs() -> None:
     "fastdeploy",
     "enable_mm",
     "enable_custom_all_reduce",
-    "enable_expert_parallel",
 )
 def test_what_has_no_meaning_here_is_said() -> None:
-    switches = ["enable-mm", "enable-custom-all-reduce", "enable-expert-parallel"]
+    switches = ["enable-mm", "enable-custom-all-reduce"]
     said = configured(*[f"--{name}" for name in switches])["said"]
     for name in switches:
         assert f"--{name.replace('-', '_')} has no meaning here and is ignored: " in said
@@ -215,6 +214,11 @@ def test_limits_of_images() -> None:
     found = configured("--mm-processor-kwargs", kwargs, "--limit-mm-per-prompt", '{"image": 10, "video": 3}')
     assert json.loads(found["mm_processor_kwargs"]) == {"min_pixels": 3136, "max_pixels": 9408}
     assert found["limit_mm_per_prompt"] == '{"image": 10, "video": 3}'
+
+
+@pytest.mark.row("fastdeploy", "enable_expert_parallel")
+def test_ranks_may_have_whole_experts() -> None:
+    assert configured("--enable-expert-parallel")["enable_expert_parallel"] is True
 
 
 @pytest.mark.row("fastdeploy", "other parameters")

@@ -161,6 +161,7 @@ def test_limits_are_those_of_the_parameters(served: Served, client: openai.OpenA
 # --- In Python --------------------------------------------------------------------------------------------------------
 
 ACT: dict[str, Any] = {
+    "enable_expert_parallel": True,
     "max_model_len": 1024,
     "block_size": 32,
     "max_num_seqs": 4,
@@ -187,7 +188,6 @@ WITHOUT_MEANING: dict[str, Any] = {
     "cache_queue_port": 8003,
     "enable_mm": True,
     "enable_custom_all_reduce": True,
-    "enable_expert_parallel": True,
     "dynamic_load_weight": 0,
 }
 ONE_VALUE: dict[str, Any] = {

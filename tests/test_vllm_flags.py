@@ -92,7 +92,7 @@ def test_only_the_profile_listens_at_every_address(capsys: pytest.CaptureFixture
 SWITCHES = """
 --trust-remote-code --enable-auto-tool-choice --enable-prompt-tokens-details --enable-request-id-headers
 --async-scheduling --no-async-scheduling --calculate-kv-scales --disable-hybrid-kv-cache-manager --fully-sharded-loras
---enable-expert-parallel --disable-log-requests --enable-log-requests --no-enable-log-requests --disable-log-stats
+--disable-log-requests --enable-log-requests --no-enable-log-requests --disable-log-stats
 --disable-uvicorn-access-log --aggregate-engine-logging --language-model-only --disable-custom-all-reduce
 """.split()
 NEUTRAL = """
@@ -132,13 +132,19 @@ def test_images(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["allowed_media_domains"] == ["a.example", "b.example"]
 
 
+@pytest.mark.row("vllm", "--enable-expert-parallel", "-ep")
+def test_expert_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    assert configured(capsys, "--enable-expert-parallel")["enable_expert_parallel"] is True
+    assert configured(capsys, "--compat", "vllm", "-ep")["enable_expert_parallel"] is True
+
+
 @pytest.mark.row("vllm", "--enable-auto-tool-choice", "--enable-prompt-tokens-details", "--enable-request-id-headers")
 @pytest.mark.row("vllm", "--async-scheduling", "--attention-backend")
 @pytest.mark.row("vllm", "--calculate-kv-scales", "--prefix-caching-hash-algo", "--disable-hybrid-kv-cache-manager")
 @pytest.mark.row(
     "vllm", "--safetensors-load-strategy", "--max-cpu-loras", "--fully-sharded-loras", "--runner", "--task"
 )
-@pytest.mark.row("vllm", "--enable-expert-parallel", "--enable-log-requests", "--disable-uvicorn-access-log")
+@pytest.mark.row("vllm", "--enable-log-requests", "--disable-uvicorn-access-log")
 @pytest.mark.row("vllm", "--aggregate-engine-logging", "--show-hidden-metrics-for-version")
 @pytest.mark.row("vllm", "--mm-processor-cache-gb")
 @pytest.mark.row("vllm", "--language-model-only")

@@ -240,6 +240,22 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             le=32,
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        option(
+            "The ranks of tensor_parallel_size have whole experts of each layer, not shares of each. Results do not "
+            "depend on it.",
+        ),
+    ] = False
+    expert_parallel_size: Annotated[
+        int,
+        option(
+            "Ranks that share the experts of each layer, with enable_expert_parallel: tensor_parallel_size, which 0 "
+            "is, too.",
+            ge=0,
+            le=32,
+        ),
+    ] = 0
     data_parallel_size: Annotated[
         int,
         option("Engines with the whole model, behind one address; each request is computed by one.", ge=1, le=64),

@@ -552,10 +552,16 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
             raise invalid("node_rank", "is 0 for an engine; on other nodes run penstock serve --node-rank", 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
         split_layers(model_size_of(config.raw), options.pipeline_parallel_size, options.pipeline_parallel_layers)
-    if options.tensor_parallel_size > 1:
-        from penstock.parallel import SingleRank, shard_heads  # which bring PyTorch
+    ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
+    if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
+        words = f"is {ranks}, the ranks of tensor_parallel_size, with enable_expert_parallel; or 0"
+        raise invalid("expert_parallel_size", words, ranks)
+    if ranks > 1:
+        from penstock.parallel import SingleRank, shard_experts, shard_heads  # which bring PyTorch
 
-        shard_heads(SingleRank(size=options.tensor_parallel_size), config.num_heads, config.num_kv_heads)
+        shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
+        if expert_parallel and config.experts:
+            shard_experts(SingleRank(size=ranks), config.experts.num_experts)
 
 
 def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:

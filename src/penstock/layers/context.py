@@ -97,6 +97,8 @@ class BuildContext:
     group: Group = SINGLE_RANK
     layers: range | None = None
     """Numbers of the layers of this pipeline stage; None for all."""
+    expert_parallel: bool = False
+    """Whether ranks have whole experts, not shares of each."""
     scheme: Scheme = field(default_factory=Scheme)
     weight_cache: PackedWeights | None = None
     output: PackedOutput | None = None

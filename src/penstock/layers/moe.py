@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.core.quantization import UNQUANTIZED
 from penstock.ops import Routing
-from penstock.parallel import Shard, shard_outputs
+from penstock.parallel import SINGLE_RANK, Shard, shard_experts, shard_outputs
 from penstock.quant import ExpertMatrices
 
 from .context import BuildContext
@@ -19,7 +19,8 @@ class MixtureOfExperts:
     """An ``MLPLayer``: SwiGLU experts (``GatedMLP``), of which a router chooses ``routing.top_k`` for each token.
 
     Outputs of experts are added in the order of the router's choice, which depends on the token alone, so that results
-    have the same bits in every batch. Ranks split the outputs of each expert.
+    have the same bits in every batch. Ranks split the outputs of each expert, or with ``context.expert_parallel`` the
+    experts: in both cases every output is one sum on one rank.
 
     Args:
         name: of the checkpoint's module.
@@ -60,23 +61,46 @@ class MixtureOfExperts:
             if shared_gate
             else None
         )
-        self._shard = shard_outputs(context.group, intermediate_size)
-        self._out_shard = shard_outputs(context.group, hidden_size)
+        by_expert = context.expert_parallel and context.group.size > 1
+        self._experts = shard_experts(context.group, num_experts) if by_expert else all_experts
+        self._by_expert = by_expert
+        group = SINGLE_RANK if by_expert else context.group
+        self._shard, self._out_shard = (shard_outputs(group, size) for size in (intermediate_size, hidden_size))
         gate, up, down = projections
 
         def matrices(names: Sequence[str], inputs: int, shard: Shard) -> ExpertMatrices:
-            experts = [[f"{name}.experts.{number}.{each}" for each in names] for number in range(num_experts)]
-            packed = [context.matrix(own, inputs, [shard] * len(own), context.scheme.layers) for own in experts]
-            return ExpertMatrices(context.ops, packed, 0, context.dtype)
+            own = [[f"{name}.experts.{number}.{each}" for each in names] for number in range(*self._experts.rows)]
+            packed = [context.matrix(each, inputs, [shard] * len(each), context.scheme.layers) for each in own]
+            return ExpertMatrices(context.ops, packed, self._experts.first, context.dtype)
 
         self._gate_up = matrices([gate, up], hidden_size, self._shard)
         self._down = matrices([down], intermediate_size, self._out_shard)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        tokens, top_k = x.shape[0], self._routing.top_k
         ids, weights = self._ops.select_experts(self._router.linear(x, True), self._routing, self._bias)
         shared = None if self._shared is None else self._shared(x, lora_slots)
         gate = None if self._shared_gate is None else self._shared_gate.linear(x, True)
+        if self._by_expert:
+            return self._ops.combine_experts(self._by_experts(x, ids), weights, shared, gate)
+        return self._by_outputs(x, ids, weights, shared, gate)
+
+    def _by_experts(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Outputs of each token's experts, ``[tokens, top_k, hidden]``, of which each rank computes its experts'."""
+        tokens, top_k = ids.shape
+
+        def compute(out: Tensor | None) -> Tensor:
+            own = None if out is None else out.unflatten(0, (tokens, top_k))
+            return self._down.linear(self._gate_up.linear_silu_and_mul(x, ids), ids, own).flatten(0, 1)
+
+        width = self._out_shard.total
+        merged = self._group.gather_rows(compute, ids.flatten(), self._experts, width, self._dtype, top_k)
+        return merged.unflatten(0, (tokens, top_k))
+
+    def _by_outputs(
+        self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """The layer's output, of which each rank computes some columns."""
+        tokens, top_k = ids.shape
 
         def gate_up(out: Tensor | None) -> Tensor:
             own = None if out is None else out.unflatten(0, (tokens, top_k))

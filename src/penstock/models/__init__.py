@@ -22,16 +22,20 @@ from . import (
     cohere,
     deepseek,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
     gemma,
     glm,
+    glm4_moe,
     granite,
     hunyuan,
     internlm,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
     qwen2_moe,
@@ -87,16 +91,20 @@ for family in (
     *cohere.FAMILIES,
     deepseek.FAMILY,
     ernie4_5.FAMILY,
+    ernie4_5_moe.FAMILY,
     exaone4.FAMILY,
     *gemma.FAMILIES,
     *glm.FAMILIES,
+    glm4_moe.FAMILY,
     granite.FAMILY,
     hunyuan.FAMILY,
     *internlm.FAMILIES,
     llama.FAMILY,
+    minimax_m2.FAMILY,
     mistral.FAMILY,
     mixtral.FAMILY,
     *olmo2.FAMILIES,
+    olmoe.FAMILY,
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen2_moe.FAMILY,
@@ -131,6 +139,7 @@ def load_model(
     threads: int = 0,
     group: Group = SINGLE_RANK,
     layers: range | None = None,
+    expert_parallel: bool = False,
     check_finite: bool = False,
     output: Callable[[Weights], EngineOutput] | None = None,
 ) -> Model:
@@ -151,6 +160,7 @@ def load_model(
         threads: of this rank; 0 is one for each usable core.
         group: the rank whose part of the model is built.
         layers: numbers of the layers of the pipeline stage that is built; None for all.
+        expert_parallel: whether ranks have whole experts, not shares of each.
         check_finite: refuse weights with values that are not finite, where they are not in the cache.
         output: makes what gets all weights of the checkpoint; the model then keeps none of them, and cannot compute.
 
@@ -172,6 +182,8 @@ def load_model(
     if load_format == "dummy":
         weights = DummyWeights(folder, dtype, seed, device)
     elif built:
+        if expert_parallel and config.experts and group.size > 1:
+            raise invalid("enable_expert_parallel", "engine folders have a share of each expert for a rank")
         sizes = {"tensor_parallel_size": group.size}
         asked = {"dtype": str(dtype).removeprefix("torch."), "quantization": quantization, **sizes}
         built.check(folder, asked, ops.LAYOUT)
@@ -183,6 +195,8 @@ def load_model(
             packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
             if layers:
                 packing += f" layers {layers.start} to {layers.stop}"
+            if expert_parallel and group.size > 1:
+                packing += " by experts"
             cache = WeightCache(weight_cache_dir, folder, packing, checkpoint.state, weight_cache_size)
     context = BuildContext(
         ops,
@@ -192,6 +206,7 @@ def load_model(
         max_len or config.max_model_len,
         group=group,
         layers=layers,
+        expert_parallel=expert_parallel,
         scheme=scheme,
         weight_cache=cache,
         output=output(weights) if output else None,

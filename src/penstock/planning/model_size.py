@@ -175,7 +175,7 @@ def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     return sum(number not in dense and (number + 1) % step == 0 == (number + 1) % interval for number in numbers)
 
 
-TIED = ("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2")
+TIED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2")
 """``model_type`` of models whose embedding is their language model head, too, where ``config.json`` does not say."""
 
 

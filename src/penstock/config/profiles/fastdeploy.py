@@ -174,7 +174,6 @@ PROFILE = Profile(
         ),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
         "dynamic_load_weight": Alias("server_dev_mode", one_of({"0": False, "1": True, "false": False, "true": True})),
-        "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
         "enable_logprob": Alias("enable_logprob", on, switch=True),
         "workers": Alias("api_server_count"),
     },

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from penstock.core.quantization import QuantizationName
 
-from . import Alias, Profile, cuda_graphs, ignored, one_of, only_value, refused
+from . import Alias, Profile, cuda_graphs, ignored, on, one_of, only_value, refused
 
 DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
 LEVELS = {"trace": "debug", "debug": "debug", "info": "info", "warning": "warning", "error": "error"}
@@ -171,7 +171,7 @@ FLAGS: Mapping[str, Alias] = {
     "logits_processors": refused(NO_CODE),
     "middleware": refused(NO_CODE),
     "enable_sleep_mode": ignored("every engine can sleep; --server-dev-mode lets clients ask for it", switch=True),
-    "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
+    "enable_expert_parallel": Alias("enable_expert_parallel", on, switch=True, short="-ep"),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
     "disable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
     "fully_sharded_loras": ignored(COLLECTIVES, switch=True),

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 SAME_OPTIONS = (
     "nnodes",
     "tensor_parallel_size",
+    "enable_expert_parallel",
     "pipeline_parallel_size",
     "pipeline_parallel_layers",
     "dtype",

@@ -118,6 +118,7 @@ def load_models(
             threads=options.threads,
             group=group,
             layers=layers,
+            expert_parallel=options.enable_expert_parallel,
             check_finite=check,
         )
 

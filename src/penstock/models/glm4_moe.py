@@ -1,0 +1,29 @@
+"""GLM-4.5 and GLM-4.6 (Zhipu AI, 2025): half of each head rotated, and DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from penstock.planning.model_size import rope_parameters_of
+
+from .config import ModelConfig, dense_config, options_of
+from .decoder import build_decoder
+from .experts import mixture_of_experts
+from .experts_config import read_deepseek_experts
+from .registry import Family
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    factor = rope_parameters_of(raw).get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.5
+    return dense_config(
+        raw,
+        output_bias=False,
+        qk_norm=bool(raw.get("use_qk_norm", False)),
+        options=options_of(raw, partial_rotary_factor=float(factor)),
+        experts=read_deepseek_experts(raw),
+    )
+
+
+FAMILY = Family(("Glm4MoeForCausalLM",), read_config=read_config, build=partial(build_decoder, mlp=mixture_of_experts))
