@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Ernie4_5Config, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV2Config,
+    Ernie4_5Config,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from penstock import LLM, PenstockError, SamplingParams
 from penstock.core import EngineRequest
@@ -240,7 +250,42 @@ def test_drafts_are_those_of_the_definition(
     target: Path, model: PreTrainedModel, tmp_path: Path, make: Any, method: str, variant: str
 ) -> None:
     drafted = make(tmp_path / "head", model, variant)
-    given = speculative(tmp_path / "head")  # the method is found out
+    compare_drafts(target, tmp_path / "head", drafted)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(
+            **{**SMALL, "num_hidden_layers": LAYERS}, head_dim=16, query_pre_attn_scalar=16, sliding_window=32
+        ),
+        GraniteConfig(**{**SMALL, "num_hidden_layers": LAYERS}, residual_multiplier=0.3, embedding_multiplier=2.0),
+        CohereConfig(**{**SMALL, "num_hidden_layers": LAYERS}),
+        DeepseekV2Config(
+            **{**SMALL, "num_hidden_layers": LAYERS, "num_key_value_heads": 4},
+            first_k_dense_replace=2,
+            kv_lora_rank=32,
+            q_lora_rank=None,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            moe_intermediate_size=64,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_of_other_families_have_heads(config: PreTrainedConfig, tmp_path: Path) -> None:
+    """With norms after layers, scaled residuals, parallel ones, and with experts and a KV cache of another form."""
+    save(config, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    compare_drafts(tmp_path, tmp_path / "head", eagle3(tmp_path / "head", model, "published"))
+
+
+def compare_drafts(target: Path, head: Path, drafted: Drafted) -> None:
+    """Compare what is drafted while prompts are answered; the method is found out."""
+    given = speculative(head)
     engine = LLM(target, speculative_config=given, enable_prefix_caching=False, **OPTIONS).engine
     compared = 0
     for prompt in PROMPTS:
