@@ -51,6 +51,7 @@ from .sleep import SleepManager
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
 from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, Propose
+from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
 
@@ -76,7 +77,9 @@ class Engine:
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
         folder = Path(options.model) if options.model else demo.CHAT
-        config = read_config(folder)
+        config = read_config(folder, options.model_impl)
+        if config.model_impl == "transformers":
+            check_transformers(options, config)
         if built := engine_config_of(config.raw, folder):
             built.check(folder, {name: getattr(options, name) for name in DECIDED})
         self.max_model_len = options.max_model_len or config.max_model_len
