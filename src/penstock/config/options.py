@@ -112,6 +112,13 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             "Folder of a Hugging Face checkpoint, a GGUF file, or a name on the hub; nothing for the built-in model."
         ),
     ] = ""
+    model_impl: Annotated[
+        Literal["auto", "penstock", "transformers"],
+        option(
+            "What computes the model: Penstock's own implementation, or the modules of transformers (the extra "
+            "transformers), slowly, over our KV cache; auto is the latter only for architectures without an own one."
+        ),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], option("Format of the weights; dummy is random weights.")
     ] = "auto"

@@ -53,6 +53,7 @@ from .sleep import SleepManager
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
 from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propose
+from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
 from .whole_prompts import scratch_blocks, whole_prompts
@@ -79,7 +80,9 @@ class Engine:
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
         folder = Path(options.model) if options.model else demo.CHAT
-        config = read_config(folder)
+        config = read_config(folder, options.model_impl)
+        if config.model_impl == "transformers":
+            check_transformers(options, config)
         if config.encoder or read_dense_modules(folder):
             options = whole_prompts(options, config, folder)
         if built := engine_config_of(config.raw, folder):

@@ -57,6 +57,7 @@ from .heads import build_heads
 from .model import DraftHead, LanguageModelHead, Model
 from .read_config import read_config
 from .registry import Family, find_family, register
+from .transformers import FAMILY as OTHERS
 from .weights import (
     Checkpoint,
     DummyWeights,
@@ -182,7 +183,7 @@ def load_model(
         dtype = getattr(torch, built.dtype)
     dtype = compute_dtype(config, dtype, device)
     scheme = SCHEMES[quantization]
-    family = find_family(config.architecture, config.architecture)
+    family = family_of(config)
     find_stored = family.find_stored
     weights: Weights
     cache: PackedWeights | None = None
@@ -233,6 +234,11 @@ def load_model(
     if isinstance(cache, WeightCache):
         cache.save()
     return model
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family whose implementation computes a model."""
+    return OTHERS if config.model_impl == "transformers" else find_family(config.architecture, config.architecture)
 
 
 def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) -> Checkpoint | GGUFCheckpoint:

@@ -80,6 +80,8 @@ class ModelConfig:
     """Of a model that attends in both directions; None for a decoder."""
     num_labels: int = 0
     """Outputs of the classifier; 0 where the checkpoint has none."""
+    model_impl: Literal["penstock", "transformers"] = "penstock"
+    """What computes it: our implementation, or the modules of transformers."""
 
     @property
     def rotary_dim(self) -> int:
@@ -134,7 +136,7 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "tie_word_embeddings": tie_word_embeddings_of(raw),
         "has_lm_head": has_lm_head,
         "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
-        "dtype": _dtype(raw),
+        "dtype": dtype_of(raw),
         "quantization": quantization_of(raw) or "none",
         "sliding_windows": sliding_windows_by_layer_types(raw, layers) or (0,) * layers,
         "raw": raw,
@@ -169,7 +171,8 @@ def _count(raw: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
+def dtype_of(raw: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a checkpoint. Raises ``ValueError`` where ``config.json`` names none."""
     name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if not isinstance(dtype := getattr(torch, str(name), None), torch.dtype):
         raise ValueError(f"dtype is {name!r:.40}")

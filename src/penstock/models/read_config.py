@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
@@ -13,16 +15,26 @@ from penstock.planning.model_size import quantization_config_of, quantization_of
 from penstock.quant import read_quantization_config
 
 from .config import ModelConfig, architecture_of
-from .registry import find_family
+from .registry import Family, find_family, has_family
+from .transformers import FAMILY as OTHERS
+from .transformers.library import is_installed
+
+ModelImpl = Literal["auto", "penstock", "transformers"]
+"""Values of the option ``model_impl``."""
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig:
     """Read a checkpoint's ``config.json``.
+
+    Args:
+        model_impl: what is to compute the model; auto is transformers only where there is no family of ours.
 
     Raises ``PenstockError``: ``invalid`` where it is missing or broken, ``unsupported`` where it asks for what no
     code here computes.
     """
     raw, path = read_config_json(folder), folder / CONFIG
+    if model_impl == "transformers" or (model_impl == "auto" and _is_for_transformers(raw)):
+        return _read(OTHERS, raw, path)
     family = find_family(architecture_of(raw)[0], str(next(iter(raw.get("architectures") or ["none"]))))
     decodes = encoder_prefix(raw) is None
     if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
@@ -32,12 +44,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")
     if quantization is None:
         read_quantization_config(quantization_config_of(raw))
-    try:
-        config = family.read_config(raw)
-    except KeyError as error:
-        raise invalid("model", f"{path} lacks {error}") from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+    config = _read(family, raw, path)
     if config.num_heads % config.num_kv_heads:
         message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
         raise invalid("model", message)
@@ -45,3 +52,17 @@ def read_config(folder: Path) -> ModelConfig:
         message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
         raise invalid("model", message)
     return config
+
+
+def _read(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
+    try:
+        return family.read_config(raw)
+    except KeyError as error:
+        raise invalid("model", f"{path} lacks {error}") from error
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+
+
+def _is_for_transformers(raw: Mapping[str, Any]) -> bool:
+    """Whether transformers is installed, and only it may know the architecture."""
+    return not has_family(architecture_of(raw)[0]) and is_installed()

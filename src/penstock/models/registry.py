@@ -37,6 +37,10 @@ class Family:
     """Where in a checkpoint a module lies that layers ask for by its name; None where it lies under that name."""
 
 
+OTHERS = (
+    "Most others run, more slowly, with --model-impl auto and the extra for transformers: "
+    "pip install 'penstock-llm[transformers]'"
+)
 _FAMILIES: dict[str, Family] = {}
 
 
@@ -61,5 +65,11 @@ def find_family(architecture: str, name: str) -> Family:
     """
     if architecture not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise PenstockError(Code.UNSUPPORTED, f"architecture {name}; known are {known}", "model")
+        words = f"architecture {name}; known are {known}. {OTHERS}"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
     return _FAMILIES[architecture]
+
+
+def has_family(architecture: str) -> bool:
+    """Whether a family is registered for an architecture."""
+    return architecture in _FAMILIES

@@ -18,6 +18,8 @@ from .gguf_file import TYPES
 from .stored_format import stored_format
 from .vision_size import vision_weights
 
+COUNTED_WEIGHTS = "counted_weights"
+"""Key of a ``config.json`` in memory with fields of ``ModelSize``, where the parameters were counted."""
 QUANT_METHOD = "penstock"
 """``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
 
@@ -72,7 +74,8 @@ class ModelSize:
 def model_size_of(config: Mapping[str, Any]) -> ModelSize:
     """Read a ``config.json``. Raises ``PenstockError`` (``invalid``) where it lacks a size."""
     try:
-        return _model_size(config)
+        size = _model_size(config)
+        return replace(size, **config[COUNTED_WEIGHTS]) if COUNTED_WEIGHTS in config else size
     except KeyError as error:
         raise invalid("model", f"config.json lacks {error}") from error
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:

@@ -41,6 +41,7 @@ NO_MEANING = ("engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size")
 NO_CODE = "loading code is not supported"
 EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
 """vLLM's names → ours; the last one places several devices, of which there is one."""
+MODEL_IMPLS = {"auto": "auto", "vllm": "penstock", "penstock": "penstock", "transformers": "transformers"}
 IN_METRICS = "statistics are in /metrics, not in the log"
 OF_CHECKPOINTS = (
     "awq",
@@ -190,7 +191,7 @@ FLAGS: Mapping[str, Alias] = {
     "cpu_offload_gb": only_value("0", "weights are not offloaded"),
     "tokenizer_mode": only_value("auto", "there is one tokenizer mode"),
     "config_format": only_value("auto", "models are recognized by config.json"),
-    "model_impl": only_value("auto", "there is one implementation of each model"),
+    "model_impl": Alias("model_impl", one_of(MODEL_IMPLS)),
     "response_role": only_value("assistant", "answers are the assistant's"),
     "chat_template_content_format": only_value("auto", "the format is recognized in the chat template"),
     "logprobs_mode": only_value("raw_logprobs", "logprobs are the model's own"),

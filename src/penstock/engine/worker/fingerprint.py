@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import torch
 
 from penstock.layers import depends_on_length
@@ -22,6 +24,8 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> s
     """
     capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes rope tables and samples
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
+    if model.config.model_impl == "transformers":
+        parts.append(f"transformers{metadata.version('transformers')}")
     if quantization != "none":
         parts.append(quantization)
     if kv_spec.quantization:

@@ -72,7 +72,7 @@ def load_models(
             raise invalid("tensor_parallel_size", words, 1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    config = read_config(folder)
+    config = read_config(folder, options.model_impl)
     backend = ops.backend(device, options.ops, options.batch_invariant)
     if config.has_vision and device.type != "cpu":
         raise PenstockError(Code.UNSUPPORTED, "device: models that see images run on CPUs only, so far", "device")
@@ -151,7 +151,7 @@ def load_models(
         dtype=dtype,
         quantization=options.quantization,
         fingerprint=fingerprint(backend, model, options.quantization, specs[0]),
-        batch_invariant=backend.BATCH_INVARIANT,
+        batch_invariant=backend.BATCH_INVARIANT and config.model_impl == "penstock",
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,
         has_vision=model.vision is not None,
@@ -173,7 +173,7 @@ def _config_of(folder: Path, config: ModelConfig) -> ModelConfig:
         raise invalid("path", f"{folder} is no folder on this machine")
     if not (folder / "config.json").exists():
         return config
-    read = read_config(folder)
+    read = read_config(folder, config.model_impl)
     other = replace(read, raw=config.raw, dtype=config.dtype)  # weights may be stored in any dtype
     if other != config:
         names = [field for field in vars(config) if getattr(config, field) != getattr(other, field)]
@@ -235,8 +235,11 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     if not folder:
         return None
     if method := speculative.method if speculative.method in HEAD_METHODS else head_method(folder):
+        if model.model_impl == "transformers":
+            words = "heads draft with our own implementations; use ngram, or a draft model, with one of transformers"
+            raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
         return Draft(folder, method, None)
-    config = read_config(folder)
+    config = read_config(folder, options.model_impl)
     if config.has_vision:
         raise PenstockError(Code.UNSUPPORTED, "the draft model sees images; name one of text", "speculative_config")
     if config.vocab_size != model.vocab_size:

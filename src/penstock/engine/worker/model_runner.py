@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.core import Logprob
 from penstock.models import LanguageModelHead, Model
 from penstock.ops import AttentionMetadata, Batch, ForwardFn, KVSpec, LayerExport, Ops
+from penstock.ops.eager import capture as eager
 from penstock.planning.kv_spec import PROGRESS_BITS, bytes_per_block
 
 from ..step import SampledTokens
@@ -119,8 +120,9 @@ class ModelRunner:
         hidden = None
         if model.layers.start or model.vision:
             hidden = torch.zeros(self._max_tokens, model.config.hidden_size, dtype=model.dtype)
+        own = model.config.model_impl == "penstock"
         capture = partial(
-            self._ops.capture,
+            self._ops.capture if own else eager,
             partial(model.forward, cache=self.cache, export=self._export),
             self._max_tokens,
             self._max_rows,

@@ -1,0 +1,107 @@
+"""The configuration of a model that transformers runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.planning.model_size import (
+    COUNTED_WEIGHTS,
+    max_model_len_of,
+    quantization_config_of,
+    quantization_of,
+    rope_parameters_of,
+)
+
+from ..config import ModelConfig, dtype_of
+from .library import cache_windows, library_config, model_class, skeleton, unsupported
+
+DEFAULT_LENGTH = 2048
+"""Context of models whose configuration names none, as those without learned positions."""
+LIBRARY_CONFIG = "library_config"
+"""Key of ``ModelConfig.raw`` with the ``config.json`` that transformers reads."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of any causal language model, by the names that transformers has for its fields.
+
+    Raises ``PenstockError`` (``unsupported``) where transformers is missing, does not know the architecture, or has a
+    model of it that keeps more than keys and values, or the weights are quantized; ``invalid`` where it does not take
+    the configuration.
+    """
+    architecture, dtype = str(next(iter(raw.get("architectures") or ["none"]))), dtype_of(raw)
+    if getattr(model_class(architecture), "_is_stateful", False):
+        raise unsupported(architecture, "it keeps more than keys and values (it is stateful)")
+    if raw.get("gguf") or quantization_of(raw) is None:
+        words = f"{architecture} is run by transformers, with weights of safetensors files that are not quantized"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}; --quantization quantizes them at load", "model")
+    whole = library_config(architecture, {name: value for name, value in raw.items() if name != "quantization_config"})
+    own = whole.get_text_config(decoder=True)
+    if getattr(whole, "is_encoder_decoder", False):
+        raise unsupported(architecture, "it has an encoder")
+    cache_windows(architecture, whole)
+
+    def count(name: str, default: int = 0) -> int:
+        try:
+            value = getattr(own, name, None)
+        except Exception:  # of attributes that differ from layer to layer
+            value = None
+        return value if isinstance(value, int) and value > 0 else default
+
+    hidden, heads, layers = count("hidden_size"), count("num_attention_heads", 1), count("num_hidden_layers", 1)
+    rope = getattr(own, "rope_parameters", None) or {}
+    rope = rope_parameters_of({"rope_parameters": rope} if isinstance(rope.get("rope_type"), str) else {})
+    length = count("max_position_embeddings", DEFAULT_LENGTH)
+    weights = _count_weights(skeleton(architecture, whole))
+    sizes = {
+        "architectures": [architecture],
+        "vocab_size": count("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": count("intermediate_size", 4 * hidden),
+        "num_attention_heads": heads,
+        "num_key_value_heads": count("num_key_value_heads", heads),
+        "num_hidden_layers": layers,
+        "head_dim": count("head_dim", max(hidden // heads, 1)),
+        "max_position_embeddings": length,
+        "tie_word_embeddings": weights["embedding_weights"] == weights["head_weights"],
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization_config": quantization_config_of(raw),
+        COUNTED_WEIGHTS: weights,
+        LIBRARY_CONFIG: raw,
+    }
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=count("intermediate_size", 4 * hidden),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=count("num_key_value_heads", heads),
+        head_dim=count("head_dim", max(hidden // heads, 1)),
+        max_model_len=max_model_len_of(length, rope),
+        max_position_embeddings=length,
+        rms_norm_eps=0.0,
+        rope_parameters=rope,
+        tie_word_embeddings=weights["embedding_weights"] == weights["head_weights"],
+        has_lm_head=True,
+        num_mtp_layers=0,
+        dtype=dtype,
+        quantization=quantization_of(raw) or "none",
+        sliding_windows=(0,) * layers,
+        raw=sizes,
+        model_impl="transformers",
+    )
+
+
+def _count_weights(model: Any) -> dict[str, int]:
+    """The fields of ``ModelSize`` with numbers of parameters."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    outer = {id(module.weight): module.weight.numel() for module in (embedding, head) if module is not None}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    first = embedding.weight.numel()
+    if tied and len(outer) > 1:  # which are tied once they are loaded
+        outer, total = {id(embedding.weight): first}, total - head.weight.numel()
+    together = sum(outer.values())
+    return {"layer_weights": total - together, "embedding_weights": together, "head_weights": first}

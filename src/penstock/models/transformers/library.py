@@ -1,0 +1,93 @@
+"""The classes of the transformers library that a ``config.json`` names, without code from the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+from .attention import NAME, register
+
+EXTRA = "penstock-llm[transformers]"
+
+
+def is_installed() -> bool:
+    """Whether transformers can be imported."""
+    return find_spec("transformers") is not None
+
+
+def unsupported(architecture: str, why: object) -> PenstockError:
+    """The error for a model that transformers knows, and that cannot be run here."""
+    words = f"{architecture} cannot be run by the modules of transformers over a paged KV cache: {why}"
+    return PenstockError(Code.UNSUPPORTED, words, "model")
+
+
+def model_class(architecture: str) -> Any:
+    """The class of a causal language model.
+
+    Raises ``PenstockError`` (``unsupported``) where transformers is missing, or has no such class.
+    """
+    if not is_installed():
+        words = f"architecture {architecture} is run by transformers, which is not installed: pip install '{EXTRA}'"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = getattr(transformers, architecture, None)
+    if found is None or architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        known = "knows it, but not as a causal language model" if found else "does not know it: a later one may"
+        words = f"architecture {architecture}: transformers {transformers.__version__} {known}"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    return found
+
+
+def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
+    """The configuration that transformers makes of a ``config.json``; raises ``PenstockError`` (``invalid``)."""
+    found = model_class(architecture).config_class
+    try:
+        return found.from_dict({name: value for name, value in raw.items() if name != "auto_map"})
+    except Exception as error:  # of its own kinds, and of those of huggingface_hub
+        raise invalid("model", f"transformers does not take this config.json: {first_line(error)}") from error
+
+
+def skeleton(architecture: str, configuration: Any) -> Any:
+    """The model without memory for its weights, with our attention.
+
+    Raises ``PenstockError`` (``unsupported``) where it cannot be made.
+    """
+    register()
+    configuration._attn_implementation = NAME
+    try:
+        with torch.device("meta"):
+            return model_class(architecture)(configuration)
+    except Exception as error:  # whatever its code raises: packages that are missing, values that it does not expect
+        why = "it takes no attention but its own" if str(error) == repr(NAME) else first_line(error)
+        raise unsupported(architecture, why) from error
+
+
+def cache_windows(architecture: str, configuration: Any) -> list[int]:
+    """The sliding window of each layer of the library's own KV cache; 0 where there is none.
+
+    Raises ``PenstockError`` (``unsupported``) where a layer keeps something else than keys and values.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    try:
+        layers = DynamicCache(config=configuration).layers
+    except Exception as error:  # of configurations that have no such cache
+        raise unsupported(architecture, f"it has no KV cache of its own ({first_line(error)})") from error
+    for layer in layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise unsupported(architecture, f"it keeps more than keys and values ({type(layer).__name__})")
+    return [int(getattr(layer, "sliding_window", 0) or 0) for layer in layers]
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:300]

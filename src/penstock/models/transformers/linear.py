@@ -1,0 +1,122 @@
+"""Linear layers of a transformers module, computed by our kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.core.errors import invalid
+from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.layers import BuildContext
+from penstock.ops import QuantizedWeight
+from penstock.parallel import shard_outputs
+from penstock.quant import PackedMatrix
+
+
+class ModuleWeights:
+    """The parameters of a module as ``layers.Weights``.
+
+    Args:
+        version: of the checkpoint.
+    """
+
+    def __init__(self, module: nn.Module, version: str) -> None:
+        self._module = module
+        self.version = version
+
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """As ``Weights.read``."""
+        tensor = self._module.get_parameter(name).detach()
+        if tensor.shape != shape:
+            raise invalid("model", f"tensor {name} has shape {tuple(tensor.shape)}, and {shape} is wanted")
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+    def has(self, name: str) -> bool:
+        """As ``Weights.has``."""
+        return any(name == own for own, _ in self._module.named_parameters())
+
+    def format_of(self, name: str) -> Format:
+        """As ``Weights.format_of``: nothing is quantized."""
+        return UNQUANTIZED
+
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
+        """As ``Weights.read_quantized``, which is not called for weights that are not quantized."""
+        raise AssertionError(name)
+
+
+class PackedLinear(nn.Module):
+    """``nn.Linear`` over a packed matrix, which has its bias.
+
+    Args:
+        out_float32: whether products stay float32, as logits do.
+    """
+
+    def __init__(self, linear: nn.Linear, matrix: PackedMatrix, device: torch.device, out_float32: bool) -> None:
+        super().__init__()
+        self._matrix = matrix
+        self._device = device
+        self._out_float32 = out_float32
+        self.bias = linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """``[out, in]``, unpacked at each access, for modules that multiply with it themselves."""
+        return self._matrix.embedding(torch.arange(self.out_features, device=self._device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._matrix.linear(rows, self._out_float32).view(*x.shape[:-1], self.out_features)
+
+
+class PackedEmbedding(nn.Module):
+    """``nn.Embedding`` over a packed matrix."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self._matrix = matrix
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """``[...]`` to ``[..., hidden]``."""
+        return self._matrix.embedding(token_ids.flatten()).view(*token_ids.shape, -1)
+
+
+def pack_linears(context: BuildContext, model: nn.Module, head: nn.Module | None, embedding: nn.Module | None) -> None:
+    """Replace each ``nn.Linear`` of a model, one after the other, by one over a packed matrix.
+
+    Args:
+        context: whose weights are those of the model (``ModuleWeights``).
+        head: the language model head, which is packed with ``embedding`` if the two are tied.
+    """
+    _convert_conv1d(model)
+    for name, module in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
+        bias = None if module.bias is None else module.bias.detach()
+        inputs, shard, is_head = module.in_features, shard_outputs(context.group, module.out_features), module is head
+        if is_head and bias is None:
+            matrix = context.vocabulary_matrix(name, inputs, shard)
+            if type(embedding) is nn.Embedding and embedding.weight is module.weight:
+                at = next(name for name, module in model.named_modules() if module is embedding)
+                model.set_submodule(at, PackedEmbedding(matrix))
+        else:
+            format = context.scheme.head if is_head else context.scheme.layers
+            packed = context.matrix([name], inputs, [shard], format, bias)
+            assert isinstance(packed, PackedMatrix)  # as one matrix is
+            matrix = packed
+        model.set_submodule(name, PackedLinear(module, matrix, context.device, out_float32=is_head))
+
+
+def _convert_conv1d(model: nn.Module) -> None:
+    """Replace the transposed linear layers that GPT-2 has by ``nn.Linear``."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in [(name, module) for name, module in model.named_modules() if type(module) is Conv1D]:
+        linear = nn.Linear(module.nx, module.nf, device="meta")
+        linear.weight, linear.bias = nn.Parameter(module.weight.detach().T), module.bias
+        model.set_submodule(name, linear)
+
+
+def has_other_matrices(model: nn.Module) -> bool:
+    """Whether a model whose linear layers are packed multiplies by matrices of its own, as of experts."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return any(weight.dim() > 1 and id(weight) not in embeddings for weight in model.parameters())

@@ -1,0 +1,102 @@
+"""Builds a model of transformers' modules from our readers of checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.core.errors import invalid
+from penstock.layers import BuildContext
+from penstock.layers.context import is_finite
+
+from ..config import ModelConfig
+from ..weights import Checkpoint
+from .attention import NAME, UnsupportedAttention, register
+from .config import LIBRARY_CONFIG
+from .library import first_line, library_config, model_class
+
+
+def load_module(context: BuildContext, config: ModelConfig) -> Any:
+    """The causal language model as transformers builds it, with weights of the context, or random ones where that has
+    no ``Checkpoint``; its attention is ours.
+
+    Raises ``PenstockError`` (``invalid``) where tensors are missing or of other shapes.
+    """
+    register()
+    found, configuration = (
+        model_class(config.architecture),
+        library_config(config.architecture, config.raw[LIBRARY_CONFIG]),
+    )
+    if not isinstance(context.weights, Checkpoint):
+        importlib.import_module("torch._prims.rng_prims")  # which engine processes lack (engine/lean_torch.py)
+        torch.manual_seed(int(context.weights.version[:8], 16))
+        configuration._attn_implementation = NAME
+        made = found._from_config(configuration, dtype=context.dtype)
+        return made.to(context.device).eval()
+    checkpoint = context.weights
+    state = {
+        checkpoint.stored_name(name): checkpoint.read(name, *checkpoint.shape(name), as_stored=True)
+        for name in checkpoint.names
+    }
+    options = {"dtype": context.dtype, "attn_implementation": NAME, "ignore_mismatched_sizes": True}
+    try:
+        with _quietly():
+            model, info = found.from_pretrained(
+                None, config=configuration, state_dict=state, output_loading_info=True, **options
+            )
+    except Exception as error:  # of conversions of tensors
+        raise invalid("model", f"transformers does not take the weights: {first_line(error)}") from error
+    if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
+        name = lacking[0] if isinstance(lacking[0], str) else lacking[0][0]
+        raise invalid("model", f"the checkpoint lacks {name}, or has it in another shape than config.json wants")
+    if errors := info.get("error_msgs"):
+        raise invalid("model", f"transformers does not take the weights: {str(errors)[:200]}")
+    if context.check_finite:
+        for name, tensor in model.named_parameters():
+            if not is_finite(tensor):
+                raise invalid("model", f"tensor {name} has values that are not finite numbers")
+    return model.to(context.device).eval()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without progress bars and reports of what is in a checkpoint, which errors say here."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def fix_rope(model: nn.Module, max_len: int) -> None:
+    """Fix rotary embeddings whose frequencies depend on the length at those of the longest sequence.
+
+    Raises ``UnsupportedAttention`` where this transformers updates them in another way.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        if not any(kind == "longrope" or "dynamic" in str(kind) for kind in by_layer.values()):
+            continue
+        device = next(model.parameters()).device
+        last = torch.tensor([[max_len - 1]], device=device)
+        try:
+            for layer_type in by_layer:
+                more = {} if layer_type is None else {"layer_type": layer_type}
+                module(torch.zeros(1, 1, 1, device=device), last, **more)
+        except Exception as error:
+            words = "its rotary embedding depends on the length in a way that is not known here"
+            raise UnsupportedAttention(words) from error
+        fixed: Any = dict.fromkeys(by_layer, "fixed") if isinstance(kinds, dict) else "fixed"
+        module.rope_type = fixed

@@ -1,0 +1,169 @@
+"""A ``Model`` whose layers are transformers' modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.core import PenstockError
+from penstock.core.errors import invalid
+from penstock.layers import BuildContext, LoRATarget, PoolerHead
+from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
+
+from ..config import ModelConfig
+from ..model import DraftHead
+from ..vision import VisionTower
+from .attention import CausalMask, PagedAttentions, RecordedAttentions, UnsupportedAttention, attending
+from .check import check
+from .config import LIBRARY_CONFIG
+from .library import cache_windows, first_line, library_config, unsupported
+from .linear import ModuleWeights, has_other_matrices, pack_linears
+from .loading import fix_rope, load_module
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersModel:
+    """A ``Model``. Its hidden states are what the first module of the language model returns, and its logits what the
+    rest of that makes of them.
+
+    Raises ``PenstockError`` (``unsupported``, with the architecture's name) for a model that cannot be run so: it is
+    compared with what transformers computes of a few tokens.
+    """
+
+    def __init__(self, context: BuildContext, config: ModelConfig) -> None:
+        self.config = config
+        self.dtype = context.dtype
+        self.max_len = context.max_len
+        self.weights_version = context.weights.version
+        self.layers = range(config.num_layers)
+        self.lora_targets: Mapping[str, LoRATarget | None] = {}
+        self.mapped_bytes = 0
+        self.draft_heads: Sequence[DraftHead] = ()
+        self.aux_hidden_state_layers: Sequence[int] = ()
+        self.vision: VisionTower | None = None
+        self.heads: Mapping[str, PoolerHead] = {}
+        self._ops = context.ops
+        self._device = context.device
+        self._windows = cache_windows(
+            config.architecture, library_config(config.architecture, config.raw[LIBRARY_CONFIG])
+        )
+        self._model = load_module(context, config)
+        head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
+        weights = ModuleWeights(self._model, context.weights.version)
+        pack_linears(replace(context, weights=weights, weight_cache=None), self._model, head, embedding)
+        if context.ops.NAME == "cpu" and not has_other_matrices(self._model):
+            torch.set_num_threads(1)  # which otherwise spin for a while after each call, on cores that the kernels lack
+        with self._refused_by_name():
+            fix_rope(self._model, context.max_len)
+            self._record()
+            check(self, self._model, context)
+
+    @contextmanager
+    def _refused_by_name(self) -> Iterator[None]:
+        architecture = self.config.architecture
+        try:
+            yield
+        except UnsupportedAttention as error:
+            raise unsupported(architecture, error) from error
+        except PenstockError as error:
+            raise unsupported(architecture, error) from error
+        except Exception as error:  # whatever a model's code raises where it meets a mask or layer of ours
+            why = first_line(error)
+            if CausalMask.__name__ in why:
+                why = "its modules compute with the attention mask themselves, as with position biases"
+            raise unsupported(architecture, why) from error
+
+    @torch.inference_mode()
+    def _record(self) -> None:
+        """Find the body, which is the first module that runs, and its attentions."""
+        began: list[nn.Module] = []
+        hooks = [
+            module.register_forward_pre_hook(lambda module, _: began.append(module))
+            for module in self._model.modules()
+            if module is not self._model
+        ]
+        recorded, ids = RecordedAttentions(self.max_len), torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        try:
+            with attending(recorded):
+                self._model(input_ids=ids, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._body = began[0]
+        recorded = RecordedAttentions(self.max_len)
+        with attending(recorded):
+            self._output = self._run_body(ids[0], torch.arange(2, device=self._device))
+        if not recorded.calls:
+            raise UnsupportedAttention("its attention does not go through the attention interface")
+        self._calls, self._masks = recorded.calls, recorded.masks
+        wanted = [window if window < self.max_len else 0 for window in self._windows]
+        found = [call.window for call in recorded.calls]
+        if found != wanted if len(found) == len(wanted) else not {*found} <= {*wanted}:
+            raise UnsupportedAttention("its masks have other sliding windows than its KV cache")
+
+    def _run_body(self, token_ids: Tensor, positions: Tensor) -> Any:
+        """What the body returns for ``[tokens]`` int64 and their positions."""
+        return self._body(
+            input_ids=token_ids[None],
+            attention_mask=torch.ones_like(token_ids)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            return_dict=True,
+        )
+
+    def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
+        """As ``Model.kv_specs``: an entry for each attention of a pass."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return [
+            KVSpec(call.num_kv_heads, call.head_dim, dtype, block_size, quantization, call.window)
+            for call in self._calls
+        ]
+
+    def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
+        """As ``Model.transfer_layouts``; raises ``PenstockError``, as keys and values are not transferred."""
+        raise invalid("role", "models run by transformers do not transfer their KV cache")
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
+        """As ``Model.forward``."""
+        attentions = PagedAttentions(self._ops, self._calls, self._masks, batch, cache)
+        with attending(attentions):
+            hidden: Tensor = self._run_body(batch.token_ids, batch.positions).last_hidden_state[0]
+        attentions.finish()
+        return hidden[batch.logits_indices]
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """As ``Model.embed``."""
+        embedded: Tensor = self._model.get_input_embeddings()(token_ids)
+        return embedded
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As ``Model.logits``: the causal language model over these in place of its body's hidden states."""
+        output = type(self._output)(last_hidden_state=hidden[None])
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._device)
+        self._body.forward = lambda *args, **options: output
+        try:
+            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del self._body.forward
+        return logits.float()
+
+    @torch.inference_mode()
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        """As ``Model.argmax``, of all logits."""
+        logits = self.logits(hidden)
+        return (logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)).argmax(-1)
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> TransformersModel:
+    """``Family.build``."""
+    return TransformersModel(context, config)

@@ -1,0 +1,213 @@
+"""Models that transformers' modules compute over the paged KV cache (``model_impl``), against the library itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import SMALL
+from checkpoints import save as save_known
+from transformers import PreTrainedModel, Qwen3Config
+from transformers_architectures import OPTIONS, PROMPTS, compare, draw, rows, save, table, tiny
+
+from penstock.core import PenstockError, SamplingParams
+from penstock.frontend.llm import LLM
+
+RUN = [
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "CodeGenForCausalLM",
+    "Dots1ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "HeliumForCausalLM",
+    "JetMoeForCausalLM",
+    "NemotronForCausalLM",
+    "OlmoForCausalLM",
+    "OPTForCausalLM",
+    "PersimmonForCausalLM",
+    "PhiForCausalLM",
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+    "YoutuForCausalLM",
+]
+REFUSED = {
+    "BloomForCausalLM": "compute with the attention mask themselves",
+    "FalconForCausalLM": "takes no attention but its own",
+    "Lfm2MoeForCausalLM": r"more than keys and values \(LinearAttentionLayer\)",
+    "MambaForCausalLM": r"more than keys and values \(it is stateful\)",
+    "MBartForCausalLM": "takes no position_ids",
+    "MoshiForCausalLM": "masks have other sliding windows than its KV cache",
+    "RobertaForCausalLM": "does not number positions from 0 on",
+    "XLMWithLMHeadModel": "does not go through the attention interface",
+}
+
+
+def checkpoint(architecture: str, folder: Path, **more: Any) -> PreTrainedModel:
+    return save(architecture, tiny(architecture, **more), folder)
+
+
+@pytest.mark.parametrize("architecture", RUN)
+def test_tokens_and_log_probabilities(architecture: str, tmp_path: Path) -> None:
+    """In a batch, in chunks, with cached prefixes and preemption: of one sequence at a time in the library."""
+    model = checkpoint(architecture, tmp_path)
+    llm = LLM(tmp_path, **OPTIONS)
+    found = compare(llm, model)
+    assert (found.wrong_tokens, found.difference < 2e-5) == (0, True), found
+    assert llm.engine.scheduler.num_preemptions
+    assert not llm.engine.info.batch_invariant
+    assert f"| `{architecture}` | runs |" in table()
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_what_would_be_wrong_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    checkpoint(architecture, tmp_path)
+    with pytest.raises(PenstockError, match=f"{architecture} cannot be run by the modules.*{REFUSED[architecture]}"):
+        LLM(tmp_path, **OPTIONS)
+    assert f"| `{architecture}` | refused: " in table()
+
+
+@pytest.mark.thorough
+def test_the_table_of_all_architectures() -> None:
+    assert "".join(rows()) == table().partition("|---|---|\n")[2]
+
+
+def test_plain_pytorch_and_rope_that_depends_on_the_length(tmp_path: Path) -> None:
+    """Fixed at load for the longest sequence, which the library comes to in longer ones than it was trained with."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
+    model = checkpoint("Phi3ForCausalLM", tmp_path, rope_parameters=rope)
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 64]
+    assert compare(LLM(tmp_path, ops="reference", **OPTIONS), model, prompts)[2:] < (1, 0)
+
+
+@torch.inference_mode()
+def errors(log_probabilities: list[list[float]], model: PreTrainedModel) -> float:
+    """Of the prompts' log probabilities, those of the model being right: the root of the mean square."""
+    squares = [
+        (torch.tensor(found) - wanted_log_probabilities(model, prompt)).square()
+        for prompt, found in zip(PROMPTS[1:], log_probabilities, strict=True)
+    ]
+    return float(torch.cat(squares).mean().sqrt())
+
+
+def wanted_log_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    table = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    return table[range(len(prompt) - 1), prompt[1:]]
+
+
+def log_probabilities(llm: LLM) -> list[list[float]]:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    return [
+        [found.logprob for at in (output.prompt_logprobs or [])[1:] for found in (at or {}).values()]
+        for output in llm.generate(PROMPTS[1:], params, use_tqdm=False)
+    ]
+
+
+def test_quantization_at_load_and_of_the_cache(tmp_path: Path) -> None:
+    model = checkpoint("StableLmForCausalLM", tmp_path)
+    options = OPTIONS | {"quantization": "w8a8", "kv_cache_dtype": "int8", "num_gpu_blocks_override": 60}
+    assert 1e-4 < errors(log_probabilities(LLM(tmp_path, **options)), model) < 0.2
+
+
+@torch.inference_mode()
+def test_bfloat16_is_no_worse_than_the_librarys(tmp_path: Path) -> None:
+    model = checkpoint("StableLmForCausalLM", tmp_path)
+    rough = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = log_probabilities(LLM(tmp_path, **OPTIONS | {"dtype": "bfloat16", "num_gpu_blocks_override": 60}))
+    theirs = [wanted_log_probabilities(rough, prompt).tolist() for prompt in PROMPTS[1:]]
+    assert errors(ours, model) <= 1.2 * errors(theirs, model)
+
+
+def test_auto_prefers_our_own_implementation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for folder in (ours := tmp_path / "qwen3", theirs := tmp_path / "stablelm"):
+        folder.mkdir()
+    save_known(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), ours)
+    checkpoint("StableLmForCausalLM", theirs)
+    options = OPTIONS | {"model_impl": "auto"}
+    assert LLM(ours, **options).engine.info.batch_invariant
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING):
+        LLM(theirs, **options)
+    (line,) = caplog.messages
+    assert "StableLmForCausalLM is run by the modules of transformers" in line and "not batch-invariant" in line
+    with pytest.raises(PenstockError, match=r"architecture StableLmForCausalLM; known are .*--model-impl auto"):
+        LLM(theirs, **options | {"model_impl": "penstock"})
+
+
+def test_what_an_unknown_architecture_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint("StableLmForCausalLM", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    with pytest.raises(PenstockError, match=r"known are .* pip install 'penstock-llm\[transformers\]'"):
+        LLM(tmp_path, **OPTIONS | {"model_impl": "auto"})
+    with pytest.raises(PenstockError, match=r"pip install 'penstock-llm\[transformers\]'"):
+        LLM(tmp_path, **OPTIONS)
+    monkeypatch.undo()
+    for architecture, words in {
+        "Qwen99ForCausalLM": f"transformers {transformers.__version__} does not know it",
+        "BertForMaskedLM": "knows it, but not as a causal language model",
+    }.items():
+        config |= {"architectures": [architecture], "auto_map": {"AutoModelForCausalLM": "modeling.Qwen99"}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "modeling.py").write_text("raise SystemExit")  # no code of a checkpoint is run
+        with pytest.raises(PenstockError, match=f"architecture {architecture}.*{words}"):
+            LLM(tmp_path, **OPTIONS | {"model_impl": "auto"})
+
+
+def test_what_it_does_not_support_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    checkpoint("StableLmForCausalLM", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for options in (
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"enable_lora": True},
+        {"kv_offloading_size": 1.0},
+    ):
+        (name,) = options
+        with pytest.raises(PenstockError, match=f"{name} is not supported for StableLmForCausalLM"):
+            LLM(tmp_path, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("hidden_size", 65, "hidden_size|divisible"),
+        ("hidden_size", "x", "transformers does not take this config.json"),
+        ("intermediate_size", 97, "in another shape"),
+        ("num_hidden_layers", 4, "lacks model.layers.3"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "not quantized"),
+        ("torch_dtype", "load", "dtype is 'load'"),
+    ],
+)
+def test_broken_checkpoints_are_one_sentence(tmp_path: Path, name: str, value: object, words: str) -> None:
+    checkpoint("StableLmForCausalLM", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(PenstockError, match=words):
+        LLM(tmp_path, **OPTIONS)
+
+
+def test_other_weights_and_random_ones(tmp_path: Path) -> None:
+    """A model is loaded again with the weights of another folder, and with none at all."""
+    model = checkpoint("StableLmForCausalLM", tmp_path)
+    llm, other = LLM(tmp_path, **OPTIONS), tmp_path / "other"
+    shutil.copytree(tmp_path, other, ignore=shutil.ignore_patterns("other"))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.9)
+    model.save_pretrained(other)
+    llm.update_weights(other)
+    assert compare(llm, model)[2] == 0
+    (tmp_path / "model.safetensors").unlink()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    made = [LLM(tmp_path, **OPTIONS, load_format="dummy").generate([draw(0, 9)], params, use_tqdm=False) for _ in "ab"]
+    assert made[0][0].outputs[0].token_ids == made[1][0].outputs[0].token_ids
