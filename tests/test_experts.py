@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SMALL, save
+from quantized import KINDS, as_array, bfloat16_array
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     Ernie4_5_MoeConfig,
@@ -293,6 +296,47 @@ def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedMod
         llm = LLM(folder, dtype="bfloat16", ops="cpu", quantization=quantization, weight_cache_dir="none", **TIGHT)
         together = [told(output) for output in generate(llm)]
         assert [told(generate(llm, [prompt])[0]) for prompt in PROMPTS] == together
+
+
+@pytest.mark.parametrize("name", ["gptq asymmetric, act-order, v2", "awq g32", "compressed-tensors w8a8", "fp8 blocks"])
+def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    """Experts that a checkpoint has quantized, beside the weights that these mean."""
+    kind, generator = KINDS[name], torch.Generator().manual_seed(0)
+    folders = tmp_path / "quantized", tmp_path / "plain"
+    config = Qwen2MoeConfig(
+        **SMALL | {"hidden_size": 128},
+        moe_intermediate_size=64,
+        num_experts_per_tok=2,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+    )
+    for folder in folders:
+        save(config, folder)
+    stored = load_file(folders[0] / "model.safetensors")
+    quantized, plain = {}, dict(stored)
+    for tensor, weight in stored.items():
+        matrix = tensor.removesuffix(".weight")
+        if ".experts." not in tensor:
+            quantized[tensor] = weight
+            continue
+        own = kind.tensors(generator, *weight.shape)
+        arrays = {part: as_array(each) for part, each in own.items() if each.dtype != torch.bfloat16}
+        arrays |= {part: bfloat16_array(part, own[part]) for part in own.keys() - arrays.keys()}
+        plain[tensor] = torch.from_numpy(kind.weights(arrays, *weight.shape)).float()
+        quantized |= {f"{matrix}.{part}": each.contiguous() for part, each in own.items()}
+    for folder, tensors in zip(folders, (quantized, plain), strict=True):
+        save_file(tensors, folder / "model.safetensors")
+    path = folders[0] / "config.json"
+    left = [name.removesuffix(".weight") for name in stored if ".experts." not in name]
+    given = kind.config | {"modules_to_not_convert": left, "ignore": left}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": given}))
+    found = [
+        [logprob for row in told(output)[1:] for _, logprob in row[:1]]
+        for folder in folders
+        for output in generate(LLM(folder, dtype="bfloat16", ops="cpu", **TIGHT), PROMPTS[3:4])
+    ]
+    got, expected = (torch.tensor(row[:99]) for row in found)  # of the prompt
+    assert (got - expected).abs().mean() < 0.2  # in 8-bit activations, too; log probabilities are -8 on average
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe", "ernie-4.5"])
