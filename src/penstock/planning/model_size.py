@@ -91,6 +91,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     sparse = _experts(config, hidden)
     plain = layers - _num_sparse_layers(config, layers) if sparse else layers
     mtp = int(config.get("num_nextn_predict_layers") or 0)
+    of_mtp_layer = dense if config.get("moe_num_experts") else sparse or dense  # ERNIE's has no experts
     return ModelSize(
         architecture=str(next(iter(config.get("architectures") or ["unknown"]))),
         max_model_len=max_model_len_of_config(config),
@@ -103,7 +104,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
         latent=latent,
-        mtp_weights=mtp * (attention + (sparse or dense) + 2 * hidden * hidden),
+        mtp_weights=mtp * (attention + of_mtp_layer + 2 * hidden * hidden),
         num_mtp_layers=mtp,
         quantization=quantization_of(config) or "none",
         stored=stored_format(quantization_config_of(config)),
