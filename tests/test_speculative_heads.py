@@ -19,8 +19,10 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     DeepseekV2Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -466,18 +468,47 @@ def test_what_is_missing_is_refused(simple: tuple[Path, Any], given: dict[str, s
         LLM(simple[0], speculative_config=given, **OPTIONS)
 
 
-def test_mtp_layers_of_ernie(tmp_path: Path) -> None:
-    """Under the names of its checkpoints: of a model whose next token depends on the last one alone."""
-    config = Ernie4_5Config(**SMALL, head_dim=16)
+NAMES_OF_DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+DEEPSEEK = dict.fromkeys(NAMES_OF_DEEPSEEK, "model.layers.3.{}") | {"": "model.layers.3"}
+ERNIE = {
+    "enorm": "model.mtp_emb_norm.0",
+    "hnorm": "model.mtp_hidden_norm.0",
+    "eh_proj": "model.mtp_linear_proj.0",
+    "": "model.mtp_block.0",
+}
+EXPERTS = {"moe_intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "names"),
+    [
+        (Ernie4_5Config(**SMALL, head_dim=16), 0, ERNIE),
+        (Ernie4_5_MoeConfig(**SMALL, **EXPERTS, moe_num_experts=4, moe_k=2, moe_layer_start_index=1), 0, ERNIE),
+        (Glm4MoeConfig(**SMALL, **EXPERTS, head_dim=16, n_routed_experts=4, num_experts_per_tok=2), 2, DEEPSEEK),
+    ],
+    ids=lambda each: getattr(each, "model_type", ""),
+)
+def test_mtp_layers_of_checkpoints(config: PreTrainedConfig, layer: int, names: dict[str, str], tmp_path: Path) -> None:
+    """Under the names that families have, of models whose next token depends on the last one alone.
+
+    Args:
+        layer: of the model, whose weights the MTP layer gets.
+        names: of modules in the checkpoint; "" is the MTP layer itself.
+    """
     save(config, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name, tensor in list(tensors.items()):
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if "o_proj" in name or "down_proj" in name:
             tensor.zero_()
-        if name.startswith("model.layers.0."):
-            tensors[name.replace("layers.0", "mtp_block.0")] = tensor.clone()
-    tensors |= {f"model.{name}.0.weight": torch.ones(SIZE) for name in ("mtp_emb_norm", "mtp_hidden_norm")}
-    tensors["model.mtp_linear_proj.0.weight"] = torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1)
+        if name.startswith(f"model.layers.{layer}."):
+            tensors[name.replace(f"model.layers.{layer}", names[""])] = tensor.clone()
+    made = {
+        "enorm": torch.ones(SIZE),
+        "hnorm": torch.ones(SIZE),
+        "eh_proj": torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1),
+        "shared_head.norm": tensors["model.norm.weight"].clone(),
+    }
+    tensors |= {f"{names[part].format(part)}.weight": each for part, each in made.items() if part in names}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))

@@ -39,11 +39,13 @@ def _dense_layers(raw: Mapping[str, Any]) -> frozenset[int]:
     layers, interval = range(int(raw["num_hidden_layers"])), int(raw.get("moe_layer_interval") or 1)
     start, end = int(raw.get("moe_layer_start_index") or 0), int(raw.get("moe_layer_end_index", -1))
     end = end if end >= 0 else len(layers) - 1
-    return frozenset(layer for layer in layers if not start <= layer <= end or (layer + 1) % interval)
+    mtp = range(len(layers), len(layers) + int(raw.get("num_nextn_predict_layers") or 0))
+    return frozenset(mtp).union(layer for layer in layers if not start <= layer <= end or (layer + 1) % interval)
 
 
 FAMILY = Family(
     ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"),
     read_config=read_config,
     build=partial(build_decoder, mlp=mixture_of_experts),
+    find_stored=ernie4_5.find_mtp,
 )

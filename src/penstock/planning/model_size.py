@@ -102,6 +102,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     embeddings = vocabulary * hidden * (1 if encoder or tie_word_embeddings_of(config) else 2)
     if encoder:
         embeddings += _added_weights(config, longest) * hidden
+    of_mtp_layer = dense if config.get("moe_num_experts") else sparse or dense  # ERNIE's has no experts
     return ModelSize(
         architecture=str(next(iter(config.get("architectures") or ["unknown"]))),
         max_model_len=longest,
@@ -114,7 +115,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
         latent=latent,
-        mtp_weights=mtp * (attention + (sparse or dense) + 2 * hidden * hidden),
+        mtp_weights=mtp * (attention + of_mtp_layer + 2 * hidden * hidden),
         num_mtp_layers=mtp,
         quantization=quantization_of(config) or "none",
         stored=stored_format(quantization_config_of(config)),
