@@ -1,4 +1,4 @@
-"""Configurations of every dense family, drawn at random, and their checkpoints of random weights."""
+"""Configurations of every family, drawn at random, and their checkpoints of random weights."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from transformers import (
     AutoConfig,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -244,6 +251,81 @@ def internlm3(rng: Random) -> PreTrainedConfig:
     return config
 
 
+def experts(rng: Random, number: str = "num_experts", norm: bool = True) -> dict[str, Any]:
+    """Sizes of experts; ``number`` is the family's name of how many there are."""
+    given: dict[str, Any] = {number: rng.choice((5, 8, 16)), "num_experts_per_tok": rng.choice((1, 2, 4))}
+    return given | ({"norm_topk_prob": flag(rng)} if norm else {})
+
+
+def qwen3_moe(rng: Random) -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        **sizes(rng),
+        **experts(rng, "num_local_experts"),
+        moe_intermediate_size=rng.choice((20, 32, 64)),
+        mlp_only_layers=rng.choice(([], [0], [2])),
+        decoder_sparse_step=rng.choice((1, 1, 2)),
+        sliding_window=None,
+    )
+
+
+def mixtral(rng: Random) -> PreTrainedConfig:
+    window = rng.choice((None, 24))
+    return MixtralConfig(**sizes(rng), **experts(rng, "num_local_experts", norm=False), sliding_window=window)
+
+
+def qwen2_moe(rng: Random) -> PreTrainedConfig:
+    return Qwen2MoeConfig(
+        **sizes(rng, head_dim=False),
+        **experts(rng),
+        moe_intermediate_size=rng.choice((20, 32, 64)),
+        shared_expert_intermediate_size=rng.choice((40, 64)),
+        mlp_only_layers=rng.choice(([], [1])),
+        decoder_sparse_step=rng.choice((1, 1, 2)),
+        qkv_bias=flag(rng),
+    )
+
+
+def olmoe(rng: Random) -> PreTrainedConfig:
+    return OlmoeConfig(**sizes(rng, head_dim=False), **experts(rng), attention_bias=flag(rng))
+
+
+def glm4_moe(rng: Random) -> PreTrainedConfig:
+    groups = rng.choice((1, 1, 4))
+    return Glm4MoeConfig(
+        **sizes(rng),
+        n_routed_experts=16,
+        num_experts_per_tok=rng.choice((1, 2, 4)),
+        norm_topk_prob=flag(rng),
+        n_group=groups,
+        topk_group=max(groups // 2, 1),
+        n_shared_experts=rng.choice((1, 2)),
+        routed_scaling_factor=rng.choice((1.0, 2.5)),
+        first_k_dense_replace=rng.choice((0, 1, 2)),
+        moe_intermediate_size=rng.choice((20, 32, 64)),
+        attention_bias=flag(rng),
+        use_qk_norm=flag(rng),
+    )
+
+
+def ernie4_5_moe(rng: Random) -> PreTrainedConfig:
+    return Ernie4_5_MoeConfig(
+        **sizes(rng),
+        moe_num_experts=rng.choice((8, 16)),
+        moe_k=rng.choice((1, 2, 4)),
+        moe_num_shared_experts=rng.choice((0, 1, 2)),
+        moe_intermediate_size=rng.choice((20, 32, 64)),
+        moe_layer_start_index=rng.choice((0, 1)),
+        moe_layer_end_index=rng.choice((-1, 2)),
+        moe_layer_interval=rng.choice((1, 1, 2)),
+    )
+
+
+def minimax_m2(rng: Random) -> PreTrainedConfig:
+    return MiniMaxM2Config(
+        **sizes(rng), **experts(rng, "num_local_experts", norm=False), rotary_dim=rng.choice((8, 16))
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Llama": llama,
     "Mistral": mistral,
@@ -269,6 +351,16 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "InternLM3": internlm3,
 }
 """A draw of a configuration for each, by the name of its architecture before ``ForCausalLM``."""
+WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
+    "Qwen3Moe": qwen3_moe,
+    "Mixtral": mixtral,
+    "Qwen2Moe": qwen2_moe,
+    "Olmoe": olmoe,
+    "Glm4Moe": glm4_moe,
+    "Ernie4_5_Moe": ernie4_5_moe,
+    "MiniMaxM2": minimax_m2,
+}
+"""Likewise."""
 
 
 def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> PreTrainedModel:
@@ -277,6 +369,8 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     Args:
         seed: another one draws another configuration.
     """
-    config = FAMILIES[family](Random(f"{family} {seed}"))
+    config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
-    return save(config, folder)
+    model = save(config, folder)
+    model.set_experts_implementation("eager")  # others do not compute in float64
+    return model

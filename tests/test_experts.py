@@ -204,6 +204,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         qkv_bias=False,
     ),
+    "qwen2-moe, one of five": Qwen2MoeConfig(
+        **SMALL, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=20, shared_expert_intermediate_size=40
+    ),
     "olmoe": OlmoeConfig(**SMALL, num_experts=8, num_experts_per_tok=3),
     "olmoe, norm": OlmoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True),
     "glm-4.5": Glm4MoeConfig(**SMALL, **SPARSE, n_routed_experts=8, head_dim=32, use_qk_norm=True),
@@ -339,11 +342,11 @@ def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     assert (got - expected).abs().mean() < 0.2  # in 8-bit activations, too; log probabilities are -8 on average
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe", "ernie-4.5"])
+@pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe, one of five", "ernie-4.5"])
 def test_ranks_have_the_same_bits(name: str, tmp_path: Path) -> None:
     """Ranks that have shares of each expert, and ranks that have whole experts."""
     save(CONFIGS[name], tmp_path)
-    quantization = "none" if name == "qwen2-moe" else "w4a8"
+    quantization = "none" if name.startswith("qwen2") else "w4a8"
     options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": quantization, **TIGHT}
     expected = [told(output) for output in generate(LLM(tmp_path, **options))]
     for by_expert in (False, True):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, draw
+from families import FAMILIES, VOCABULARY, WITH_EXPERTS, draw
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -67,13 +67,13 @@ def check(folder: Path, model: PreTrainedModel) -> None:
     assert error <= max(TOLERANCE, 3 * own_error)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
 def test_tokens_and_log_probabilities(family: str, tmp_path: Path) -> None:
     check(tmp_path, draw(family, 0, tmp_path))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
 def test_other_configurations(family: str, tmp_path: Path) -> None:
     for seed in range(1, DRAWS + 1):
         check(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
@@ -105,7 +105,7 @@ def test_bfloat16_is_no_worse_than_the_librarys(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
 def test_bfloat16_of_other_configurations(family: str, tmp_path: Path) -> None:
     for seed in range(1, 4):
         check_bfloat16(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))

@@ -181,8 +181,8 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
         return 0
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
-    shared = int(config.get("shared_expert_intermediate_size") or shared)
-    return routed * hidden + 3 * hidden * (routed * size + shared)
+    gated = int(config.get("shared_expert_intermediate_size") or 0)  # by a matrix of one output
+    return (routed + bool(gated)) * hidden + 3 * hidden * (routed * size + (gated or shared))
 
 
 def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:

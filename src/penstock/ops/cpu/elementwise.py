@@ -131,9 +131,14 @@ def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
     return _activate(contiguous(x), out, GELU, gated=False)
 
 
+def row_stride(out: Tensor) -> int:
+    """Elements from one row of ``[tokens, size]`` or ``[tokens, rows, size]`` to the next."""
+    return out.stride(0 if out.dim() == 2 or out.shape[1] == 1 else 1)  # a dimension of one row has any stride
+
+
 def _activate(x: Tensor, out: Tensor | None, activation: int, gated: bool) -> Tensor:
     *each, size = *x.shape[:-1], x.shape[-1] // (2 if gated else 1)
     out = empty((*each, size), x.dtype) if out is None else out
-    numbers = each[0], prod(each[1:]), size, out.stride(-2)
+    numbers = each[0], prod(each[1:]), size, row_stride(out)
     _kernels.activate(x.data_ptr(), out.data_ptr(), *numbers, activation, gated, DTYPE_CODES[x.dtype])
     return out

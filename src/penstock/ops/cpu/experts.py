@@ -14,7 +14,7 @@ from penstock.core import Code, PenstockError
 from .. import _kernels
 from ..experts import Routing
 from .dtypes import DTYPE_CODES
-from .elementwise import silu_and_mul
+from .elementwise import row_stride, silu_and_mul
 from .graph import contiguous, empty
 from .matrix import Matrix, rounded_input
 
@@ -89,7 +89,7 @@ def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor
         top_k,
         top_k if x.dim() == 2 else 1,
         out.data_ptr(),
-        out.stride(1),
+        row_stride(out),
         x.shape[0],
         DTYPE_CODES[x.dtype],
     )
