@@ -78,7 +78,7 @@ inline void lay_out_keys(const typename K::Element* vectors, int64_t dim, uint32
   const int64_t bytes = dim * sizeof(typename K::Element);
   for (int64_t word = 0; word < bytes / 4; word += 4) {
     Four v[4];
-    for (int i = 0; i < 4; i++) {
+    PENSTOCK_UNROLL for (int i = 0; i < 4; i++) {
       v[i] = load_bits<Four>((const char*)vectors + i * bytes + word * 4);
       if constexpr (K::kRounds) v[i] = v[i] ^ 0x80808080;  // keys have 128 added
     }
@@ -91,21 +91,43 @@ inline void lay_out_keys(const typename K::Element* vectors, int64_t dim, uint32
   }
 }
 
-// The beginnings of some vectors as a row of a span's values.
+// Two vectors of 16 bytes, element by element in turn.
+inline void zip(const Vector<uint16_t, 8>& a, const Vector<uint16_t, 8>& b, Vector<uint16_t, 8> (&out)[2]) {
+  out[0] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  out[1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+inline void zip(const Vector<uint8_t, 16>& a, const Vector<uint8_t, 16>& b, Vector<uint16_t, 8> (&out)[2]) {
+  using Pairs = Vector<uint16_t, 8>;
+  out[0] = as<Pairs>(__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+  out[1] = as<Pairs>(__builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+
+// The beginnings of some vectors as a row of a span's values, in which elements of the same number lie together.
 template <class K>
 inline void lay_out_values(const typename K::Element* vectors, int64_t dim, int64_t value_dim,
                            typename K::Element* values) {
-  using Element = typename K::Element;
   constexpr int n = K::ValueStep::kInputs;
+  using Pairs = Vector<uint16_t, 8>;
   if constexpr (n == 1) {
-    memcpy(values, vectors, value_dim * sizeof(Element));
+    memcpy(values, vectors, value_dim * sizeof(*values));
+  } else if constexpr (n == 2) {
+    for (int64_t d = 0; d < value_dim; d += 8) {
+      Pairs zipped[2];
+      zip(load_bits<Pairs>(vectors + d), load_bits<Pairs>(vectors + dim + d), zipped);
+      store_bits(values + d * 2, zipped[0]);
+      store_bits(values + d * 2 + 8, zipped[1]);
+    }
   } else {
-    using Narrow = std::conditional_t<sizeof(Element) == 1, u8x16, u16x16>;
+    using Bytes = Vector<uint8_t, 16>;
     for (int64_t d = 0; d < value_dim; d += 16) {
-      u32x16 together = {};
-      for (int i = 0; i < n; i++)
-        together |= convert<u32x16>(load_bits<Narrow>(vectors + i * dim + d)) << int(8 * sizeof(Element) * i);
-      store_bits(values + d * n, together);
+      Pairs first[2], second[2], zipped[2];
+      zip(load_bits<Bytes>(vectors + d), load_bits<Bytes>(vectors + dim + d), first);
+      zip(load_bits<Bytes>(vectors + 2 * dim + d), load_bits<Bytes>(vectors + 3 * dim + d), second);
+      PENSTOCK_UNROLL for (int half = 0; half < 2; half++) {
+        zip(first[half], second[half], zipped);
+        store_bits(values + d * 4 + half * 32, zipped[0]);
+        store_bits(values + d * 4 + half * 32 + 16, zipped[1]);
+      }
     }
   }
 }

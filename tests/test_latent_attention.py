@@ -17,6 +17,8 @@ import torch
 from checkpoints import SMALL, save
 from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
+from quantized import KINDS as KINDS_OF_CHECKPOINTS
+from quantized import quantize
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
 from test_ops import DTYPES, KEPT, NAMES, close, cpu, draw_batch, kernels, randn, seeds
 from test_speculation import check_heads, with_head
@@ -287,6 +289,15 @@ def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
     absorbed = 3 * 4 * 32 * (24 + 20)
     weights = 2 * absorbed + (size.layer_weights - absorbed) * (1 + 4 / 64)
     assert bytes_per_weight(size, "wint8", "bfloat16")[0] * size.layer_weights == pytest.approx(weights)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "gptq asymmetric, act-order, v2"])
+def test_quantized_checkpoints(kind: str, tmp_path: Path) -> None:
+    """The matrix that is absorbed is dequantized, whatever its format."""
+    sizes = LATENT | {"num_hidden_layers": 2, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    model = quantize(tmp_path, KINDS_OF_CHECKPOINTS[kind], DeepseekV3Config(**sizes | {"vocab_size": 320}))
+    llm = LLM(tmp_path, ops="cpu", dtype="float32", block_size=16, num_gpu_blocks_override=50)
+    test_models.test_scores_and_greedy_tokens((llm, model))
 
 
 @pytest.mark.parametrize("knowing", [True, False])
