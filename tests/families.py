@@ -1,4 +1,4 @@
-"""Configurations of every dense family, drawn at random, and their checkpoints of random weights."""
+"""Configurations of every family of text models, drawn at random, and their checkpoints of random weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from transformers import (
     AutoConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -22,13 +24,16 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -244,6 +249,35 @@ def internlm3(rng: Random) -> PreTrainedConfig:
     return config
 
 
+def mixtral(rng: Random) -> PreTrainedConfig:
+    return MixtralConfig(**sizes(rng), num_local_experts=rng.choice((4, 7)), sliding_window=rng.choice((None, 24)))
+
+
+def qwen2_moe(rng: Random) -> PreTrainedConfig:
+    shared = {"shared_expert_intermediate_size": rng.choice((48, 64)), "mlp_only_layers": rng.choice(([], [0]))}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": flag(rng)}
+    return Qwen2MoeConfig(**sizes(rng, head_dim=False), **shared, **experts, qkv_bias=flag(rng))
+
+
+def qwen3_moe(rng: Random) -> PreTrainedConfig:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": flag(rng)}
+    layers = {"decoder_sparse_step": rng.choice((1, 2)), "mlp_only_layers": rng.choice(([], [1]))}
+    return Qwen3MoeConfig(**sizes(rng), **experts, **layers, moe_intermediate_size=32, sliding_window=None)
+
+
+def _deepseek(kind: type[PreTrainedConfig]) -> Callable[[Random], PreTrainedConfig]:
+    def draw(rng: Random) -> PreTrainedConfig:
+        given = sizes(rng, head_dim=False)
+        given["num_key_value_heads"] = given["num_attention_heads"]
+        latent = {"q_lora_rank": rng.choice((None, 24)), "kv_lora_rank": 32, "qk_nope_head_dim": 32}
+        latent |= {"qk_rope_head_dim": 16, "v_head_dim": 32, "attention_bias": flag(rng)}
+        experts = {"first_k_dense_replace": rng.choice((1, 9)), "moe_intermediate_size": 48, "n_shared_experts": 2}
+        experts |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        return kind(**given, **latent, **experts, routed_scaling_factor=1.7)
+
+    return draw
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Llama": llama,
     "Mistral": mistral,
@@ -267,6 +301,11 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Ernie4_5": ernie4_5,
     "HunYuanDenseV1": hunyuan,
     "InternLM3": internlm3,
+    "Mixtral": mixtral,
+    "Qwen2Moe": qwen2_moe,
+    "Qwen3Moe": qwen3_moe,
+    "DeepseekV2": _deepseek(DeepseekV2Config),
+    "DeepseekV3": _deepseek(DeepseekV3Config),
 }
 """A draw of a configuration for each, by the name of its architecture before ``ForCausalLM``."""
 

@@ -42,6 +42,7 @@ TOKENS = 3584
 """Of the tokenizer, for grammars."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
 TARGETS = "q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj c_fc c_proj".split()
+TARGETS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]
 SPECIAL = ("Gemma3", "Olmo2", "Cohere", "Phi3")
 """Families that run in the suite: with float32 norms, norms over all heads, norms by head, and fused projections."""
 
@@ -68,6 +69,8 @@ def adapter(folder: Path) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if model.config.model_type.startswith("deepseek"):  # PEFT adapts its experts as tensors, which is refused
+        present -= {"gate_proj", "up_proj", "down_proj"}
     changed = get_peft_model(
         model, LoraConfig(r=3, target_modules=sorted(present & set(TARGETS)), init_lora_weights=False)
     )
@@ -172,7 +175,8 @@ def check(name: str, folder: Path, said: str) -> None:
 
 def test_the_table_has_every_architecture() -> None:
     table = rows()
-    assert table.keys() == registry._FAMILIES.keys()
+    text = {name for name in registry._FAMILIES if name.endswith("ForCausalLM")}  # others: docs/multimodal.md
+    assert table.keys() == text
     assert all(row.keys() == CHECKS.keys() for row in table.values())
 
 
@@ -181,7 +185,7 @@ def test_planned_memory_is_that_of_the_checkpoint(family: str, tmp_path: Path) -
     model = draw(family, 1, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     matrices = {
-        id(each): each.numel() for name, each in model.named_parameters() if each.dim() == 2 and "norm" not in name
+        id(each): each.numel() for name, each in model.named_parameters() if each.dim() >= 2 and "norm" not in name
     }
     assert weight_bytes(model_size_of(config), dtype="float32") == 4 * sum(matrices.values())
 
