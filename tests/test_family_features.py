@@ -170,7 +170,7 @@ def check(name: str, folder: Path, said: str) -> None:
     assert said == NO
     with pytest.raises(PenstockError) as refused:
         CHECKS[name](folder)
-    assert refused.value.code is Code.UNSUPPORTED
+    assert refused.value.failure.code is Code.UNSUPPORTED
 
 
 def test_the_table_has_every_architecture() -> None:

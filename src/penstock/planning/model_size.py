@@ -162,8 +162,9 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
         return 0
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
+    gate = hidden if config.get("shared_expert_intermediate_size") else 0
     shared = int(config.get("shared_expert_intermediate_size") or shared)
-    return routed * hidden + 3 * hidden * (routed * size + shared)
+    return routed * hidden + gate + 3 * hidden * (routed * size + shared)
 
 
 def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
