@@ -1,4 +1,4 @@
-"""Configurations of every family, drawn at random, and their checkpoints of random weights."""
+"""Configurations of every family of text models, drawn at random, and their checkpoints of random weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from transformers import (
     AutoConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -326,6 +328,19 @@ def minimax_m2(rng: Random) -> PreTrainedConfig:
     )
 
 
+def _deepseek(kind: type[PreTrainedConfig]) -> Callable[[Random], PreTrainedConfig]:
+    def draw(rng: Random) -> PreTrainedConfig:
+        given = sizes(rng, head_dim=False)
+        given["num_key_value_heads"] = given["num_attention_heads"]
+        latent = {"q_lora_rank": rng.choice((None, 24)), "kv_lora_rank": 32, "qk_nope_head_dim": 32}
+        latent |= {"qk_rope_head_dim": 16, "v_head_dim": 32, "attention_bias": flag(rng)}
+        experts = {"first_k_dense_replace": rng.choice((1, 9)), "moe_intermediate_size": 48, "n_shared_experts": 2}
+        experts |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        return kind(**given, **latent, **experts, routed_scaling_factor=1.7)
+
+    return draw
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Llama": llama,
     "Mistral": mistral,
@@ -349,6 +364,8 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Ernie4_5": ernie4_5,
     "HunYuanDenseV1": hunyuan,
     "InternLM3": internlm3,
+    "DeepseekV2": _deepseek(DeepseekV2Config),
+    "DeepseekV3": _deepseek(DeepseekV3Config),
 }
 """A draw of a configuration for each, by the name of its architecture before ``ForCausalLM``."""
 WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {

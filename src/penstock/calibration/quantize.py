@@ -97,6 +97,9 @@ def _check_family(config: ModelConfig, options: QuantizeOptions) -> None:
     if find_family(config.architecture, config.architecture).find_stored:
         words = f"checkpoints of {config.architecture} have several matrices in one tensor, or other names than Llama's"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: they are quantized at load (--quantization)", "model")
+    if config.experts or config.latent:
+        words = f"{config.architecture} has experts or latent attention, whose inputs are not observed"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
     if options.method in SCALING and not can_scale(config):
         words = f"{options.method} scales the norms before matrices, which {config.architecture} does not allow"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: name --method gptq or rtn", "--method")
