@@ -98,14 +98,14 @@ SWITCHES = """
 """.split()
 NEUTRAL = """
 --attention-backend=FLASH_ATTN --prefix-caching-hash-algo=sha256 --runner=generate
---safetensors-load-strategy=lazy --max-cpu-loras=4 --task=generate --show-hidden-metrics-for-version=0.9
+--safetensors-load-strategy=lazy --max-cpu-loras=4 --show-hidden-metrics-for-version=0.9
 --mm-processor-cache-gb=4
 --max-log-len=100 --max-parallel-loading-workers=2 --max-seq-len-to-capture=8192
 """.split()
 DEFAULTS = """
 -tp=1 -pp=1 -dp=1 --tensor-parallel-size=1 --pipeline-parallel-size=1 --data-parallel-size=1 --nnodes=1
 --chat-template-content-format=auto --config-format=auto --model-impl=auto --logprobs-mode=raw_logprobs
---lora-dtype=auto --stream-interval=1 --cpu-offload-gb=0 --tokenizer-mode=auto --response-role=assistant
+--task=generate --lora-dtype=auto --stream-interval=1 --cpu-offload-gb=0 --tokenizer-mode=auto --response-role=assistant
 """.split()
 
 

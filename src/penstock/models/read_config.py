@@ -17,7 +17,7 @@ from penstock.quant import read_quantization_config
 from .config import ModelConfig, architecture_of
 from .registry import Family, find_family, has_family
 from .transformers import FAMILY as OTHERS
-from .transformers.library import is_installed
+from .transformers.library import is_installed, knows, unknown
 
 ModelImpl = Literal["auto", "penstock", "transformers"]
 """Values of the option ``model_impl``."""
@@ -33,9 +33,11 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     code here computes.
     """
     raw, path = read_config_json(folder), folder / CONFIG
-    if model_impl == "transformers" or (model_impl == "auto" and _is_for_transformers(raw)):
+    architecture, name = architecture_of(raw)[0], str(next(iter(raw.get("architectures") or ["none"])))
+    auto = model_impl == "auto" and is_installed() and not has_family(architecture)
+    if model_impl == "transformers" or (auto and knows(name)):
         return _read(OTHERS, raw, path)
-    family = find_family(architecture_of(raw)[0], str(next(iter(raw.get("architectures") or ["none"]))))
+    family = find_family(architecture, name, others=unknown()) if auto else find_family(architecture, name)
     decodes = encoder_prefix(raw) is None
     if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
@@ -61,8 +63,3 @@ def _read(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
         raise invalid("model", f"{path} lacks {error}") from error
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
-
-
-def _is_for_transformers(raw: Mapping[str, Any]) -> bool:
-    """Whether transformers is installed, and only it may know the architecture."""
-    return not has_family(architecture_of(raw)[0]) and is_installed()

@@ -55,17 +55,18 @@ def unregister(family: Family) -> None:
         del _FAMILIES[architecture]
 
 
-def find_family(architecture: str, name: str) -> Family:
+def find_family(architecture: str, name: str, others: str = OTHERS) -> Family:
     """The family of an architecture.
 
     Args:
         name: of the architecture in ``config.json``, for the error.
+        others: for the error, what is to be known of other architectures.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
     """
     if architecture not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        words = f"architecture {name}; known are {known}. {OTHERS}"
+        words = f"architecture {name}; known are {known}. {others}"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
     return _FAMILIES[architecture]
 

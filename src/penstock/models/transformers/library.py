@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,23 +28,33 @@ def unsupported(architecture: str, why: object) -> PenstockError:
     return PenstockError(Code.UNSUPPORTED, words, "model")
 
 
+def knows(architecture: str) -> bool:
+    """Whether transformers, which must be installed, has a causal language model of this name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def unknown() -> str:
+    """What an error says of an architecture that transformers does not know."""
+    words = f"transformers {version('transformers')} has no causal language model of this name"
+    return f"{words}: a later one may (pip install -U transformers)"
+
+
 def model_class(architecture: str) -> Any:
     """The class of a causal language model.
 
     Raises ``PenstockError`` (``unsupported``) where transformers is missing, or has no such class.
     """
     if not is_installed():
-        words = f"architecture {architecture} is run by transformers, which is not installed: pip install '{EXTRA}'"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        words = f"it is run by transformers, which is not installed: pip install '{EXTRA}'"
+    elif not knows(architecture):
+        words = unknown()
+    else:
+        import transformers
 
-    found = getattr(transformers, architecture, None)
-    if found is None or architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        known = "knows it, but not as a causal language model" if found else "does not know it: a later one may"
-        words = f"architecture {architecture}: transformers {transformers.__version__} {known}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
-    return found
+        return getattr(transformers, architecture)
+    raise PenstockError(Code.UNSUPPORTED, f"architecture {architecture}: {words}", "model")
 
 
 def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
@@ -71,14 +82,15 @@ def skeleton(architecture: str, configuration: Any) -> Any:
 
 
 def cache_windows(architecture: str, configuration: Any) -> list[int]:
-    """The sliding window of each layer of the library's own KV cache; 0 where there is none.
+    """The sliding window of each layer of the library's own KV cache, 0 where there is none; without the layers that
+    attend over the keys and values of others.
 
     Raises ``PenstockError`` (``unsupported``) where a layer keeps something else than keys and values.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     try:
-        layers = DynamicCache(config=configuration).layers
+        layers = [each for each in DynamicCache(config=configuration).layers if type(each) is not DummyLayer]
     except Exception as error:  # of configurations that have no such cache
         raise unsupported(architecture, f"it has no KV cache of its own ({first_line(error)})") from error
     for layer in layers:
