@@ -69,10 +69,10 @@ class PoolHandler(PoolingHandler):
             usage=usage(outputs),
         )
 
-    def _data(self, output: RequestOutput) -> list[float] | list[list[float]] | str:
+    def _data(self, output: RequestOutput) -> list[float | list[float]] | str:
         if self._as_text:
             return base64.b64encode(output.embedding or b"").decode()
-        return vectors_of(output) if self._pooling.pooling_type == "all" else embedding_of(output)
+        return [*vectors_of(output)] if self._pooling.pooling_type == "all" else [*embedding_of(output)]
 
 
 def _wanted(request: EmbeddingRequest | PoolRequest) -> PoolingParams:

@@ -273,7 +273,7 @@ class ClassifyResponse(msgspec.Struct, kw_only=True):
 class Pooled(msgspec.Struct, kw_only=True):
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float] | list[list[float]] | str
+    data: list[float | list[float]] | str
 
 
 class PoolResponse(msgspec.Struct, kw_only=True):
