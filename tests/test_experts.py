@@ -240,6 +240,9 @@ TIGHT = {"block_size": 16, "num_gpu_blocks_override": 30, "max_num_batched_token
 """Chunks, and less cache than six sequences take: some are preempted."""
 
 
+FEW = ("qwen3-moe, step", "qwen2-moe", "glm-4.5, groups, two shared")
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -278,7 +281,11 @@ def told(output: RequestOutput) -> list[Any]:
     return [made.token_ids, *([(token, found.logprob) for token, found in (row or {}).items()] for row in positions)]
 
 
-@pytest.mark.parametrize("ops", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("checkpoint", "ops"),
+    [*((name, "cpu") for name in CONFIGS), *((name, "reference") for name in FEW)],
+    indirect=["checkpoint"],
+)
 def test_families(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
     """In a batch, chunks and little cache; against the library's one sequence at a time."""
     folder, model = checkpoint
@@ -292,6 +299,7 @@ def test_families(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
                 assert logprob == pytest.approx(row[token].item(), abs=5e-5)
 
 
+@pytest.mark.parametrize("checkpoint", FEW, indirect=True)
 def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     """Alone, and in a batch, in bfloat16 and in integers."""
     folder, _ = checkpoint
