@@ -149,7 +149,7 @@ def test_what_an_unknown_architecture_says(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(PenstockError, match=r"pip install 'penstock-llm\[transformers\]'"):
         LLM(tmp_path, **OPTIONS)
     monkeypatch.undo()
-    for architecture in ("Qwen99ForCausalLM", "BertForMaskedLM"):
+    for architecture in ("Qwen99ForCausalLM", "T5ForConditionalGeneration"):
         config |= {"architectures": [architecture], "auto_map": {"AutoModelForCausalLM": "modeling.Qwen99"}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "modeling.py").write_text("raise SystemExit")  # no code of a checkpoint is run
