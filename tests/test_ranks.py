@@ -258,7 +258,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
 @pytest.mark.parametrize(
     ("method", "drafter"),
     [
-        ("mtp", "penstock.engine.worker.mtp:MTPDrafter"),
+        ("mtp", "penstock.engine.worker.head_drafter:HeadDrafter"),
         ("draft_model", "penstock.engine.worker.draft_model:DraftModel"),
     ],
 )

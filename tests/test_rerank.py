@@ -51,6 +51,7 @@ def scores(folder: Path) -> list[float]:
     return [output.outputs.score for output in outputs]
 
 
+@pytest.mark.row("vllm", "POST /rerank", "/v1/rerank", "/v2/rerank")
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_documents_are_ranked(server: Served, scores: list[float], path: str) -> None:
     answer = post(server, path, model="ranker", query=QUERY, documents=DOCUMENTS)
@@ -66,6 +67,7 @@ def test_documents_are_ranked(server: Served, scores: list[float], path: str) ->
     assert short["usage"] == answer["usage"]
 
 
+@pytest.mark.row("vllm", "use_activation")
 def test_pairs_are_scored(server: Served, scores: list[float]) -> None:
     for path in ("/score", "/v1/score"):
         for names in (("text_1", "text_2"), ("queries", "documents")):
@@ -81,6 +83,7 @@ def test_pairs_are_scored(server: Served, scores: list[float]) -> None:
     assert cut["usage"] == whole["usage"]
 
 
+@pytest.mark.row("vllm", "/classify", "/pooling")
 def test_classes_and_pooling(server: Served, folder: Path) -> None:
     answer = post(server, "/classify", input=DOCUMENTS)
     outputs = LLM(folder, dtype="float32", **OPTIONS).classify(DOCUMENTS, use_tqdm=False)

@@ -19,7 +19,7 @@ def forced_call_tag(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any]]
     prefix, suffix = form.call_start
     calls = []
     for name, arguments in tools.items():
-        written = json.dumps(name, ensure_ascii=False) if '"name"' in prefix else name
+        written = json.dumps(name, ensure_ascii=False) if prefix.endswith('": ') else name  # a value of JSON
         content = {"type": "json_schema", "json_schema": arguments, "separators": [", ", ": "]}
         calls.append({"type": "tag", "begin": prefix + written + suffix, "content": content, "end": form.call_end})
     elements = [
