@@ -372,10 +372,11 @@ def test_an_engine_that_cannot_start_leaves_nothing(checkpoint: Path, tmp_path: 
         gc.collect()
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    before = left()
+    threads, files = left()
     with pytest.raises((OSError, MemoryError)):
         LLM(checkpoint, **OPTIONS | {"num_gpu_blocks_override": 10**9, "kv_offloading_disk_path": str(tmp_path / "a")})
-    assert left() == before
+    threads_left, files_left = left()
+    assert threads_left <= threads and files_left <= files  # an earlier test's thread may have ended meanwhile
 
 
 def test_metrics_tell_the_tiers(tmp_path: Path) -> None:
