@@ -88,7 +88,7 @@ class Dense:
         self._down = packed(HIDDEN, INTERMEDIATE * TOP_K, format)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return cpu.linear(cpu.linear_silu_and_mul(x, self._gate_up), self._down)
+        return cpu.linear(cpu.linear_activation_and_mul(x, self._gate_up, "silu"), self._down)
 
 
 def packed(outputs: int, inputs: int, format: Format) -> Any:

@@ -131,40 +131,58 @@ void rope_token(const Rope& a, int64_t token) {
   }
 }
 
+// The error function, to 2 in 10^7 (Abramowitz and Stegun, 1964, 7.1.26).
+inline f32x16 erf(f32x16 x) {
+  const f32x16 size = max(x, -x), t = inverse(fma(size, all(0.3275911f), all(1.0f)));
+  f32x16 p = all(1.061405429f);
+  p = fma(p, t, all(-1.453152027f));
+  p = fma(p, t, all(1.421413741f));
+  p = fma(p, t, all(-0.284496736f));
+  p = fma(p, t, all(0.254829592f));
+  const f32x16 above = all(1.0f) - p * t * exp(-size * size);
+  return choose(x < 0.0f, -above, above);
+}
+
 template <Activation activation>
 inline f32x16 activated(f32x16 x) {
+  if constexpr (activation == Activation::gelu) return 0.5f * x * (erf(x * 0.70710678118654752f) + 1.0f);
+  if constexpr (activation == Activation::relu) return max(x, f32x16{});
+  if constexpr (activation == Activation::tanh) return tanh(x);
   f32x16 exponent = -x;
-  if constexpr (activation == Activation::gelu) {  // x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
+  if constexpr (activation == Activation::gelu_tanh) {  // x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
     const f32x16 cubed = x * x * x;
     exponent = (x + cubed * 0.044715f) * -1.5957691216057308f;  // -2 * sqrt(2 / pi)
   }
   return x * inverse(exp(exponent) + 1.0f);
 }
 
-// The activation of a gate, times up.
-template <Activation activation, class T>
-inline void gate(const T* gates, const T* ups, T* out, int64_t size) {
-  by_sixteen(size, [&](int64_t i, auto n) {
-    put(out + i, activated<activation>(get(gates + i, n)) * get(ups + i, n), n);
-  });
+// Work with an activation that is known to the compiler, so that a row asks once which it is.
+template <class Work>
+inline void with_activation(Activation activation, Work&& work) {
+  switch (activation) {
+    case Activation::silu: return work.template operator()<Activation::silu>();
+    case Activation::gelu: return work.template operator()<Activation::gelu>();
+    case Activation::gelu_tanh: return work.template operator()<Activation::gelu_tanh>();
+    case Activation::relu: return work.template operator()<Activation::relu>();
+    case Activation::tanh: return work.template operator()<Activation::tanh>();
+  }
 }
+
+// The activation of a gate, times up.
 template <class T>
 inline void gate(Activation activation, const T* gates, const T* ups, T* out, int64_t size) {
-  activation == Activation::silu ? gate<Activation::silu>(gates, ups, out, size)
-                                 : gate<Activation::gelu>(gates, ups, out, size);
+  with_activation(activation, [&]<Activation known>() {
+    by_sixteen(size, [&](int64_t i, auto n) { put(out + i, activated<known>(get(gates + i, n)) * get(ups + i, n), n); });
+  });
 }
 
 template <class T>
 void activate_row(const Activate& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.stride;
   T* out = (T*)a.out + row * a.out_stride;
-  if (a.gated) {
-    const T* both = (const T*)a.x + row * 2 * a.size;
-    return gate(a.activation, both, both + a.size, out, a.size);
-  }
-  const T* x = (const T*)a.x + row * a.size;
-  by_sixteen(a.size, [&](int64_t i, auto n) {
-    const f32x16 v = get(x + i, n);
-    put(out + i, a.activation == Activation::silu ? activated<Activation::silu>(v) : activated<Activation::gelu>(v), n);
+  if (a.gated) return gate(a.activation, x, x + a.size, out, a.size);
+  with_activation(a.activation, [&]<Activation known>() {
+    by_sixteen(a.size, [&](int64_t i, auto n) { put(out + i, activated<known>(get(x + i, n)), n); });
   });
 }
 

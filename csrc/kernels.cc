@@ -4,7 +4,6 @@
 
 #include "by_head.h"
 #include "elementwise.h"
-#include "encoder.h"
 #include "experts.h"
 #include "likeliest.h"
 #include "limits.h"
@@ -113,7 +112,6 @@ const Kernels kernels = {
     by_type<Rope, rope_token<float>, rope_token<bf16>>,
     by_type<Activate, activate_row<float>, activate_row<bf16>>,
     by_type<Scale, scale_row<float>, scale_row<bf16>>,
-    by_type<Pointwise, pointwise_row<float>, pointwise_row<bf16>>,
     store,
     export_kv,
     import_kv,

@@ -17,8 +17,9 @@ enum class Type : int32_t { float32, bfloat16 };
 // it is multiplied with is rounded to 8 bits, too.
 enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4 };
 
-// What a feed-forward layer makes of its first product: x * sigmoid(x), or GELU by its approximation with tanh.
-enum class Activation : int32_t { silu, gelu };
+// Functions of single numbers, as `ACTIVATIONS` of ops/activations.py has them: gelu by the error function, gelu_tanh by its
+// approximation with the hyperbolic tangent.
+enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh };
 
 // Columns of a packed matrix that lie together. A panel of a [out, in] matrix holds 64 outputs, input after input, so
 // that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
@@ -212,8 +213,8 @@ struct Rope {
 // Of [rows, size], or where it is gated of [rows, 2 * size], whose second half it is multiplied with.
 struct Activate {
   const void* x;
-  void* out;  // [rows, size], rows `out_stride` elements apart
-  int64_t size, out_stride;
+  void* out;                         // [rows, size]
+  int64_t size, stride, out_stride;  // rows of x and out are so many elements apart
   Type type;
   Activation activation;
   bool gated;
@@ -225,19 +226,6 @@ struct Scale {
   void* out;
   int64_t size;
   float factor, cap;
-  Type type;
-};
-
-// What an activation function computes: gelu by the error function, or by the hyperbolic tangent.
-enum class Function : int32_t { gelu, gelu_tanh, relu, silu, tanh };
-
-// A function of each element of [rows, size]; where `gated`, of [rows, 2 * size] the first half's times the second half.
-struct Pointwise {
-  const void* x;
-  void* out;
-  int64_t size, stride, out_stride;  // rows of x and out are so many elements apart
-  bool gated;
-  Function function;
   Type type;
 };
 
@@ -365,7 +353,6 @@ struct Kernels {
   void (*rope)(const Rope&, int64_t task);
   void (*activate)(const Activate&, int64_t task);
   void (*scale)(const Scale&, int64_t task);
-  void (*pointwise)(const Pointwise&, int64_t task);
   void (*store)(const Store&, int64_t task);
   void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
   void (*import_kv)(const Exchange&, int64_t task);

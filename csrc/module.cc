@@ -465,20 +465,14 @@ void rope(Address x, Address out, Address positions, Address table, int64_t toke
                  Type(type), interleaved});
 }
 
-void activate(Address x, Address out, int64_t rows, int64_t each, int64_t width, int64_t out_stride, int activation,
-              bool gated, int type) {
+void activate(Address x, Address out, int64_t rows, int64_t each, int64_t width, int64_t stride, int64_t out_stride,
+              int activation, bool gated, int type) {
   make_rows(rows, each, &Kernels::activate,
-            Activate{at<void>(x), at<void>(out), width, out_stride, Type(type), Activation(activation), gated});
+            Activate{at<void>(x), at<void>(out), width, stride, out_stride, Type(type), Activation(activation), gated});
 }
 
 void scale(Address x, Address out, int64_t rows, int64_t width, float factor, float cap, int type) {
   make_rows(rows, &Kernels::scale, Scale{at<void>(x), at<void>(out), width, factor, cap, Type(type)});
-}
-
-void pointwise(Address x, Address out, int64_t rows, int64_t width, int64_t stride, int64_t out_stride, bool gated,
-               int function, int type) {
-  make_rows(rows, &Kernels::pointwise,
-            Pointwise{at<void>(x), at<void>(out), width, stride, out_stride, gated, Function(function), Type(type)});
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
@@ -686,7 +680,6 @@ NB_MODULE(_kernels, m) {
   m.def("rope", &rope, free);
   m.def("activate", &activate, free);
   m.def("scale", &scale, free);
-  m.def("pointwise", &pointwise, free);
   m.def("store", &store, free);
   m.def("attention", &attention, free);
   m.def("latent_store", &latent_store, free);

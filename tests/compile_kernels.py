@@ -37,6 +37,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import SCHEMES, Format
+from penstock.ops.activations import ACTIVATIONS
 from penstock.ops.cuda import lora, matrix
 from penstock.ops.cuda.launch import ARCHITECTURES, Launch, record_launches
 
@@ -139,7 +140,7 @@ def products(whole: bool) -> Calls:
                     yield f"{name} {layer}", partial(matrix.linear, x, weights)
                 if whole or (name == "none" and tokens in (TOKENS[0], TOKENS[-1])):
                     x = empty(tokens, model.hidden)
-                    yield f"{name} gate_up", partial(matrix.linear_silu_and_mul, x, gate_up)
+                    yield f"{name} gate_up", partial(matrix.linear_activation_and_mul, x, gate_up, "silu")
     for model in MODELS if whole else MODELS[1:]:
         head = packed(model.vocab, model.hidden, Format())
         for tokens in TOKENS if whole else TOKENS[:1]:
@@ -162,7 +163,7 @@ def rows(whole: bool) -> Calls:
         yield "add_rms_norm", lambda x=x, weight=weight: elementwise.add_rms_norm(x, x, weight, 1e-6)
         yield "add_residual", lambda x=x: elementwise.add_residual(x, x)
         gate_up = empty(8, 2 * model.inter)
-        yield "silu_and_mul", lambda gate_up=gate_up: elementwise.silu_and_mul(gate_up)
+        yield "silu_and_mul", lambda gate_up=gate_up: elementwise.activation_and_mul(gate_up, "silu")
         q, table = empty(8, model.heads, model.head_dim), torch.empty(4096, model.head_dim)
         weight = empty(model.head_dim)
         yield "rms_norm", lambda q=q, weight=weight: elementwise.rms_norm(q, weight, 1e-6)
@@ -173,8 +174,9 @@ def rows(whole: bool) -> Calls:
         yield "rms_norm", lambda x=x, wide=wide: elementwise.rms_norm(x, wide, 1e-6)
         yield "layer_norm", lambda x=x, wide=wide: elementwise.layer_norm(x, wide, wide, 1e-6)
         yield "scale", lambda x=x: elementwise.scale(x, 2.0, 30.0)
-        yield "gelu", lambda x=x: elementwise.gelu(x)
-        yield "gelu_and_mul", lambda gate_up=gate_up: elementwise.gelu_and_mul(gate_up)
+        for name in ACTIVATIONS:
+            yield name, lambda x=x, name=name: elementwise.activation(x, name)
+        yield "gelu_and_mul", lambda gate_up=gate_up: elementwise.activation_and_mul(gate_up, "gelu_tanh")
 
 
 KV_CACHES = ("", "int8", "fp8")

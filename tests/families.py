@@ -95,7 +95,8 @@ def flag(rng: Random) -> bool:
 def llama(rng: Random) -> PreTrainedConfig:
     given = sizes(rng)
     given["rope_parameters"] = rope(rng, given["head_dim"], *SCALINGS)
-    return LlamaConfig(**given, attention_bias=flag(rng), mlp_bias=flag(rng))
+    activation = rng.choice(("silu", "silu", "gelu", "gelu_pytorch_tanh", "relu"))
+    return LlamaConfig(**given, hidden_act=activation, attention_bias=flag(rng), mlp_bias=flag(rng))
 
 
 def mistral(rng: Random) -> PreTrainedConfig:

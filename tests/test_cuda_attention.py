@@ -21,9 +21,9 @@ pytest.importorskip("triton")
 
 from penstock.core import PenstockError
 from penstock.ops import AttentionMetadata, KVSpec, QKNorms, reference
-from penstock.ops.cuda import elementwise, encoder_ops, kv_cache
+from penstock.ops.activations import ACTIVATIONS
+from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
-from penstock.ops.encoder_ops import FUNCTIONS
 from penstock.planning.kv_spec import transfer_layouts
 
 attention = import_module("penstock.ops.cuda.attention")  # whose name in the package is the op
@@ -69,8 +69,8 @@ def test_rows(seed: int) -> None:
     close(elementwise.rope(heads_apart, positions, table), reference.rope(heads_apart, positions, table))
     gate_up, whole = randn(rng, rows, 2 * size, dtype=dtype) * 4, torch.ones(rows, size + 9, dtype=dtype)
     out = whole[:, 4 : 4 + size]
-    assert elementwise.silu_and_mul(gate_up, out) is out
-    close(out, reference.silu_and_mul(gate_up))
+    assert elementwise.activation_and_mul(gate_up, "silu", out) is out
+    close(out, reference.activation_and_mul(gate_up, "silu"))
     assert whole[:, :4].eq(1).all() and whole[:, 4 + size :].eq(1).all()
     chosen = torch.randint(rows, (7,))
     assert torch.equal(elementwise.index_select(apart, chosen), apart[chosen])
@@ -94,11 +94,9 @@ def test_rows_of_other_families(seed: int) -> None:
     close(elementwise.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
     close(elementwise.layer_norm(apart, own, None, 1e-5), reference.layer_norm(apart, own, None, 1e-5))
     gate_up = randn(rng, rows, 2 * size, dtype=dtype) * 4
-    close(elementwise.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
-    close(elementwise.gelu(x), reference.gelu(x))
-    for function in FUNCTIONS:
-        close(encoder_ops.activation(x, function), reference.activation(x, function))
-        close(encoder_ops.activation_and_mul(gate_up, function), reference.activation_and_mul(gate_up, function))
+    for function in ACTIVATIONS:
+        close(elementwise.activation(x, function), reference.activation(x, function))
+        close(elementwise.activation_and_mul(gate_up, function), reference.activation_and_mul(gate_up, function))
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
         close(elementwise.scale(x, factor, cap), reference.scale(x, factor, cap))
     dim = rng.choice((16, 80, 128))

@@ -3,6 +3,7 @@ in any batch."""
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import Format, LoRAWeights, QuantizedWeight, reference
+from penstock.ops.activations import ACTIVATIONS
 from penstock.ops.cuda import launch, lora, matrix
 from penstock.ops.cuda.tiles import Size, Tile, sizes
 
@@ -59,10 +61,10 @@ def test_products(name: str, dtype: torch.dtype) -> None:
             exact = x.double() @ weight.double().T + (0 if given is None else given.double())
             assert_close(product, exact.float(), 1e-6)
         assert torch.equal(product.to(dtype), out[:, :outputs])
-        gelu = matrix.linear_gelu_and_mul(x, packed)
-        assert_close(gelu, reference.gelu_and_mul(out[:, :outputs]), 1e-6 if dtype is torch.float32 else 2e-3)
-        gated = matrix.linear_silu_and_mul(x, packed)
-        assert_close(gated, reference.silu_and_mul(out[:, :outputs]), 1e-6 if dtype is torch.float32 else 2e-3)
+        for function in ACTIVATIONS:
+            gated = matrix.linear_activation_and_mul(x, packed, function)
+            expected_gated = reference.activation_and_mul(out[:, :outputs], function)
+            assert_close(gated, expected_gated, 1e-6 if dtype is torch.float32 else 2e-3)
         ids = torch.tensor([outputs - 1, 0, outputs // 2])
         assert torch.equal(matrix.embedding(ids, packed), reference.embedding(ids, expected))
         shard = torch.full((3, inputs), 5, dtype=dtype)
@@ -136,7 +138,7 @@ def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: py
     else:
         packed = matrix.pack([randn(1, outputs, inputs, dtype=dtype)], None, format)
     x = randn(2, tokens, inputs, dtype=dtype)
-    op = matrix.linear_silu_and_mul if gated else matrix.linear
+    op = partial(matrix.linear_activation_and_mul, function="silu") if gated else matrix.linear
     together = op(x, packed)
     chosen = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))[:40]
     differ = []

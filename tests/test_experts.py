@@ -369,3 +369,11 @@ def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True, expert_parallel_size=3)
     with pytest.raises(PenstockError, match="with enable_expert_parallel"):
         LLM(tmp_path, tensor_parallel_size=2, expert_parallel_size=2)
+
+
+def test_activations_that_experts_have_not_are_refused(tmp_path: Path) -> None:
+    save(CONFIGS["qwen3-moe"], tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "gelu"}))
+    with pytest.raises(PenstockError, match="has experts whose activation is gelu: silu is supported"):
+        LLM(tmp_path)

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, QuantizedWeight, backend, reference
-from penstock.ops.encoder_ops import FUNCTIONS
+from penstock.ops.activations import ACTIVATIONS
 from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -43,6 +43,11 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def swiglu(x: Tensor, matrix: Any) -> Tensor:
+    product: Tensor = cpu.linear_activation_and_mul(x, matrix, "silu")
+    return product
 
 
 def close(got: Tensor, expected: Tensor, scale: float = 1.0) -> None:
@@ -234,7 +239,7 @@ def test_weights_as_checkpoints_have_them(
         for some in (slice(0, rows // 2), slice(rows // 2, rows), slice(one, one + 1)):
             assert torch.equal(cpu.linear(x[some], matrix, out_float32=True), got[some])
     both = cpu.pack_quantized([weight, weight], dtype)
-    assert torch.equal(cpu.linear_silu_and_mul(x, both), cpu.silu_and_mul(cpu.linear(x, both)))
+    assert torch.equal(swiglu(x, both), cpu.activation_and_mul(cpu.linear(x, both), "silu"))
 
 
 def test_packed_tensors_of_another_size_are_refused() -> None:
@@ -261,14 +266,12 @@ def test_large_matrices(format: Format, seed: int, rows: int, inputs: int, outpu
     got = cpu.linear(x, matrix)
     close(got, reference.linear(x, kept), inputs**0.5)
     both = cpu.pack([weight, weight.flip(0)], None, format)
-    gated = cpu.linear_silu_and_mul(x, both)
-    assert torch.equal(gated, cpu.silu_and_mul(cpu.linear(x, both)))
+    gated = swiglu(x, both)
+    assert torch.equal(gated, cpu.activation_and_mul(cpu.linear(x, both), "silu"))
     cut = rows // 3
     cpu.set_threads(1)
     assert torch.equal(got, torch.cat([cpu.linear(x[:cut], matrix), cpu.linear(x[cut:], matrix)]))
-    assert torch.equal(
-        gated, torch.cat([cpu.linear_silu_and_mul(x[:cut], both), cpu.linear_silu_and_mul(x[cut:], both)])
-    )
+    assert torch.equal(gated, torch.cat([swiglu(x[:cut], both), swiglu(x[cut:], both)]))
     cpu.set_threads(2)
 
 
@@ -281,13 +284,11 @@ def test_gated(format: Format, seed: int, rows: int, inputs: int, size: int, who
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, 2 * size, inputs, dtype=dtype)
     bias = randn(seed + 2, 2 * size, dtype=dtype) if seed % 2 else None
     matrix = cpu.pack([weight], bias, format)
-    got = cpu.linear_silu_and_mul(x, matrix)
-    assert torch.equal(got, cpu.silu_and_mul(cpu.linear(x, matrix)))
-    close(got, reference.linear_silu_and_mul(x, reference.pack([weight], bias, format)), inputs)
+    got = swiglu(x, matrix)
+    assert torch.equal(got, cpu.activation_and_mul(cpu.linear(x, matrix), "silu"))
+    close(got, reference.linear_activation_and_mul(x, reference.pack([weight], bias, format), "silu"), inputs)
     cut = rows // 2
-    assert torch.equal(
-        got, torch.cat([cpu.linear_silu_and_mul(x[:cut], matrix), cpu.linear_silu_and_mul(x[cut:], matrix)])
-    )
+    assert torch.equal(got, torch.cat([swiglu(x[:cut], matrix), swiglu(x[cut:], matrix)]))
 
 
 @few
@@ -307,7 +308,7 @@ def test_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) 
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, dtype=dtypes)
 def test_activation_functions(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
     both = randn(seed, rows, 2 * size, dtype=dtype) * 6
-    for function in FUNCTIONS:
+    for function in ACTIVATIONS:
         close(cpu.activation(both[:, 1 : 1 + size], function), reference.activation(both[:, 1 : 1 + size], function))
         close(cpu.activation_and_mul(both, function), reference.activation_and_mul(both, function))
 
@@ -319,7 +320,7 @@ def test_rope_and_gate(seed: int, tokens: int, heads: int, half: int, dtype: tor
     view = randn(seed, tokens, heads * 2 * half + 5, dtype=dtype)[:, : heads * 2 * half].view(tokens, heads, 2 * half)
     close(cpu.rope(view, positions, table), reference.rope(view, positions, table))
     gate_up = randn(seed, tokens, 2 * half, dtype=dtype) * 10
-    close(cpu.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), 10)
+    close(cpu.activation_and_mul(gate_up, "silu"), reference.activation_and_mul(gate_up, "silu"), 10)
 
 
 @few
@@ -359,12 +360,12 @@ def test_other_ropes(
 
 @few
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, dtype=dtypes)
-def test_gelu_and_factors(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
+def test_gates_and_factors(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
     x, weight = randn(seed, rows, 2 * size, dtype=dtype) * 10, randn(seed + 1, 128, 2 * size, dtype=dtype)
-    close(cpu.gelu_and_mul(x), reference.gelu_and_mul(x), 10)
-    close(cpu.gelu(x), reference.gelu(x), 10)
     matrix = cpu.pack([weight])
-    assert torch.equal(cpu.linear_gelu_and_mul(x, matrix), cpu.gelu_and_mul(cpu.linear(x, matrix)))
+    for function in ACTIVATIONS:
+        product = cpu.activation_and_mul(cpu.linear(x, matrix), function)
+        assert torch.equal(cpu.linear_activation_and_mul(x, matrix, function), product)
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
         close(cpu.scale(x, factor, cap), reference.scale(x, factor, cap), 10)
 
@@ -467,8 +468,8 @@ def test_results_are_written_where_they_are_wanted(seed: int, format: Format) ->
         module.store_kv(cache, q[:, :2], q[:, 2:], positions)
         for width, compute in (
             (2 * outputs, lambda out: module.linear(x, matrix, False, out)),
-            (outputs, lambda out: module.linear_silu_and_mul(x, matrix, out)),
-            (outputs, lambda out: module.silu_and_mul(module.linear(x, matrix), out)),
+            (outputs, lambda out: module.linear_activation_and_mul(x, matrix, "silu", out)),
+            (outputs, lambda out: module.activation_and_mul(module.linear(x, matrix), "silu", out)),
             (64, lambda out: module.attention(q, cache, metadata, 0.25, 0, out)),
             (2 * outputs, lambda out: module.add_lora(module.linear(x, matrix, False, out), x, adapters, slots)),
         ):
@@ -555,7 +556,7 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
             if slots is not None:
                 added = cpu.add_lora(added, attended, adapters, slots)
             added, x = cpu.add_rms_norm(added, x, gain, 1e-6)
-            _, x = cpu.add_rms_norm(cpu.linear(cpu.linear_silu_and_mul(added, gate_up), back), x, gain, 1e-6)
+            _, x = cpu.add_rms_norm(cpu.linear(swiglu(added, gate_up), back), x, gain, 1e-6)
         return x
 
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]

@@ -169,8 +169,8 @@ def test_every_log_names_the_request(deployment: Deployment) -> None:
     assert response.status_code == 200
     deployment.router.find("id=traced-0 status=200")
     transfer = deployment.prefill.find(r"request traced-0: transfer (\w+): \d+ tokens")[1]
-    logs = [line for served in deployment.decode for line in served.lines]
-    assert any(f"request traced-0: transfer {transfer}:" in line for line in logs)
+    said = f"request traced-0: transfer {transfer}:"
+    until(lambda: any(said in line for served in deployment.decode for line in served.lines))
 
 
 def test_adapters_are_in_all_instances(deployment: Deployment, demo_adapters: Path) -> None:

@@ -88,7 +88,7 @@ def checks(ops: Any, device: torch.device, scale: Scale, dtypes: list[torch.dtyp
         if small and dtype == torch.float32:
             continue  # whose sums are not exact in the interpreter
         for gated in (False, True) if outputs % 2 == 0 else (False,):
-            label = f"{'linear_silu_and_mul' if gated else 'linear'} {name} {dtype} {inputs} x {outputs}"
+            label = f"{'linear_activation_and_mul' if gated else 'linear'} {name} {dtype} {inputs} x {outputs}"
             yield label, partial(products, ops, draw, tokens, inputs, outputs, dtype, format, gated)
     for dtype in dtypes:
         for name, check in rowwise(ops, draw, dtype, small).items():
@@ -123,8 +123,8 @@ def products(
     weight = draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
     bias = draw.normal(outputs, dtype=dtype)
     packed, plain = ops.pack([weight], bias, format), reference.pack([weight.float()], bias.float(), format)
-    call = ops.linear_silu_and_mul if gated else partial(ops.linear, out_float32=True)
-    define = reference.linear_silu_and_mul if gated else reference.linear
+    call = partial(ops.linear_activation_and_mul, function="silu") if gated else partial(ops.linear, out_float32=True)
+    define = partial(reference.linear_activation_and_mul, function="silu") if gated else reference.linear
     x = draw.normal(max(tokens), inputs, dtype=dtype)
     whole = call(x, packed)
     for count in tokens:
@@ -155,7 +155,9 @@ def rowwise(ops: Any, draw: Draw, dtype: torch.dtype, small: bool) -> dict[str, 
         ),
         "add_residual": lambda: compared(ops.add_residual(x, residual.clone()), x.float() + residual.float()),
         "rope": lambda: compared(ops.rope(heads, positions, table), reference.rope(heads.float(), positions, table)),
-        "silu_and_mul": lambda: compared(ops.silu_and_mul(x), reference.silu_and_mul(x.float())),
+        "activation_and_mul": lambda: compared(
+            ops.activation_and_mul(x, "silu"), reference.activation_and_mul(x.float(), "silu")
+        ),
         "embedding": lambda: compared(ops.embedding(ids, ops.pack([vocabulary])), vocabulary[ids]),
         "index_select": lambda: compared(ops.index_select(x, positions % tokens), x[positions % tokens]),
     }

@@ -41,7 +41,8 @@ def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
             packed = matrix.pack([weight], None, layer)
             for tokens in TOKENS[:2] if scale.interpret else TOKENS:
                 x = torch.randn(tokens, inputs, device=device).to(dtype)
-                call = partial(matrix.linear_silu_and_mul if gated else matrix.linear, x, packed)
+                op = partial(matrix.linear_activation_and_mul, function="silu") if gated else matrix.linear
+                call = partial(op, x, packed)
                 x_bytes = 1 if layer.activation_bits else x.itemsize
                 chosen = tiles.choose_tile(architecture(device), sm_count(device), tokens, outputs, x_bytes, layer)
                 matrix._tile = choose

@@ -82,13 +82,9 @@ class ObservedMatrix:
         self._observer.observe(self._names, x)
         return self._matrix.linear(x, out_float32, out)
 
-    def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
         self._observer.observe(self._names, x)
-        return self._matrix.linear_silu_and_mul(x, out)
-
-    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        self._observer.observe(self._names, x)
-        return self._matrix.linear_gelu_and_mul(x, out)
+        return self._matrix.linear_activation_and_mul(x, function, out)
 
 
 @dataclass(frozen=True)

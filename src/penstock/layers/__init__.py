@@ -2,7 +2,7 @@
 
 from .attention import Attention, AttentionLayer, QKNormLayers
 from .context import BuildContext, PackedWeights, Weights
-from .encoder import BidirectionalAttention, EncoderMLP
+from .encoder import BidirectionalAttention
 from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
@@ -20,7 +20,6 @@ __all__ = [
     "BuildContext",
     "ColumnParallelLinear",
     "Embedding",
-    "EncoderMLP",
     "GatedMLP",
     "LatentAttention",
     "LayerNorm",

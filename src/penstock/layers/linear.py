@@ -59,22 +59,19 @@ class ColumnParallelLinear:
             return product
         return self._lora(product, x, lora_slots)
 
-    def silu_and_mul(self, x: Tensor, lora_slots: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """SiLU of the first of two merged matrices' outputs times the second's, of this rank's outputs. A row without
-        an adapter has the same bits with ``lora_slots`` as without.
+    def activation_and_mul(
+        self, x: Tensor, function: str, lora_slots: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """A function of the first of two merged matrices' outputs times the second's, of this rank's outputs. A row
+        without an adapter has the same bits with ``lora_slots`` as without.
 
         Args:
+            function: a name of ``ops.activations.ACTIVATIONS``.
             out: where to write the result.
         """
         if lora_slots is None:
-            return self._matrix.linear_silu_and_mul(x, out)
-        return self._ops.silu_and_mul(self(x, lora_slots), out)
-
-    def gelu_and_mul(self, x: Tensor, lora_slots: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """As ``silu_and_mul``, with GELU."""
-        if lora_slots is None:
-            return self._matrix.linear_gelu_and_mul(x, out)
-        return self._ops.gelu_and_mul(self(x, lora_slots), out)
+            return self._matrix.linear_activation_and_mul(x, function, out)
+        return self._ops.activation_and_mul(self(x, lora_slots), function, out)
 
 
 class Embedding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,10 +21,13 @@ class MLPLayer(Protocol):
 
 
 class GatedMLP:
-    """``down(activation(gate(x)) * up(x))``: SwiGLU or GEGLU (Shazeer, 2020).
+    """``down(activation(gate(x)) * up(x))``: SwiGLU, GEGLU (Shazeer, 2020) and the like.
 
     Args:
         name: of the checkpoint's module, above ``gate_proj``, ``up_proj`` and ``down_proj``.
+        bias: whether ``gate_proj`` and ``up_proj`` have one.
+        down_bias: whether ``down_proj`` has one; None is as the others.
+        activation: a name of ``ops.activations.ACTIVATIONS``.
     """
 
     def __init__(
@@ -34,40 +37,57 @@ class GatedMLP:
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
-        activation: Literal["silu", "gelu"] = "silu",
+        activation: str = "silu",
+        down_bias: bool | None = None,
     ) -> None:
         self._group = context.group
         self._dtype = context.dtype
         self._shard = shard_outputs(context.group, intermediate_size)
         gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
         self._gate_up = ColumnParallelLinear(context, gate_up, hidden_size, [self._shard] * 2, bias)
-        self._gated = self._gate_up.silu_and_mul if activation == "silu" else self._gate_up.gelu_and_mul
+        self._activation = activation
         shards = [shard_outputs(context.group, hidden_size)]
         self._down = ColumnParallelLinear(
-            context, [f"{name}.down_proj"], intermediate_size, shards, bias, gather_output=True
+            context,
+            [f"{name}.down_proj"],
+            intermediate_size,
+            shards,
+            bias if down_bias is None else down_bias,
+            gather_output=True,
         )
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         activations = self._group.all_gather(
-            lambda out: self._gated(x, lora_slots, out), x.shape[0], self._shard, self._dtype
+            lambda out: self._gate_up.activation_and_mul(x, self._activation, lora_slots, out),
+            x.shape[0],
+            self._shard,
+            self._dtype,
         )
         return self._down(activations, lora_slots)
 
 
 class MLP:
-    """``down(gelu(up(x)))`` (Vaswani et al., 2017, with GELU).
+    """``down(activation(up(x)))`` (Vaswani et al., 2017).
 
     Args:
         names: of the two matrices in the checkpoint.
+        activation: a name of ``ops.activations.ACTIVATIONS``.
     """
 
     def __init__(
-        self, context: BuildContext, names: tuple[str, str], hidden_size: int, intermediate_size: int, bias: bool
+        self,
+        context: BuildContext,
+        names: tuple[str, str],
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        activation: str,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
         self._dtype = context.dtype
         self._shard = shard_outputs(context.group, intermediate_size)
+        self._activation = activation
         up, down = names
         self._up = ColumnParallelLinear(context, [up], hidden_size, [self._shard], bias)
         shards = [shard_outputs(context.group, hidden_size)]
@@ -75,6 +95,9 @@ class MLP:
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         activations = self._group.all_gather(
-            lambda out: self._ops.gelu(self._up(x, lora_slots), out), x.shape[0], self._shard, self._dtype
+            lambda out: self._ops.activation(self._up(x, lora_slots), self._activation, out),
+            x.shape[0],
+            self._shard,
+            self._dtype,
         )
         return self._down(activations, lora_slots)

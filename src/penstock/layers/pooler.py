@@ -38,7 +38,7 @@ def dense(
     """A linear layer of the checkpoint, and an activation function after it.
 
     Args:
-        function: a name of ``ops.encoder_ops.FUNCTIONS``; empty for none.
+        function: a name of ``ops.activations.ACTIVATIONS``; empty for none.
     """
 
     def read(part: str, *shape: int) -> Tensor:

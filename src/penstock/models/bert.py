@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core import Code, PenstockError
-from penstock.layers import BidirectionalAttention, BuildContext, EncoderMLP, LayerNorm, PoolerHead
+from penstock.layers import MLP, BidirectionalAttention, BuildContext, LayerNorm, PoolerHead
 from penstock.layers.pooler import dense
 from penstock.planning.encoders import SUFFIXES, first_position
 
-from .config import ModelConfig, dense_config
+from .config import ModelConfig, dense_config, options_of
 from .encoder import Encoder, PostNormLayer, module_name, position_and_type_table
-from .encoder_config import encoder_config, encoder_fields
+from .encoder_config import encoder_fields
 from .registry import Family
+from .weights.renamed import Stored
 
 EMBEDDINGS = "embeddings.word_embeddings"
+PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "o_proj": "output.dense"}
+"""Of attention, by the names that layers ask for."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -24,15 +27,24 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder)", "model")
     if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
         raise PenstockError(Code.UNSUPPORTED, f"position_embedding_type {kind!r:.40}; absolute is supported", "model")
-    encoder = encoder_config(raw, str(raw.get("hidden_act", "gelu")))
+    return read_bert_config(raw)
+
+
+def read_bert_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The names that BERT and its successors share."""
     eps = float(raw.get("layer_norm_eps") or 1e-12)
-    return dense_config(raw, **encoder_fields(raw, encoder), rms_norm_eps=eps)
+    return dense_config(raw, **encoder_fields(raw), rms_norm_eps=eps, options=options_of({"hidden_act": "gelu", **raw}))
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """``Family.find_stored``."""
+    parent, _, last = name.rpartition(".")
+    return Stored(f"{parent}.{PROJECTIONS[last]}" if last in PROJECTIONS else name)
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
     name = module_name(context, config, EMBEDDINGS)
-    assert config.encoder
-    size, function, eps = config.hidden_size, config.encoder.function, config.rms_norm_eps
+    size, eps = config.hidden_size, config.rms_norm_eps
 
     def layer(number: int) -> PostNormLayer:
         own = f"{name}encoder.layer.{number}"
@@ -40,20 +52,19 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
             context.ops,
             BidirectionalAttention(
                 context,
-                [f"{own}.attention.self.{part}" for part in ("query", "key", "value")],
-                f"{own}.attention.output.dense",
+                f"{own}.attention",
                 hidden_size=size,
                 num_heads=config.num_heads,
                 head_dim=config.head_dim,
             ),
             LayerNorm(context, f"{own}.attention.output.LayerNorm", size, eps, bias=True),
-            EncoderMLP(
+            MLP(
                 context,
-                [f"{own}.intermediate.dense"],
-                f"{own}.output.dense",
-                hidden_size=size,
-                intermediate_size=config.intermediate_size,
-                function=function,
+                (f"{own}.intermediate.dense", f"{own}.output.dense"),
+                size,
+                config.intermediate_size,
+                bias=True,
+                activation=config.options.activation,
             ),
             LayerNorm(context, f"{own}.output.LayerNorm", size, eps, bias=True),
             last=number == config.num_layers - 1,
@@ -85,4 +96,5 @@ FAMILY = Family(
     read_config=read_config,
     build=build,
     build_classifier=build_classifier,
+    find_stored=find_stored,
 )

@@ -23,8 +23,15 @@ from .encoder_config import EncoderConfig
 from .experts_config import ExpertsConfig
 from .latent_config import LatentConfig
 
-ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
-"""Values of ``hidden_act``."""
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Values of ``hidden_act`` → names of ``ops.activations.ACTIVATIONS``."""
 
 MAX_COUNT = 2**24
 """More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
@@ -158,11 +165,19 @@ def options_of(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
 
     Raises ``PenstockError`` (``unsupported``) for an activation that is not known.
     """
-    name = raw.get("hidden_activation") or raw.get("hidden_act") or "silu"
+    name = str(raw.get("hidden_activation") or raw.get("hidden_act") or "silu")
+    return DecoderOptions(**{"activation": activation_of(name)} | options)
+
+
+def activation_of(name: str) -> str:
+    """The activation function of a name in ``config.json``, a name of ``ops.activations.ACTIVATIONS``.
+
+    Raises ``PenstockError`` (``unsupported``) for one that is not known.
+    """
     if name not in ACTIVATIONS:
-        words = f"activation {str(name)[:40]!r}; known are {', '.join(ACTIVATIONS)}"
+        words = f"activation {name[:40]!r}; known are {', '.join(ACTIVATIONS)}"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
-    return DecoderOptions(**{"activation": ACTIVATIONS[name]} | options)
+    return ACTIVATIONS[name]
 
 
 def _count(raw: Mapping[str, Any], name: str) -> int:

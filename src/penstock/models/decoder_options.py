@@ -51,9 +51,10 @@ class DecoderOptions:
     """Of models with ``ModelConfig.qk_norm``."""
     parallel_residual: bool = False
     """Whether the MLP reads what attention reads; both are added to the residual stream."""
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: str = "silu"
+    """Of the MLP, a name of ``ops.activations.ACTIVATIONS``."""
     gated_mlp: bool = True
-    """Whether the MLP is ``down(activation(gate(x)) * up(x))``; otherwise ``c_proj(gelu(c_fc(x)))``."""
+    """Whether the MLP is ``down(activation(gate(x)) * up(x))``; otherwise ``c_proj(activation(c_fc(x)))``."""
     rope_interleaved: bool = False
     """Whether neighbours in a head are rotated against each other (GPT-J style), not its halves."""
     partial_rotary_factor: float = 1.0

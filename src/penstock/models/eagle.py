@@ -114,7 +114,8 @@ class EagleHead:
             input_size=input_size,
         )
         self._post_attention_norm = RMSNorm(context, f"{name}.post_attention_layernorm", size, decoder.rms_norm_eps)
-        self._mlp = GatedMLP(context, f"{name}.mlp", size, decoder.intermediate_size, decoder.mlp_bias)
+        activation = decoder.options.activation
+        self._mlp = GatedMLP(context, f"{name}.mlp", size, decoder.intermediate_size, decoder.mlp_bias, activation)
 
     def with_model(self, model: Model) -> Self:
         """The same head, with the embedding and the language model head of other weights of the model."""

@@ -14,9 +14,9 @@ from penstock.layers import (
     BidirectionalAttention,
     BuildContext,
     Embedding,
-    EncoderMLP,
     LayerNorm,
     LoRATarget,
+    MLPLayer,
     PoolerHead,
 )
 from penstock.ops import Batch, KVSpec, LayerExport, Ops, TransferLayout
@@ -46,7 +46,7 @@ class PostNormLayer:
     ops: Ops
     attention: BidirectionalAttention
     attention_norm: LayerNorm
-    mlp: EncoderMLP
+    mlp: MLPLayer
     mlp_norm: LayerNorm
     last: bool
 
@@ -55,7 +55,7 @@ class PostNormLayer:
         if self.last:
             x = self.ops.index_select(x, batch.logits_indices)
         x, _ = self.attention_norm.add(attended, x)
-        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        x, _ = self.mlp_norm.add(self.mlp(x, None), x)
         return x
 
 
@@ -67,7 +67,7 @@ class PreNormLayer:
     ops: Ops
     attention: BidirectionalAttention
     attention_norm: LayerNorm | None
-    mlp: EncoderMLP
+    mlp: MLPLayer
     mlp_norm: LayerNorm
     last: bool
 
@@ -77,7 +77,7 @@ class PreNormLayer:
         if self.last:
             x = self.ops.index_select(x, batch.logits_indices)
         normed, x = self.mlp_norm.add(attended, x)
-        return self.ops.add_residual(self.mlp(normed), x)
+        return self.ops.add_residual(self.mlp(normed, None), x)
 
 
 class Encoder:

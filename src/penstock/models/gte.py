@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.layers import BidirectionalAttention, BuildContext, EncoderMLP, LayerNorm
+from penstock.layers import BidirectionalAttention, BuildContext, GatedMLP, LayerNorm
 from penstock.planning.encoders import SUFFIXES
 
-from .bert import EMBEDDINGS, build_classifier
-from .config import ModelConfig, dense_config
+from .bert import EMBEDDINGS, build_classifier, read_bert_config
+from .config import ModelConfig
 from .encoder import Encoder, PostNormLayer, module_name, position_and_type_table
-from .encoder_config import encoder_config, encoder_fields
+from .fused import find_fused, part_of
 from .registry import Family
+from .weights.renamed import Stored
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    encoder = encoder_config(raw, str(raw.get("hidden_act", "gelu")))
-    eps = float(raw.get("layer_norm_eps") or 1e-12)
-    return dense_config(raw, **encoder_fields(raw, encoder), rms_norm_eps=eps)
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """``Family.find_stored``: ``qkv_proj``, and ``up_gate_proj`` with the gate behind."""
+    parent, _, last = name.rpartition(".")
+    if last in ("gate_proj", "up_proj"):
+        return part_of(f"{parent}.up_gate_proj", [config.intermediate_size] * 2, last == "gate_proj")
+    return find_fused(config, name)
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
     name = module_name(context, config, EMBEDDINGS)
-    assert config.encoder
-    size, function, eps = config.hidden_size, config.encoder.function, config.rms_norm_eps
+    size, eps = config.hidden_size, config.rms_norm_eps
     rope = context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings)
 
     def layer(number: int) -> PostNormLayer:
@@ -33,23 +32,20 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
             context.ops,
             BidirectionalAttention(
                 context,
-                [f"{own}.attention.qkv_proj"] * 3,
-                f"{own}.attention.o_proj",
+                f"{own}.attention",
                 hidden_size=size,
                 num_heads=config.num_heads,
                 head_dim=config.head_dim,
                 rope=rope,
             ),
             LayerNorm(context, f"{own}.attn_ln", size, eps, bias=True),
-            EncoderMLP(
+            GatedMLP(
                 context,
-                [f"{own}.mlp.up_gate_proj"] * 2,
-                f"{own}.mlp.down_proj",
-                hidden_size=size,
-                intermediate_size=config.intermediate_size,
-                function=function,
-                bias=(False, True),
-                gate_last=True,
+                f"{own}.mlp",
+                size,
+                config.intermediate_size,
+                activation=config.options.activation,
+                down_bias=True,
             ),
             LayerNorm(context, f"{own}.mlp_ln", size, eps, bias=True),
             last=number == config.num_layers - 1,
@@ -68,7 +64,8 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
 
 FAMILY = Family(
     architectures=tuple(f"Gte{end}" for end in SUFFIXES),
-    read_config=read_config,
+    read_config=read_bert_config,
     build=build,
     build_classifier=build_classifier,
+    find_stored=find_stored,
 )

@@ -110,7 +110,7 @@ def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: s
     if config.options.gated_mlp:
         return gated_mlp(context, config, layer, name)
     names = f"{name}.c_fc", f"{name}.c_proj"
-    return MLP(context, names, config.hidden_size, config.intermediate_size, config.mlp_bias)
+    return MLP(context, names, config.hidden_size, config.intermediate_size, config.mlp_bias, config.options.activation)
 
 
 class DecoderLayer:

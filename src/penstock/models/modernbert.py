@@ -6,33 +6,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.layers import BidirectionalAttention, BuildContext, EncoderMLP, LayerNorm, PoolerHead
+from penstock.layers import BidirectionalAttention, BuildContext, GatedMLP, LayerNorm, PoolerHead
 from penstock.layers.pooler import dense, norm
 from penstock.planning.encoders import SUFFIXES
 
-from .config import ModelConfig, dense_config
+from .config import ModelConfig, activation_of, dense_config, options_of
 from .encoder import Encoder, PreNormLayer, module_name
-from .encoder_config import activation_function, encoder_config, encoder_fields
+from .encoder_config import encoder_fields
+from .fused import part_of
 from .registry import Family
+from .weights.renamed import Stored
 
 THETA = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
 """By kind of layer, the name of its rope's base in older files, and the default."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    encoder = encoder_config(raw, str(raw.get("hidden_activation", "gelu")))
-    activation_function(str(raw.get("classifier_activation", "gelu")))
+    activation_of(str(raw.get("classifier_activation", "gelu")))
     eps = float(raw.get("norm_eps") or 1e-5)
     window = int(raw.get("local_attention") or 128) // 2 + 1
     windows = tuple(0 if kind == "full_attention" else window for kind in layer_types(raw))
     return dense_config(
         raw,
-        **encoder_fields(raw, encoder),
+        **encoder_fields(raw),
+        options=options_of({"hidden_activation": "gelu", **raw}),
         rms_norm_eps=eps,
         sliding_windows=windows,
         qkv_bias=bool(raw.get("attention_bias")),
         output_bias=bool(raw.get("attention_bias")),
     )
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """``Family.find_stored``: ``Wqkv``, ``Wi`` of gate and up, and ``Wo`` of both."""
+    parent, _, last = name.rpartition(".")
+    if last in ("q_proj", "k_proj", "v_proj"):
+        return part_of(f"{parent}.Wqkv", [config.hidden_size] * 3, "qkv".index(last[0]))
+    if last in ("gate_proj", "up_proj"):
+        return part_of(f"{parent}.Wi", [config.intermediate_size] * 2, last == "up_proj")
+    return Stored(f"{parent}.Wo" if last in ("o_proj", "down_proj") else name)
 
 
 def layer_types(raw: Mapping[str, Any]) -> list[str]:
@@ -52,8 +64,7 @@ def rope_parameters(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
     name = module_name(context, config, "embeddings.tok_embeddings")
-    assert config.encoder
-    raw, size, function, eps = config.raw, config.hidden_size, config.encoder.function, config.rms_norm_eps
+    raw, size, eps = config.raw, config.hidden_size, config.rms_norm_eps
     norm_bias, mlp_bias = bool(raw.get("norm_bias")), bool(raw.get("mlp_bias"))
     kinds = layer_types(raw)
 
@@ -64,8 +75,7 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
             context.ops,
             BidirectionalAttention(
                 context,
-                [f"{own}.attn.Wqkv"] * 3,
-                f"{own}.attn.Wo",
+                f"{own}.attn",
                 hidden_size=size,
                 num_heads=config.num_heads,
                 head_dim=config.head_dim,
@@ -74,15 +84,7 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
                 bias=config.qkv_bias,
             ),
             LayerNorm(context, f"{own}.attn_norm", size, eps, norm_bias) if number else None,
-            EncoderMLP(
-                context,
-                [f"{own}.mlp.Wi"] * 2,
-                f"{own}.mlp.Wo",
-                hidden_size=size,
-                intermediate_size=config.intermediate_size,
-                function=function,
-                bias=(mlp_bias, mlp_bias),
-            ),
+            GatedMLP(context, f"{own}.mlp", size, config.intermediate_size, mlp_bias, config.options.activation),
             LayerNorm(context, f"{own}.mlp_norm", size, eps, norm_bias),
             last=number == config.num_layers - 1,
         )
@@ -102,7 +104,7 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
 def build_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
     """A dense layer, a norm, and the classifier."""
     raw, size, labels = config.raw, config.hidden_size, config.num_labels
-    function = activation_function(str(raw.get("classifier_activation", "gelu")))
+    function = activation_of(str(raw.get("classifier_activation", "gelu")))
     return PoolerHead(
         [
             dense(context, "head.dense", size, size, function, bias=bool(raw.get("classifier_bias"))),
@@ -118,4 +120,5 @@ FAMILY = Family(
     read_config=read_config,
     build=build,
     build_classifier=build_classifier,
+    find_stored=find_stored,
 )

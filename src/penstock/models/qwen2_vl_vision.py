@@ -20,6 +20,7 @@ from penstock.ops.cores import usable_cores
 from penstock.parallel import SINGLE_RANK
 
 from .patches import normalized_patches, patch_positions
+from .vision import VisionConfig
 
 EPS = 1e-6
 """Of all norms."""
@@ -27,24 +28,10 @@ Embed = Callable[[Tensor], Tensor]
 """``VisionTower.embed``."""
 
 
-@dataclass(frozen=True)
-class VisionConfig:
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VisionConfig(VisionConfig):
     """``vision_config`` of ``config.json``."""
 
-    depth: int
-    size: int
-    """Of a patch's vector."""
-    intermediate_size: int
-    output_size: int
-    """Of a feature, the language model's hidden size."""
-    heads: int
-    patch_size: int
-    """Pixels of a patch's edge."""
-    temporal_patch_size: int
-    """Frames of a patch; an image is repeated as often."""
-    merge_size: int
-    """Patches of a feature's edge."""
-    theta: float
     windowed: bool
     """Qwen2.5-VL: windows, RMS norms and SwiGLU."""
     window: int = 0
@@ -53,7 +40,7 @@ class VisionConfig:
     """Layers without windows."""
 
 
-def read_vision_config(raw: Mapping[str, Any], windowed: bool) -> VisionConfig:
+def read_vision_config(raw: Mapping[str, Any], windowed: bool) -> Qwen2VisionConfig:
     """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     vision = raw["vision_config"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
@@ -67,7 +54,7 @@ def read_vision_config(raw: Mapping[str, Any], windowed: bool) -> VisionConfig:
     heads = int(vision.get("num_heads", 16))
     if size % (4 * heads) or output != int(raw["hidden_size"]):
         raise ValueError(f"vision_config has {heads} heads of {size} elements, and {output} outputs")
-    return VisionConfig(
+    return Qwen2VisionConfig(
         depth=int(vision.get("depth", 32)),
         size=size,
         intermediate_size=intermediate,
@@ -92,7 +79,7 @@ class QwenVisionTower:
         mrope, embed: of the language model.
     """
 
-    def __init__(self, context: BuildContext, config: VisionConfig, mrope: MRoPE, embed: Embed) -> None:
+    def __init__(self, context: BuildContext, config: Qwen2VisionConfig, mrope: MRoPE, embed: Embed) -> None:
         context = replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
         self._config = config
         self._dtype, self._device = context.dtype, context.device
@@ -145,7 +132,7 @@ class QwenVisionTower:
         return torch.cat(windows), [len(window) * self._config.merge_size**2 for window in windows]
 
 
-def _norm(context: BuildContext, config: VisionConfig, name: str) -> Norm:
+def _norm(context: BuildContext, config: Qwen2VisionConfig, name: str) -> Norm:
     if config.windowed:
         return RMSNorm(context, name, config.size, EPS)
     return LayerNorm(context, name, config.size, EPS, bias=True)
@@ -154,7 +141,7 @@ def _norm(context: BuildContext, config: VisionConfig, name: str) -> Norm:
 class _Block:
     """Attention and MLP, each behind a norm."""
 
-    def __init__(self, context: BuildContext, config: VisionConfig, number: int, threads: HeadThreads) -> None:
+    def __init__(self, context: BuildContext, config: Qwen2VisionConfig, number: int, threads: HeadThreads) -> None:
         name, size = f"visual.blocks.{number}", config.size
         self._norms = [_norm(context, config, f"{name}.norm{i}") for i in (1, 2)]
         self._attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)

@@ -20,6 +20,7 @@ from penstock.ops.cores import usable_cores
 from penstock.parallel import SINGLE_RANK
 
 from .patches import normalized_patches, patch_positions
+from .vision import VisionConfig
 
 EPS = 1e-6
 """Of all norms."""
@@ -27,34 +28,20 @@ Embed = Callable[[Tensor], Tensor]
 """``VisionTower.embed``."""
 
 
-@dataclass(frozen=True)
-class VisionConfig:
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VisionConfig(VisionConfig):
     """``vision_config`` of ``config.json``."""
 
-    depth: int
-    size: int
-    """Of a patch's vector."""
-    intermediate_size: int
-    output_size: int
-    """Of a feature, the language model's hidden size."""
-    heads: int
-    patch_size: int
-    """Pixels of a patch's edge."""
-    temporal_patch_size: int
-    """Frames of a patch; an image is repeated as often."""
-    merge_size: int
-    """Patches of a feature's edge."""
-    theta: float
     grid: int
     """Learned positions of an edge."""
     deepstack: tuple[int, ...]
     """Layers behind which features for a decoder layer are taken."""
 
 
-def read_vision_config(raw: Mapping[str, Any]) -> VisionConfig:
+def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
     """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     vision = raw["vision_config"]
-    config = VisionConfig(
+    config = Qwen3VisionConfig(
         depth=int(vision.get("depth", 27)),
         size=int(vision.get("hidden_size", 1152)),
         intermediate_size=int(vision.get("intermediate_size", 4304)),
@@ -87,7 +74,7 @@ class Qwen3VisionTower:
     """
 
     def __init__(
-        self, context: BuildContext, config: VisionConfig, mrope: MRoPE, embed: Embed, deepstack: list[Tensor]
+        self, context: BuildContext, config: Qwen3VisionConfig, mrope: MRoPE, embed: Embed, deepstack: list[Tensor]
     ) -> None:
         context = replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
         self._config = config
@@ -152,7 +139,7 @@ def _taps(place: Tensor, length: int, grid: int) -> tuple[Tensor, Tensor]:
 class _Block:
     """Attention and MLP, each behind a norm."""
 
-    def __init__(self, context: BuildContext, config: VisionConfig, number: int, threads: HeadThreads) -> None:
+    def __init__(self, context: BuildContext, config: Qwen3VisionConfig, number: int, threads: HeadThreads) -> None:
         name, size = f"visual.blocks.{number}", config.size
         self._norms = [LayerNorm(context, f"{name}.norm{i}", size, EPS, bias=True) for i in (1, 2)]
         self._attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
@@ -172,7 +159,7 @@ class _Merger:
         norm_merged: norm the patches of a feature together, and not each.
     """
 
-    def __init__(self, context: BuildContext, config: VisionConfig, name: str, norm_merged: bool) -> None:
+    def __init__(self, context: BuildContext, config: Qwen3VisionConfig, name: str, norm_merged: bool) -> None:
         self._merged = config.size * config.merge_size**2
         self._norm_merged = norm_merged
         self._norm = LayerNorm(context, f"{name}.norm", self._merged if norm_merged else config.size, EPS, bias=True)

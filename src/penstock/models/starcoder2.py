@@ -18,8 +18,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         norm=NormOptions("layer", bias=True),
         gated_mlp=False,
     )
-    if options.activation != "gelu":
-        raise ValueError(f"hidden_act is {raw['hidden_act']}, and an MLP without a gate has gelu_pytorch_tanh")
     return dense_config(
         raw,
         rms_norm_eps=float(raw.get("norm_epsilon") or 1e-5),

@@ -1,14 +1,35 @@
-"""The interface of vision towers: what the worker calls to make features of images."""
+"""Vision towers: their sizes, and their interface, what the worker calls to make features of images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from penstock.core.multimodal import ImageInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """What towers read from ``vision_config`` of ``config.json``."""
+
+    depth: int
+    size: int
+    """Of a patch's vector."""
+    intermediate_size: int
+    output_size: int
+    """Of a feature, the language model's hidden size."""
+    heads: int
+    patch_size: int
+    """Pixels of a patch's edge."""
+    temporal_patch_size: int
+    """Frames of a patch; an image is repeated as often."""
+    merge_size: int
+    """Patches of a feature's edge."""
+    theta: float
 
 
 class VisionTower(Protocol):

@@ -204,21 +204,10 @@ def activate(
     rows: int,
     each: int,
     size: int,
+    stride: int,
     out_stride: int,
     activation: int,
     gated: bool,
-    type: int,
-    /,
-) -> None: ...
-def pointwise(
-    x: int,
-    out: int,
-    rows: int,
-    size: int,
-    stride: int,
-    out_stride: int,
-    gated: bool,
-    function: int,
     type: int,
     /,
 ) -> None: ...

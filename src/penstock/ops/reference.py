@@ -19,9 +19,9 @@ from torch import Tensor
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
+from .activations import activation as activation
+from .activations import activation_and_mul as activation_and_mul
 from .batch import AttentionMetadata, Batch, ForwardFn, QKNorms
-from .encoder_ops import activation as activation
-from .encoder_ops import activation_and_mul as activation_and_mul
 from .experts import combine_experts as combine_experts
 from .experts import select_experts as select_experts
 from .lora import LoRAWeights
@@ -173,15 +173,9 @@ def _write(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
-    """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the product's first half times its second half (SwiGLU;
-    Shazeer, 2020)."""
-    return silu_and_mul(linear(x, matrix), out)
-
-
-def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
-    """As ``linear_silu_and_mul``, with GELU in its approximation with tanh (GEGLU; Shazeer, 2020)."""
-    return gelu_and_mul(linear(x, matrix), out)
+def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
+    """``[tokens, in]`` to ``[tokens, out / 2]``: ``activation_and_mul`` of the product."""
+    return activation_and_mul(linear(x, matrix), function, out)
 
 
 @dataclass(frozen=True)
@@ -222,7 +216,7 @@ def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None 
 def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``experts_linear``, of each product the SiLU of its first half times its second half."""
     product = experts_linear(x, experts, ids)
-    gated = silu_and_mul(product.flatten(0, 1)).view(*ids.shape, -1)
+    gated = activation_and_mul(product, "silu")
     if out is None:
         return gated
     own = (ids >= experts.first) & (ids < experts.first + len(experts.matrices))
@@ -427,23 +421,6 @@ def rope_and_store(
     q, k = rope(q, positions, table, interleaved), rope(k, positions, table, interleaved)
     store_kv(cache, k, v, slot_mapping)
     return q
-
-
-def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """``[tokens, 2 * size]``, gate then up, to ``silu(gate) * up`` of ``[tokens, size]``."""
-    gate, up = gate_up.chunk(2, -1)
-    return _write((F.silu(gate.float()) * up.float()).to(gate_up.dtype), out)
-
-
-def gelu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """``[tokens, 2 * size]``, gate then up, to ``gelu(gate) * up`` of ``[tokens, size]``; GELU as in ``gelu``."""
-    gate, up = gate_up.chunk(2, -1)
-    return _write((F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate_up.dtype), out)
-
-
-def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """GELU (Hendrycks and Gimpel, 2016) of ``[tokens, size]``, in its approximation with tanh."""
-    return _write(F.gelu(x.float(), approximate="tanh").to(x.dtype), out)
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> KVCache:

@@ -19,7 +19,7 @@ FUNCTIONS = {
     "GELU": "gelu",
     "SiLU": "silu",
 }
-"""Classes of ``torch.nn`` that ``Dense`` names as its activation → ``ops.encoder_ops.FUNCTIONS``; empty for none."""
+"""Classes of ``torch.nn`` that ``Dense`` names as its activation → ``ops.activations.ACTIVATIONS``; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DenseModule:
     outputs: int
     bias: bool
     function: str
-    """Activation function, a name of ``ops.encoder_ops.FUNCTIONS``; empty for none."""
+    """Activation function, a name of ``ops.activations.ACTIVATIONS``; empty for none."""
 
 
 def read_modules(folder: Path) -> list[Module] | None:

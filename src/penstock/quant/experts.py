@@ -46,7 +46,7 @@ class ExpertMatrices:
         """As ``reference.experts_silu_and_mul``."""
         if not self._places:
             return self._ops.experts_silu_and_mul(x, self._parts[0], ids, out)
-        return self._ops.silu_and_mul(self.linear(x, ids), out)
+        return self._ops.activation_and_mul(self.linear(x, ids), "silu", out)
 
 
 def _parts(matrix: Matrix) -> list[object]:

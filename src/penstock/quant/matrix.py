@@ -19,12 +19,8 @@ class Matrix(Protocol):
         """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype or, with ``out_float32``, in float32."""
         ...
 
-    def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the product's first half times its second half."""
-        ...
-
-    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The same with GELU."""
+    def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out / 2]``: a function of the product's first half times its second half."""
         ...
 
 
@@ -39,13 +35,9 @@ class PackedMatrix:
         """As ``Matrix.linear``."""
         return self._ops.linear(x, self.packed, out_float32, out)
 
-    def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear_silu_and_mul``."""
-        return self._ops.linear_silu_and_mul(x, self.packed, out)
-
-    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear_gelu_and_mul``."""
-        return self._ops.linear_gelu_and_mul(x, self.packed, out)
+    def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+        """As ``Matrix.linear_activation_and_mul``."""
+        return self._ops.linear_activation_and_mul(x, self.packed, function, out)
 
     def argmax(self, x: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``[tokens, in]`` to the index of each row's largest output among those in ``bitmask``, ``[tokens]`` int64,
@@ -81,10 +73,6 @@ class StackedMatrix:
             part.linear(x, out_float32, out[:, first:end])
         return out
 
-    def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear_silu_and_mul``."""
-        return self._ops.silu_and_mul(self.linear(x), out)
-
-    def linear_gelu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear_gelu_and_mul``."""
-        return self._ops.gelu_and_mul(self.linear(x), out)
+    def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+        """As ``Matrix.linear_activation_and_mul``."""
+        return self._ops.activation_and_mul(self.linear(x), function, out)

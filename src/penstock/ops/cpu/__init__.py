@@ -8,19 +8,17 @@ from __future__ import annotations
 from .. import _kernels, native
 from ..reference import apply_bitmask, log_softmax, sample_random, topk
 from .elementwise import (
+    activation,
+    activation_and_mul,
     add_residual,
     add_rms_norm,
     clone,
-    gelu,
-    gelu_and_mul,
     index_select,
     layer_norm,
     rms_norm,
     rope,
     scale,
-    silu_and_mul,
 )
-from .encoder_ops import activation, activation_and_mul
 from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture, empty
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
@@ -32,8 +30,7 @@ from .matrix import (
     embedding,
     from_packed,
     linear,
-    linear_gelu_and_mul,
-    linear_silu_and_mul,
+    linear_activation_and_mul,
     pack,
     pack_quantized,
     packed_tensors,
@@ -68,17 +65,14 @@ __all__ = [
     "export_kv",
     "fingerprint",
     "from_packed",
-    "gelu",
-    "gelu_and_mul",
     "import_kv",
     "index_select",
     "latent_attention",
     "latent_rope_and_store",
     "layer_norm",
     "linear",
+    "linear_activation_and_mul",
     "linear_by_head",
-    "linear_gelu_and_mul",
-    "linear_silu_and_mul",
     "log_softmax",
     "measure_limits",
     "new_kv_cache",
@@ -97,7 +91,6 @@ __all__ = [
     "select_experts",
     "set_lora",
     "set_threads",
-    "silu_and_mul",
     "stack_experts",
     "store_kv",
     "supports",

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _kernels
+from ..activations import ACTIVATIONS
 from .dtypes import DTYPE_CODES
 from .graph import contiguous, empty
 
-SILU, GELU = 0, 1
-"""The kernels' numbers of activations."""
+ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
@@ -116,29 +116,24 @@ def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False)
     return out
 
 
-def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.silu_and_mul``, also of ``[tokens, rows, 2 * size]``."""
-    return _activate(gate_up, out, SILU, gated=True)
+def activation(x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+    """As ``reference.activation``."""
+    return _activate(x, x.shape[-1], function, out, gated=False)
 
 
-def gelu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.gelu_and_mul``."""
-    return _activate(gate_up, out, GELU, gated=True)
+def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+    """As ``reference.activation_and_mul``, of two or three dimensions."""
+    return _activate(gate_up, gate_up.shape[-1] // 2, function, out, gated=True)
 
 
-def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.gelu``."""
-    return _activate(contiguous(x), out, GELU, gated=False)
-
-
-def row_stride(out: Tensor) -> int:
+def row_stride(x: Tensor) -> int:
     """Elements from one row of ``[tokens, size]`` or ``[tokens, rows, size]`` to the next."""
-    return out.stride(0 if out.dim() == 2 or out.shape[1] == 1 else 1)  # a dimension of one row has any stride
+    return x.stride(0 if x.dim() == 2 or x.shape[1] == 1 else 1)  # a dimension of one row has any stride
 
 
-def _activate(x: Tensor, out: Tensor | None, activation: int, gated: bool) -> Tensor:
-    *each, size = *x.shape[:-1], x.shape[-1] // (2 if gated else 1)
-    out = empty((*each, size), x.dtype) if out is None else out
-    numbers = each[0], prod(each[1:]), size, row_stride(out)
-    _kernels.activate(x.data_ptr(), out.data_ptr(), *numbers, activation, gated, DTYPE_CODES[x.dtype])
+def _activate(x: Tensor, size: int, function: str, out: Tensor | None, gated: bool) -> Tensor:
+    first, *rest = x.shape[:-1]
+    out = empty((first, *rest, size), x.dtype) if out is None else out
+    numbers = first, prod(rest), size, row_stride(x), row_stride(out), ACTIVATION_CODES[function]
+    _kernels.activate(x.data_ptr(), out.data_ptr(), *numbers, gated, DTYPE_CODES[x.dtype])
     return out

@@ -14,7 +14,7 @@ from penstock.core import Code, PenstockError
 from .. import _kernels
 from ..experts import Routing
 from .dtypes import DTYPE_CODES
-from .elementwise import row_stride, silu_and_mul
+from .elementwise import activation_and_mul, row_stride
 from .graph import contiguous, empty
 from .matrix import Matrix, rounded_input
 
@@ -74,7 +74,7 @@ def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor |
     """As ``reference.experts_silu_and_mul``; one kernel where each half has a multiple of 64 outputs."""
     size = experts.matrices[0].outputs // 2
     if size % _kernels.PANEL:
-        return silu_and_mul(experts_linear(x, experts, ids), out)
+        return activation_and_mul(experts_linear(x, experts, ids), "silu", out)
     out = empty((*ids.shape, size), x.dtype) if out is None else out
     return _products(_kernels.gated_expert_products, x, experts, ids, out)
 

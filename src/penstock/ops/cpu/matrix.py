@@ -17,7 +17,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 from .. import _kernels, pages
 from ..quantized_weight import QuantizedWeight
 from .dtypes import DTYPE_CODES, dtype_code
-from .elementwise import GELU, SILU, gelu_and_mul, silu_and_mul
+from .elementwise import ACTIVATION_CODES, activation_and_mul
 from .graph import contiguous, empty
 
 LAYOUT = "cpu-1"
@@ -261,26 +261,15 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
     return out
 
 
-def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_silu_and_mul``; one kernel where each half has a multiple of 64 outputs."""
-    return _linear_gated(x, matrix, out, SILU)
-
-
-def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_gelu_and_mul``; one kernel where each half has a multiple of 64 outputs."""
-    return _linear_gated(x, matrix, out, GELU)
-
-
-def _linear_gated(x: Tensor, matrix: Matrix, out: Tensor | None, activation: int) -> Tensor:
+def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
+    """As ``reference.linear_activation_and_mul``; one kernel where each half has a multiple of 64 outputs."""
     size = matrix.outputs // 2
     if size % _kernels.PANEL:
-        gate = silu_and_mul if activation == SILU else gelu_and_mul
-        return gate(linear(x, matrix), out)
+        return activation_and_mul(linear(x, matrix), function, out)
     out = empty((x.shape[0], size), x.dtype) if out is None else out
     _tensors, addresses = product_input(x, matrix)
-    _kernels.gated(
-        *addresses, matrix.native, out.data_ptr(), out.stride(0), x.shape[0], DTYPE_CODES[x.dtype], activation
-    )
+    numbers = out.stride(0), x.shape[0], DTYPE_CODES[x.dtype], ACTIVATION_CODES[function]
+    _kernels.gated(*addresses, matrix.native, out.data_ptr(), *numbers)
     return out
 
 

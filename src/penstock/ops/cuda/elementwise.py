@@ -162,38 +162,30 @@ def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False)
     return out
 
 
-def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.silu_and_mul``."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
-    assert gate_up.stride(1) == out.stride(1) == 1
-    launch(
-        kernels.silu_and_mul,
-        (rows, -(-size // COLUMNS)),
-        gate_up,
-        out,
-        gate_up.stride(0),
-        out.stride(0),
-        SIZE=size,
-        BLOCK=COLUMNS,
-    )
-    return out
+def activation(x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+    """As ``reference.activation``."""
+    return _activate(x, x.shape[1], function, out, gated=False)
 
 
-def gelu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.gelu_and_mul``."""
-    return _gelu(gate_up, gate_up.shape[1] // 2, out, gated=True)
+def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+    """As ``reference.activation_and_mul``, of two dimensions."""
+    return _activate(gate_up, gate_up.shape[1] // 2, function, out, gated=True)
 
 
-def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.gelu``."""
-    return _gelu(x, x.shape[1], out, gated=False)
-
-
-def _gelu(x: Tensor, size: int, out: Tensor | None, gated: bool) -> Tensor:
+def _activate(x: Tensor, size: int, function: str, out: Tensor | None, gated: bool) -> Tensor:
     rows = x.shape[0]
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
     assert x.stride(1) == out.stride(1) == 1
-    grid = rows, -(-size // COLUMNS)
-    launch(kernels.gelu, grid, x, out, x.stride(0), out.stride(0), SIZE=size, GATED=gated, BLOCK=COLUMNS)
+    launch(
+        kernels.activation,
+        (rows, -(-size // COLUMNS)),
+        x,
+        out,
+        x.stride(0),
+        out.stride(0),
+        SIZE=size,
+        FUNCTION=function,
+        GATED=gated,
+        BLOCK=COLUMNS,
+    )
     return out

@@ -80,15 +80,15 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
 
 def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.experts_linear``."""
-    return _products(x, experts, ids, out, gated=False)
+    return _products(x, experts, ids, out)
 
 
 def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.experts_silu_and_mul``."""
-    return _products(x, experts, ids, out, gated=True)
+    return _products(x, experts, ids, out, "silu")
 
 
-def _products(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None, gated: bool) -> Tensor:
+def _products(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None, gated: str = "") -> Tensor:
     matrix, (tokens, top_k) = experts.matrix, ids.shape
     size = matrix.outputs // 2 if gated else matrix.outputs
     out = x.new_empty((tokens, top_k, size)) if out is None else out

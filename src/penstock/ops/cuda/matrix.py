@@ -16,7 +16,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
 from ..quantized_weight import QuantizedWeight
-from .elementwise import gelu_and_mul, silu_and_mul
+from .elementwise import activation_and_mul
 from .kernels import matrix as kernels
 from .launch import MIN_FP8, architecture, launch, sm_count
 from .tiles import Tile, choose_tile
@@ -261,23 +261,15 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
         result = result.float() if out_float32 else result
         return result if out is None else out.copy_(result)
     out = x.new_empty((len(x), matrix.outputs), dtype=torch.float32 if out_float32 else x.dtype) if out is None else out
-    return product(x, matrix, out, gated=False)
+    return product(x, matrix, out)
 
 
-def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_silu_and_mul``; one kernel."""
+def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
+    """As ``reference.linear_activation_and_mul``; one kernel."""
     if _cublas and not matrix.format.bits:
-        return silu_and_mul(linear(x, matrix), out)
+        return activation_and_mul(linear(x, matrix), function, out)
     out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
-    return product(x, matrix, out, gated=True)
-
-
-def linear_gelu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_gelu_and_mul``; one kernel."""
-    if _cublas and not matrix.format.bits:
-        return gelu_and_mul(linear(x, matrix), out)
-    out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
-    return product(x, matrix, out, gated=kernels.GELU.value)
+    return product(x, matrix, out, gated=function)
 
 
 @dataclass(frozen=True)
@@ -296,11 +288,11 @@ class Choices:
     scales_size: int
 
 
-def product(x: Tensor, matrix: Matrix, out: Tensor, gated: int, choices: Choices | None = None) -> Tensor:
+def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Choices | None = None) -> Tensor:
     """Products of rows ``x``, written to ``out``, and returned.
 
     Args:
-        gated: 1 multiplies SiLU of the first half of the outputs by the second, ``kernels.GELU`` does so with GELU.
+        gated: activation of the first half of the outputs, which is multiplied by the second; empty for all outputs.
         choices: which rows are multiplied with which matrix, where ``matrix`` is the first of several.
     """
     format, tokens = matrix.format, len(x)

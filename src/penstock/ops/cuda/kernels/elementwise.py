@@ -164,22 +164,41 @@ def tanh(x):
 
 
 @triton.jit
-def gelu_of(x):
-    """In its approximation with tanh: x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)."""
-    exponent = -1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(tl.minimum(exponent, 80.0)))
+def activated(x, FUNCTION: tl.constexpr):
+    """A function of ``ACTIVATIONS`` of float32 numbers."""
+    if FUNCTION == "silu":
+        result = x / (1.0 + tl.exp(-x))
+    elif FUNCTION == "gelu":
+        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif FUNCTION == "gelu_tanh":  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
+        exponent = -1.5957691216057308 * (x + 0.044715 * x * x * x)
+        result = x / (1.0 + tl.exp(tl.minimum(exponent, 80.0)))
+    elif FUNCTION == "relu":
+        result = tl.maximum(x, 0.0)
+    else:
+        result = tanh(x)
+    return result
 
 
 @triton.jit
-def gelu(x, out, stride, out_stride, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def activation(
+    x,
+    out,
+    stride,
+    out_stride,
+    SIZE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Some columns of a row; times those of the row's second half where it is gated."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    given = tl.load(x + row * stride + columns, mask=inside)
-    result = gelu_of(given.to(tl.float32))
+    given = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    result = activated(given.to(tl.float32), FUNCTION)
     if GATED:
-        result *= tl.load(x + row * stride + SIZE + columns, mask=inside).to(tl.float32)
+        result *= tl.load(x + row * stride + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + columns, result.to(given.dtype), mask=inside)
 
 
@@ -194,16 +213,3 @@ def scale(x, out, stride, factor, cap, SIZE: tl.constexpr, CAPPED: tl.constexpr,
     if CAPPED:
         result = tanh(result / cap) * cap
     tl.store(out + row * SIZE + columns, result.to(given.dtype), mask=inside)
-
-
-@triton.jit
-def silu_and_mul(gate_up, out, stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Some columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    gate = tl.load(gate_up + row * stride + columns, mask=inside)
-    up = tl.load(gate_up + row * stride + SIZE + columns, mask=inside)
-    wide = gate.to(tl.float32)
-    gated = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
-    tl.store(out + row * out_stride + columns, gated.to(gate.dtype), mask=inside)

@@ -3,8 +3,9 @@
 Weights are the rows of the matrix instruction (``acc[BN, BT] += weights[BN, BK] @ inputs[BT, BK].T``), tokens its
 columns: so one token and thousands take the same instruction (on Hopper ``wgmma`` of 64 rows), which sums over the
 inputs in ascending order into one accumulator, and a token's bits depend on none of BN, BT, BK. A program has the first
-``8 * eights`` of the BN rows (with GATED as many outputs, of two rows); the others are zeros that are not read, so that
-small matrices occupy all multiprocessors, too. Kernels are compiled once for any of it, and with a bias or without.
+``8 * eights`` of the BN rows; the others are zeros that are not read, so that small matrices occupy all
+multiprocessors, too. With GATED, the activation of a gate, it has as many outputs, of two rows each. Kernels are
+compiled once for any number of rows, and with a bias or without.
 
 Packed weights lie in panels of 64 outputs, and in those in blocks of 64 outputs: what a program reads next follows what
 it read last.
@@ -13,7 +14,7 @@ it read last.
 import triton
 import triton.language as tl
 
-from .elementwise import gelu_of
+from .elementwise import activated
 
 PANEL = tl.constexpr(64)
 """Outputs of a panel."""
@@ -22,8 +23,6 @@ BLOCK = tl.constexpr(128)
 GROUP = tl.constexpr(8)
 """Tiles of tokens that follow each other over the same weights, so that programs that run together read few of either
 from memory, and the rest from L2."""
-GELU = tl.constexpr(2)
-"""Value of GATED for a gate by GELU; 1 is SiLU."""
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether assembler widens weights, four at a time: a conversion of each takes three times as many instructions. The
 interpreter has no assembler."""
@@ -208,8 +207,7 @@ def _finish(
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BT)), (0, 2, 3, 1)))
         gate = gate.to(DTYPE).to(tl.float32)
         up = up.to(DTYPE).to(tl.float32)
-        gate = gelu_of(gate) if GATED == GELU else gate / (1 + tl.exp(-gate))
-        acc = tl.reshape(gate * up, (SIZE, BT))
+        acc = tl.reshape(activated(gate, GATED) * up, (SIZE, BT))
     at = tl.arange(0, SIZE)
     column = first_output + at
     inside = ((at < eights * 8) & (column < outputs))[None, :] & own_tokens[:, None]
