@@ -119,10 +119,12 @@ def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any
 
 
 def products(whole: bool) -> Calls:
-    """All products of the models. In the suite, each kind of operands with all its tiles and a matrix of few rows, and
-    the extreme tiles with one of many, gated, and with float32 outputs."""
+    """All products of the models. In the suite, inputs in 16 and in 8 bits and weights in 4 with all their tiles and a
+    matrix of few rows, other formats with some, and the extreme tiles with one of many, gated, and with float32
+    outputs."""
     some = {"fp8": (1, 2048), "wint4-g32": (64, 2048), "w4a8-g32": ()}  # as w8a8, and as groups of 128
-    some["4 bits, offsets, 8-bit activations"] = 64, 2048
+    some |= {"4 bits, offsets, 8-bit activations": (64, 2048), "4 bits, offsets": (1, 256), "wint8": (1, 256)}
+    some["w4a8"] = 1, 128
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
             few = ("o", packed(model.hidden, model.heads * model.head_dim, format, bias=True))
@@ -255,7 +257,7 @@ def mixtures(whole: bool) -> Calls:
             yield f"router {number}", partial(experts.select_experts, logits, routing, logits[0] if number else None)
         ids, weights = torch.empty(tokens, top_k).long(), torch.empty(tokens, top_k)
         yield "combine", partial(experts.combine_experts, empty(tokens, top_k, hidden), weights, x, logits[:, :1])
-        for name in FORMATS if whole else ("none", "w8a8", "wint4-g32", "fp8 blocks"):
+        for name in FORMATS if whole else ("none", "wint4-g32"):
             matrices = [packed(2 * inter, hidden, FORMATS[name]) for _ in range(count)]
             gate_up = experts.stack_experts(matrices)
             yield f"{name} experts", partial(experts.experts_silu_and_mul, x, gate_up, ids)
@@ -276,6 +278,8 @@ def attentions(whole: bool) -> Calls:
         shapes += [(32, 8, 128, 16, 0), (32, 8, 128, 64, 4096), (28, 4, 128, 64, 0), (32, 8, 64, 64, 0)]
         shapes += [(32, 32, 96, 64, 0), (8, 4, 256, 64, 0), (8, 4, 256, 32, 1024), (71, 1, 64, 64, 0)]
     for (heads, kv_heads, dim, block_size, window), quantization in product(shapes, KV_CACHES):
+        if quantization and not whole and (heads, kv_heads, dim, block_size, window) in others:
+            continue
         spec = KVSpec(kv_heads, dim, "bfloat16", block_size, quantization)
         cache = kv_cache.new_kv_cache([spec] * 2, 2, CPU)[1]
         for tokens, rows in ((8, 8), (2048, 8)):
@@ -303,7 +307,7 @@ def latents(whole: bool) -> Calls:
     from penstock.ops import AttentionMetadata, KVSpec
     from penstock.ops.cuda import kv_cache, latent
 
-    for heads, quantization in product((128, 16) if whole else (128,), KV_CACHES):
+    for heads, quantization in product((128, 16) if whole else (128,), KV_CACHES if whole else KV_CACHES[:2]):
         cache = kv_cache.new_kv_cache([KVSpec(1, 576, "bfloat16", 64, quantization, latent=512)], 2, CPU)[0]
         q, queries = empty(8, heads, 192), empty(8, heads, 576)
 

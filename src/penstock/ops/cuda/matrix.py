@@ -336,7 +336,7 @@ def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Ch
         choices.weight_size if choices else 0,
         choices.scales_size if choices else 0,
     )
-    constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated, "BN": tile.bn, "BT": tile.bt}
+    constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated or None, "BN": tile.bn, "BT": tile.bt}
     if format.bits == 4:
         kernel, size = kernels.product_int4, format.group_size
         arguments += offsets, x_sums

@@ -175,7 +175,7 @@ def _weight_rows(first, size, eights, BN: tl.constexpr, GATED: tl.constexpr):
     """Rows of the matrix that are a program's, and which of them it has. With GATED, ``first`` counts outputs, each is
     of two rows, and every eight rows of the first half are followed by the eight of the second: one thread has both."""
     row = tl.arange(0, BN)
-    if GATED:
+    if GATED is not None:
         output = first + row // 16 * 8 + row % 8
         return output + row // 8 % 2 * size, (row < eights * 16) & (output < size)
     return first + row, (row < eights * 8) & (first + row < size)
@@ -202,8 +202,8 @@ def _finish(
 ):
     """Bias, gate, and the store of a tile. A product is rounded to DTYPE before it is gated."""
     acc += tl.load(bias + rows, mask=own & (rows < biases), other=0.0)[:, None]
-    SIZE: tl.constexpr = BN // 2 if GATED else BN
-    if GATED:
+    SIZE: tl.constexpr = BN // 2 if GATED is not None else BN
+    if GATED is not None:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BT)), (0, 2, 3, 1)))
         gate = gate.to(DTYPE).to(tl.float32)
         up = up.to(DTYPE).to(tl.float32)
