@@ -1,4 +1,4 @@
-"""Embeddings of an encoder beside transformers, in turns: 64 texts of 128 tokens, in the shape of MiniLM-L12, random weights.
+"""Embeddings of an encoder beside transformers, in turns: 64 texts of 128 tokens, MiniLM-L12's shape, random weights.
 
 python benchmarks/encoders.py [--rounds 5]
 
