@@ -196,5 +196,11 @@ void scale_row(const Scale& a, int64_t row) {
   });
 }
 
+template <class T>
+void to_float32_row(const ToFloat32& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.size;
+  by_sixteen(a.size, [&](int64_t i, auto n) { put(a.out + row * a.size + i, get(x + i, n), n); });
+}
+
 }  // namespace PENSTOCK_ISA
 }  // namespace penstock

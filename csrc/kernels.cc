@@ -112,6 +112,7 @@ const Kernels kernels = {
     by_type<Rope, rope_token<float>, rope_token<bf16>>,
     by_type<Activate, activate_row<float>, activate_row<bf16>>,
     by_type<Scale, scale_row<float>, scale_row<bf16>>,
+    by_type<ToFloat32, to_float32_row<float>, to_float32_row<bf16>>,
     store,
     export_kv,
     import_kv,

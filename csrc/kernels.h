@@ -229,6 +229,13 @@ struct Scale {
   Type type;
 };
 
+struct ToFloat32 {
+  const void* x;  // [rows, size]
+  float* out;
+  int64_t size;
+  Type type;
+};
+
 // A layer's cache: for each panel of `panel` positions (`panel_of` a block's) and head the keys, then the values. Keys lie
 // as `panel` columns over `dim` inputs, values as `dim` columns over `panel` inputs: both attention's products are then the
 // linear layer's. Where keys and values are rounded to 8 bits, a float32 scale for each position's key follows, and for
@@ -353,6 +360,7 @@ struct Kernels {
   void (*rope)(const Rope&, int64_t task);
   void (*activate)(const Activate&, int64_t task);
   void (*scale)(const Scale&, int64_t task);
+  void (*to_float32)(const ToFloat32&, int64_t task);
   void (*store)(const Store&, int64_t task);
   void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
   void (*import_kv)(const Exchange&, int64_t task);

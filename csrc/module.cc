@@ -475,6 +475,10 @@ void scale(Address x, Address out, int64_t rows, int64_t width, float factor, fl
   make_rows(rows, &Kernels::scale, Scale{at<void>(x), at<void>(out), width, factor, cap, Type(type)});
 }
 
+void to_float32(Address x, Address out, int64_t rows, int64_t width, int type) {
+  make_rows(rows, &Kernels::to_float32, ToFloat32{at<void>(x), at<float>(out), width, Type(type)});
+}
+
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type, bool rounded) {
   make_rows(tokens, &Kernels::store,
@@ -680,6 +684,7 @@ NB_MODULE(_kernels, m) {
   m.def("rope", &rope, free);
   m.def("activate", &activate, free);
   m.def("scale", &scale, free);
+  m.def("to_float32", &to_float32, free);
   m.def("store", &store, free);
   m.def("attention", &attention, free);
   m.def("latent_store", &latent_store, free);

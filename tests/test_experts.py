@@ -15,6 +15,8 @@ from quantized import KINDS, as_array, bfloat16_array
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     MiniMaxM2Config,
@@ -307,6 +309,51 @@ def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedMod
         llm = LLM(folder, dtype="bfloat16", ops="cpu", quantization=quantization, weight_cache_dir="none", **TIGHT)
         together = [told(output) for output in generate(llm)]
         assert [told(generate(llm, [prompt])[0]) for prompt in PROMPTS] == together
+
+
+def bring_rows_together(model: PreTrainedModel) -> None:
+    """Make the rows of routers differ by less than bfloat16 can tell, and nothing else decide."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("gate.weight"):
+            steps = torch.arange(len(tensor))[:, None] * 2.0**-11
+            tensor.data = tensor.data[:1].bfloat16().float() * (1 + steps)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.data.zero_()
+
+
+DEEPSEEK = SMALL | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+FLOAT32_ROUTERS = {name: CONFIGS[name] for name in ("ernie-4.5", "glm-4.5", "minimax-m2")} | {
+    "deepseek-v2": DeepseekV2Config(**DEEPSEEK, **SPARSE),
+    "deepseek-v3": DeepseekV3Config(**DEEPSEEK, **SPARSE),
+}
+
+
+@pytest.mark.parametrize(("config", "ops"), [*((name, "cpu") for name in FLOAT32_ROUTERS), ("ernie-4.5", "reference")])
+def test_routers_in_float32(config: str, ops: str, tmp_path: Path) -> None:
+    """In a model of bfloat16, where the library or, of MiniMax-M2, the publisher has them so: the same experts as of
+    the model in float32."""
+    model = save(FLOAT32_ROUTERS[config], tmp_path)
+    bring_rows_together(model)
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (output,) = LLM(tmp_path, dtype="bfloat16", ops=ops).generate([PROMPTS[3]], params, use_tqdm=False)
+    rows = zip(output.prompt_logprobs[1:], PROMPTS[3][1:], strict=True)
+    got = torch.tensor([row[token].logprob for row, token in rows])
+    with torch.inference_mode():
+        wanted = model(torch.tensor([PROMPTS[3]])).logits[0].log_softmax(-1)[range(99), PROMPTS[3][1:]]
+    assert (got - wanted).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("name", ["gptq asymmetric, act-order, v2", "awq g32", "compressed-tensors w8a8", "fp8 blocks"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from penstock.core.quantization import UNQUANTIZED
@@ -27,6 +29,7 @@ class MixtureOfExperts:
         intermediate_size: of each expert.
         router: name of the router's matrix, below ``name``.
         router_bias: ``[experts]`` float32, as of ``reference.select_experts``.
+        router_float32: whether the router's matrix is float32 in a model of any dtype.
         projections: names of an expert's gate, up and down projections.
         shared: an expert that every token has, besides.
         shared_gate: name of the matrix ``[1, hidden]`` whose output's sigmoid is the weight of ``shared``, below
@@ -44,6 +47,7 @@ class MixtureOfExperts:
         *,
         router: str = "gate",
         router_bias: Tensor | None = None,
+        router_float32: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         shared: MLPLayer | None = None,
         shared_gate: str = "",
@@ -53,7 +57,9 @@ class MixtureOfExperts:
         self._dtype = context.dtype
         self._routing = routing
         all_experts = Shard(0, num_experts, num_experts)
-        self._router = context.matrix([f"{name}.{router}"], hidden_size, [all_experts], UNQUANTIZED)
+        self._to_float32 = router_float32 and context.dtype != torch.float32
+        of_router = replace(context, dtype=torch.float32) if self._to_float32 else context
+        self._router = of_router.matrix([f"{name}.{router}"], hidden_size, [all_experts], UNQUANTIZED)
         self._bias = router_bias
         self._shared = shared
         self._shared_gate = (
@@ -77,7 +83,8 @@ class MixtureOfExperts:
         self._down = matrices([down], intermediate_size, self._out_shard)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        ids, weights = self._ops.select_experts(self._router.linear(x, True), self._routing, self._bias)
+        logits = self._router.linear(self._ops.to_float32(x) if self._to_float32 else x, True)
+        ids, weights = self._ops.select_experts(logits, self._routing, self._bias)
         shared = None if self._shared is None else self._shared(x, lora_slots)
         gate = None if self._shared_gate is None else self._shared_gate.linear(x, True)
         if self._by_expert:

@@ -31,6 +31,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         shared_size=size * int(raw.get("moe_num_shared_experts") or 0),
         router_bias="moe_statics.e_score_correction_bias",
         router_bias_shape=(1, num_experts),
+        router_float32=True,
     )
     return replace(config, experts=experts)
 

@@ -29,6 +29,7 @@ def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, n
         experts.intermediate_size,
         experts.routing,
         router_bias=_router_bias(context, experts, name) if experts.router_bias else None,
+        router_float32=experts.router_float32,
         projections=experts.projections,
         shared=shared,
         shared_gate=experts.shared_gate,

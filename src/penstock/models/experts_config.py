@@ -27,6 +27,8 @@ class ExpertsConfig:
     router_bias: str = ""
     """Name of the tensor that is added to scores for the choice alone, below the layer's name; "" is none."""
     router_bias_shape: tuple[int, ...] = ()
+    router_float32: bool = False
+    """Whether the router's matrix is float32 in a model of any dtype."""
     module: str = "mlp"
     """Name of the layer's module."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -97,4 +99,5 @@ def read_deepseek_experts(raw: Mapping[str, Any], topk_method: str = "noaux_tc")
         dense_layers=dense,
         shared_size=intermediate_size * int(raw.get("n_shared_experts") or 0),
         router_bias="gate.e_score_correction_bias" if "scores" in fields else "",
+        router_float32=True,
     )

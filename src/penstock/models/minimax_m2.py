@@ -26,6 +26,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         int(raw["intermediate_size"]),
         read_routing(raw, num_experts, scores="sigmoid", renormalize=True),
         router_bias="e_score_correction_bias",
+        router_float32=True,
         module="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )

@@ -370,6 +370,11 @@ def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
     return (cap * torch.tanh(wide / cap) if cap else wide).to(x.dtype)
 
 
+def to_float32(x: Tensor) -> Tensor:
+    """``[rows, size]`` in float32."""
+    return x.float()
+
+
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     """Add ``x`` to the residual stream; returns the sum, ``[tokens, hidden]``, as ``add_rms_norm`` has it.
 

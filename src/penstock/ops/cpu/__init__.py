@@ -18,6 +18,7 @@ from .elementwise import (
     rms_norm,
     rope,
     scale,
+    to_float32,
 )
 from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
 from .graph import capture, empty
@@ -94,6 +95,7 @@ __all__ = [
     "stack_experts",
     "store_kv",
     "supports",
+    "to_float32",
     "topk",
 ]
 

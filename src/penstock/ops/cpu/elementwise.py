@@ -96,6 +96,13 @@ def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
     return out
 
 
+def to_float32(x: Tensor) -> Tensor:
+    """As ``reference.to_float32``."""
+    x, out = contiguous(x), empty(x.shape, torch.float32)
+    _kernels.to_float32(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], DTYPE_CODES[x.dtype])
+    return out
+
+
 def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
     """As ``reference.rope``."""
     tokens, heads, dim = x.shape

@@ -112,6 +112,11 @@ def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
     return out
 
 
+def to_float32(x: Tensor) -> Tensor:
+    """As ``reference.to_float32``."""
+    return x.float()
+
+
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     """As ``reference.add_residual``; ``residual`` is changed in place."""
     rows, size = x.shape
