@@ -31,6 +31,7 @@ from penstock.serve.dialects.kserve import ModelRepository
 from penstock.serve.metrics import Metrics
 from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.served_models import ServedModels
+from penstock.serve.web import PAGE_PATHS
 
 EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "4"))
 """Drawn requests for each of the document's operations; ``make thorough`` adds those that cover what it says."""
@@ -119,7 +120,7 @@ def test_the_document_lists_every_path(client: httpx.Client) -> None:
 
 
 def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But its own."""
+    """But its own, and the files of the web page."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     served_models = ServedModels(ServerOptions(allow_runtime_lora_updating=True, server_dev_mode=True), Metrics())
     app: Any = build(served_models, ModelRepository(served_models, ModelManager(served_models, io.BytesIO())))
@@ -128,7 +129,7 @@ def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.Monk
     document = TestClient(app).get("/openapi.json").json()
     listed = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
     routes = {(route.path_format, method) for route in app.routes for method in route.methods - {"HEAD"}}
-    assert routes - listed == {("/openapi.json", "GET")}
+    assert routes - listed == {("/openapi.json", "GET"), *((path, "GET") for path in PAGE_PATHS)}
 
 
 # --- Any bytes ------------------------------------------------------------------------------------------------------

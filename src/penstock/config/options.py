@@ -767,6 +767,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     allowed_origins: Annotated[tuple[str, ...], option("Origins allowed by CORS; * is any.")] = ("*",)
+    web: Annotated[bool, option("Serve the web page, a playground and a live view, at /.")] = True
 
     def __post_init__(self) -> None:
         if self.port < 0 and self.grpc_port < 0:

@@ -203,6 +203,8 @@ class Engine:
         """The plan of the last step that was submitted."""
         self.before_step: Callable[[int], None] = lambda tokens: None
         """Called before each step is submitted or waited for, with the number of tokens in flight."""
+        self.after_step: Callable[[Plan, float, float], None] = lambda plan, begun, ended: None
+        """Called after each step was computed, with when it began and ended, in seconds of ``time.perf_counter``."""
         if options.use_warmup:
             self._warm_up()
 
@@ -439,6 +441,7 @@ class Engine:
         begun, self._collected = max(submitted, self._collected), now
         if self.speculation:
             self.speculation.record_step(plan, output, now - begun)
+        self.after_step(plan, begun, now)
         return self.scheduler.update(plan, output)
 
     def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:

@@ -40,6 +40,8 @@ from .http.reply import INTERNAL, refuse
 from .http.request_record import record_of
 from .http.routes import Route, Routes
 from .models.served_models import ServedModels
+from .web import PAGE_PATHS
+from .web import add_routes as add_web_routes
 
 SCHEMAS: dict[str, tuple[type, ...]] = {
     "": (
@@ -100,6 +102,8 @@ def build(
     if configuration and register:
         instances.add_routes(routes, served_models, configuration, register)
     _add_health_routes(routes, served_models)
+    if served_models.options.web:
+        add_web_routes(routes, served_models)
 
     async def failed(request: Request, error: Exception) -> Response:
         return _ErrorResponse(*_failure_of(request, error), error_formats)
@@ -117,7 +121,8 @@ def build(
     app = Starlette(routes=routes, exception_handlers={PenstockError: failed, HTTPException: failed, Exception: failed})
     wrapped: ASGIApp = HeadMiddleware(app)
     if served_models.options.api_key:
-        wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key)
+        page = PAGE_PATHS if served_models.options.web else frozenset[str]()
+        wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key, page)
     exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
     if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)

@@ -105,6 +105,14 @@ class BlockPool:
         """Number of blocks in the prefix cache."""
         return len(self._block_by_hash)
 
+    @property
+    def states(self) -> str:
+        """A digit for each block: 0 free, 1 free with a cached prefix, 2 with one reference, 3 with several."""
+        described = zip(self._ref_counts, self._hash_of, strict=True)
+        return "".join(
+            "3" if refs > 1 else "2" if refs else "0" if cached is None else "1" for refs, cached in described
+        )
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """Number of ``blocks`` without references: ``incref`` of all lowers ``num_free`` by it."""
         return sum(self._ref_counts[block] == 0 for block in blocks)

@@ -19,6 +19,7 @@ from penstock.version import __version__
 from . import messages
 from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
 from .operations import EngineState, Operation
+from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class EngineClient:
         """Adapters that the connected engine is still loading by ``set_adapters``, by call id."""
         self._had_engine = False
         self._call_ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._calls: dict[int, asyncio.Future[Snapshot | None]] = {}
         """Calls without a result yet, by id."""
         self._engine_changed = asyncio.Event()
         self._refusing = self._closed = self._stopping = False
@@ -204,13 +205,20 @@ class EngineClient:
         call_id = next(self._call_ids)
         await self._call(call_id, messages.Operate(call_id, operation))
 
-    async def _call(self, call_id: int, message: messages.ToEngine) -> None:
+    async def inspect(self) -> Snapshot:
+        """What the engine is doing. Raises ``PenstockError`` (``unavailable``) where there is none."""
+        call_id = next(self._call_ids)
+        snapshot = await self._call(call_id, messages.Inspect(call_id))
+        assert snapshot
+        return snapshot
+
+    async def _call(self, call_id: int, message: messages.ToEngine) -> Snapshot | None:
         """Send a message and wait for its ``CallResult``."""
         self.require_engine()
         self._calls[call_id] = self._loop.create_future()
         try:
             self._send(message)
-            await self._calls[call_id]
+            return await self._calls[call_id]
         finally:
             del self._calls[call_id]
 
@@ -306,10 +314,10 @@ class EngineClient:
                 case messages.Adapters(paths):
                     self.adapters = paths
                     self._on_adapters(paths)
-                case messages.CallResult(call_id, failure):
+                case messages.CallResult(call_id, failure, snapshot):
                     self._reloads.pop(call_id, None)
                     if (call := self._calls.get(call_id)) is not None and not call.done():
-                        call.set_exception(PenstockError.of(failure)) if failure else call.set_result(None)
+                        call.set_exception(PenstockError.of(failure)) if failure else call.set_result(snapshot)
                 case messages.Ready() if not self._connection.confirmed and not self._refusing:
                     self._on_engine_ready(message)
 

@@ -12,6 +12,7 @@ from penstock.core import Code, EngineRequest, Failure, TokenDelta, Vocabulary
 from penstock.core.sampling import MAX_SEQUENCES
 
 from .operations import EngineState, Operation
+from .snapshot import Snapshot
 
 PROTOCOL = 2
 """Number of this protocol; engines and clients on several hosts must have the same."""
@@ -95,6 +96,12 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
 
     call_id: int
     """Chosen by the client; repeated in the ``CallResult``."""
+
+
+class Inspect(msgspec.Struct, tag=True, frozen=True):
+    """Ask what the engine is doing. Answered with ``CallResult``, which has a ``Snapshot``."""
+
+    call_id: int
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
@@ -319,6 +326,8 @@ class CallResult(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     failure: Failure | None = None
     """The error; None where the call succeeded."""
+    snapshot: Snapshot | None = None
+    """The answer to ``Inspect``."""
 
 
 # --- Messages that cannot be decoded ---------------------------------------------------------------------------------
@@ -378,6 +387,7 @@ ToEngine = (
     | Pause
     | Cancel
     | ResetPrefixCache
+    | Inspect
     | LoadAdapter
     | UnloadAdapter
     | Operate

@@ -19,9 +19,12 @@ from .instance import Instance
 from .operations import EngineState, Synchronize
 from .prefix_index import PrefixIndex
 from .replica import OpenRequest, Replica
+from .snapshot import Snapshot
 
 MAX_OVERDUE = 2.0
 """Seconds by which an engine's sign of progress may be overdue before others are preferred."""
+INSPECT_TIMEOUT = 2.0
+"""Seconds that an engine has to say what it is doing."""
 NO_ENGINE = Failure(Code.UNAVAILABLE, "no instance that could answer is there; try again soon")
 
 
@@ -213,6 +216,19 @@ class EnginePool:
         return msgspec.structs.replace(
             replica.client.stats, address=replica.instance.address, role=replica.instance.role
         )
+
+    async def inspect(self) -> list[tuple[str, str, Snapshot | None]]:
+        """What each engine is doing: its address and role, as in ``Stats``, and None where it does not say."""
+
+        async def ask(replica: Replica) -> Snapshot | None:
+            try:
+                return await asyncio.wait_for(replica.client.inspect(), INSPECT_TIMEOUT)
+            except (PenstockError, TimeoutError):
+                return None
+
+        snapshots = await asyncio.gather(*(ask(replica) for replica in self._replicas))
+        each = [self._stats_of(replica) for replica in self._replicas]
+        return [(stats.address, stats.role, snapshot) for stats, snapshot in zip(each, snapshots, strict=True)]
 
     def cancel(self, request_ids: list[str]) -> None:
         """Cancel requests by their external ids, in all clients of the engines: any engine forwards it to all, but one

@@ -138,6 +138,7 @@ class EngineServer:
                 self._options = msgspec.structs.replace(self._options, enable_prefix_caching=True)
             import_torch()
             from ..engine import Engine
+            from .step_recorder import StepRecorder
 
             if self._options.data_parallel_size > 1 or _is_bound(self._options):
                 self._options = _share_cores(self._options, self._replica)
@@ -145,6 +146,7 @@ class EngineServer:
                 self._options = _choose_gpus(self._options, self._replica)
             self._engine = Engine(self._options, self._logs, self._weights)
             self._engine.before_step = self._before_step
+            self._recorder = StepRecorder(self._engine)
             self._operations = OperationQueue(self._engine, self._send_result)
             self._told = self._operations.state
             if connector := self._engine.kv_connector:
@@ -387,6 +389,8 @@ class EngineServer:
             case messages.ResetPrefixCache(call_id):
                 self._engine.scheduler.kv.reset_prefix_cache()
                 self._send_result(client, call_id)
+            case messages.Inspect(call_id):
+                self._send_to(client, messages.CallResult(call_id, snapshot=self._recorder.snapshot()))
             case messages.Pause(request_id, paused):
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
             case messages.KeepAlive():

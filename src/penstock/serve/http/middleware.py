@@ -33,11 +33,15 @@ PUBLIC_PATHS = frozenset(
 """Paths that need no API key and are logged at level debug unless they fail."""
 SERVER = (b"server", f"penstock/{__version__}".encode())
 """A header of every response. Triton's metadata cannot name this server, as its clients expect ``triton`` there."""
+WEB_PREFIX = "/web/"
+"""Of the paths of the web page, besides ``/``; logged as ``PUBLIC_PATHS``."""
 HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """Paths that ``health_port`` and ``metrics_port`` serve."""
 WEIGHTS_HEADER = "x-weights-version"
 """Header of answers that the model has computed: the version of its weights."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
+QUIET = (200, 304, 503)
+"""Statuses with which these paths are logged at level debug."""
 MAX_USER_AGENT = 200
 """Characters of a user agent in the log."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -106,8 +110,8 @@ class RequestLogMiddleware:
             self._unknown_field_log.log(record.request_id, _client(scope), record.unknown)
         failed = STATUS[record.failure.code] if record.failure else status  # a stream has begun with status 200
         level = logging.ERROR if failed >= 500 else logging.INFO
-        if route in PUBLIC_PATHS | SIGNED_PATHS and status in (200, 503):
-            level = logging.DEBUG  # health probes come every second
+        if (route in PUBLIC_PATHS | SIGNED_PATHS or route == "/" or route.startswith(WEB_PREFIX)) and status in QUIET:
+            level = logging.DEBUG  # health probes and the live view's requests come every second
         if record.failure and route not in PUBLIC_PATHS:
             self._metrics.record_failure(record.failure)
         if record.failure:
@@ -193,15 +197,22 @@ class HealthPortMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Requires one of the API keys: ``Authorization: Bearer KEY``, ``Authorization: KEY`` or ``x-api-key: KEY``."""
+    """Requires one of the API keys: ``Authorization: Bearer KEY``, ``Authorization: KEY`` or ``x-api-key: KEY``.
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse) -> None:
+    Args:
+        public: paths that need none, besides ``PUBLIC_PATHS``.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse, public: frozenset[str] = frozenset()
+    ) -> None:
         self._app = app
+        self._public = PUBLIC_PATHS | SIGNED_PATHS | public
         self._keys = [key.encode() for key in keys]
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS | SIGNED_PATHS or self._authorized(scope):
+        if scope["type"] != "http" or scope["path"] in self._public or self._authorized(scope):
             await self._app(scope, receive, send)
         else:
             await self._refuse(scope, send)

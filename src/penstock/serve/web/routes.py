@@ -1,0 +1,84 @@
+"""Routes of the web page: its files, which need no API key, and what it asks the server, which does."""
+
+from __future__ import annotations
+
+import hashlib
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.version import __version__
+
+from ..dialects.openai.responses import ErrorResponse
+from ..http.openapi import OBJECT, operation, reference
+from ..http.routes import Endpoint, Route, Routes
+from ..models.served_models import ServedModels
+from ..models.service import ModelService
+from .live import live_view
+
+STATIC = Path(__file__).with_name("static")
+MEDIA_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript"}
+PAGE_PATHS = frozenset(("/", *(f"/web/{path.name}" for path in STATIC.iterdir() if path.suffix != ".html")))
+"""Paths of the page's files."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
+    "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy: whatever a model writes, the page runs none of it, and asks no other host."""
+
+
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
+    """Add the page, and what it asks."""
+    root = served_models.options.root_path.rstrip("/")
+    page = (STATIC / "index.html").read_text().replace("{root}", escape(root)).replace("{version}", __version__)
+    routes.append(Route("/", _file(page.encode(), ".html")))
+    for path in STATIC.iterdir():
+        if path.suffix != ".html":
+            routes.append(Route(f"/web/{path.name}", _file(path.read_bytes(), path.suffix)))
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"models": [_described(service) for service in served_models]})
+
+    async def live(_: Request) -> Response:
+        return JSONResponse(await live_view(served_models))
+
+    described = operation(OBJECT, reference(ErrorResponse))
+    routes.add("/web/models", models, summary="Models, and what the playground can ask of them", described=described)
+    routes.add("/web/live", live, summary="What the engines are doing, for the live view", described=described)
+
+
+def _described(service: ModelService) -> dict[str, Any]:
+    pool = service.gateway.engine_pool
+    engine = pool.engine
+    tools, reasoning = service.gateway.input_processor.response_formats()
+    return {
+        "name": service.name,
+        "names": [*service.names, *pool.adapters],
+        "context": engine.max_model_len if engine else None,
+        "chat": service.gateway.input_processor.tokenizer.template_source is not None,
+        "images": service.sees_images,
+        "tools": tools is not None,
+        "reasoning": reasoning is not None,
+    }
+
+
+def _file(content: bytes, suffix: str) -> Endpoint:
+    """Answers with a file, or that it has not changed."""
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {
+        "etag": etag,
+        "cache-control": "no-cache",
+        "content-security-policy": POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=MEDIA_TYPES[suffix], headers=headers)
+
+    return answer
