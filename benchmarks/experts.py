@@ -76,7 +76,7 @@ class Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         ids, weights = cpu.select_experts(torch.randn(len(x), EXPERTS), Routing(TOP_K, renormalize=True))
-        activations = cpu.experts_silu_and_mul(x, self._gate_up, ids)
+        activations = cpu.experts_activation_and_mul(x, self._gate_up, ids, "silu")
         return cpu.combine_experts(cpu.experts_linear(activations, self._down, ids), weights)
 
 

@@ -165,14 +165,25 @@ inline void with_activation(Activation activation, Work&& work) {
     case Activation::gelu_tanh: return work.template operator()<Activation::gelu_tanh>();
     case Activation::relu: return work.template operator()<Activation::relu>();
     case Activation::tanh: return work.template operator()<Activation::tanh>();
+    case Activation::swigluoai: return work.template operator()<Activation::swigluoai>();
   }
 }
 
-// The activation of a gate, times up.
+// The activation of a gate, times up; or clamped, the swish of one times one more than the other.
+template <Activation activation>
+inline f32x16 gated(f32x16 x, f32x16 up) {
+  if constexpr (activation == Activation::swigluoai) {
+    x = choose(x > 7.0f, all(7.0f), x);  // what is no number stays none
+    up = choose(up > 7.0f, all(7.0f), choose(up < -7.0f, all(-7.0f), up));
+    return (up + 1.0f) * x * inverse(exp(x * -1.702f) + 1.0f);
+  }
+  return activated<activation>(x) * up;
+}
+
 template <class T>
 inline void gate(Activation activation, const T* gates, const T* ups, T* out, int64_t size) {
   with_activation(activation, [&]<Activation known>() {
-    by_sixteen(size, [&](int64_t i, auto n) { put(out + i, activated<known>(get(gates + i, n)) * get(ups + i, n), n); });
+    by_sixteen(size, [&](int64_t i, auto n) { put(out + i, gated<known>(get(gates + i, n), get(ups + i, n)), n); });
   });
 }
 

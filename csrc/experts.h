@@ -18,7 +18,7 @@ inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
   thread_local std::vector<float> scales, sums;
   const Matrix& m = a.matrix;
   const int64_t rows = end - first, groups = groups_of(m);
-  Linear near{m, nullptr, nullptr, nullptr, nullptr, 0, rows, a.panels, a.out_type};
+  Linear near{m, nullptr, nullptr, nullptr, nullptr, 0, rows, a.panels, a.out_type, a.activation};
   with_format(m, [&]<class F>() {
     using X = typename F::Step::X;
     const int64_t width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;

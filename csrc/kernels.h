@@ -18,8 +18,8 @@ enum class Type : int32_t { float32, bfloat16 };
 enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4 };
 
 // Functions of single numbers, as `ACTIVATIONS` of ops/activations.py has them: gelu by the error function, gelu_tanh by its
-// approximation with the hyperbolic tangent.
-enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh };
+// approximation with the hyperbolic tangent. The last one is of a gate and what it gates (`GATES`).
+enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, swigluoai };
 
 // Columns of a packed matrix that lie together. A panel of a [out, in] matrix holds 64 outputs, input after input, so
 // that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
@@ -83,6 +83,7 @@ struct Choices {
   int64_t out_stride;       // elements from one choice to the next
   int64_t panels;           // of a task
   Type out_type;
+  Activation activation = Activation::silu;  // of a gated product
 };
 
 // Which experts each token goes to, and with which weights.

@@ -252,7 +252,7 @@ struct Experts {
 // `top_k` experts for each of `rows` tokens (`ids`). x has a row for each token, or for each choice.
 template <auto kernel>
 void expert_products(Address x, Address x_scales, Address x_sums, const Experts& experts, Address ids, int64_t top_k,
-                     int64_t choices_per_row, Address out, int64_t out_stride, int64_t rows, int out_type) {
+                     int64_t choices_per_row, Address out, int64_t out_stride, int64_t rows, int out_type, int activation) {
   make({rows, 0}, [=, &experts](Size size) {
     thread_local std::vector<int32_t> order;  // choices, those of an expert together
     const int64_t* chosen = at<int64_t>(ids);
@@ -271,7 +271,8 @@ void expert_products(Address x, Address x_scales, Address x_sums, const Experts&
     for (int64_t e = 0; e < own; e++)
       if (const int64_t first = e ? ends[e - 1] : 0; first < ends[e])
         calls.push_back({experts.matrices[e], at<void>(x), at<float>(x_scales), at<void>(x_sums), at<void>(out),
-                         &order[first], ends[e] - first, choices_per_row, out_stride, 1, Type(out_type)});
+                         &order[first], ends[e] - first, choices_per_row, out_stride, 1, Type(out_type),
+                         Activation(activation)});
     auto blocks_of = [](const Choices& call) { return ceil_div(call.count, kernels->linear_rows); };
     int64_t blocks = 0;
     for (const auto& call : calls) blocks += blocks_of(call);

@@ -260,7 +260,7 @@ def mixtures(whole: bool) -> Calls:
         for name in FORMATS if whole else ("none", "wint4-g32"):
             matrices = [packed(2 * inter, hidden, FORMATS[name]) for _ in range(count)]
             gate_up = experts.stack_experts(matrices)
-            yield f"{name} experts", partial(experts.experts_silu_and_mul, x, gate_up, ids)
+            yield f"{name} experts", partial(experts.experts_activation_and_mul, x, gate_up, ids, "silu")
 
 
 def attentions(whole: bool) -> Calls:

@@ -23,6 +23,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -268,6 +269,7 @@ def qwen3_moe(rng: Random) -> PreTrainedConfig:
         mlp_only_layers=rng.choice(([], [0], [2])),
         decoder_sparse_step=rng.choice((1, 1, 2)),
         sliding_window=None,
+        hidden_act=rng.choice(("silu", "gelu", "gelu_pytorch_tanh", "relu")),
     )
 
 
@@ -329,6 +331,18 @@ def minimax_m2(rng: Random) -> PreTrainedConfig:
     )
 
 
+def gpt_oss(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    parameters = rope(rng, given["head_dim"], "yarn") | {"truncate": flag(rng)}
+    return GptOssConfig(
+        **given,
+        **experts(rng, "num_local_experts", norm=False),
+        sliding_window=rng.choice((24, 100)),
+        attention_bias=flag(rng),
+        rope_parameters=parameters,
+    )
+
+
 def _deepseek(kind: type[PreTrainedConfig]) -> Callable[[Random], PreTrainedConfig]:
     def draw(rng: Random) -> PreTrainedConfig:
         given = sizes(rng, head_dim=False)
@@ -377,6 +391,7 @@ WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Glm4Moe": glm4_moe,
     "Ernie4_5_Moe": ernie4_5_moe,
     "MiniMaxM2": minimax_m2,
+    "GptOss": gpt_oss,
 }
 """Likewise."""
 

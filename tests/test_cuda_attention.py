@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from penstock.core import PenstockError
 from penstock.ops import AttentionMetadata, KVSpec, QKNorms, reference
-from penstock.ops.activations import ACTIVATIONS
+from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
 from penstock.planning.kv_spec import transfer_layouts
@@ -96,6 +96,7 @@ def test_rows_of_other_families(seed: int) -> None:
     gate_up = randn(rng, rows, 2 * size, dtype=dtype) * 4
     for function in ACTIVATIONS:
         close(elementwise.activation(x, function), reference.activation(x, function))
+    for function in (*ACTIVATIONS, *GATES):
         close(elementwise.activation_and_mul(gate_up, function), reference.activation_and_mul(gate_up, function))
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
         close(elementwise.scale(x, factor, cap), reference.scale(x, factor, cap))

@@ -36,7 +36,7 @@ def test_router(routing: Routing) -> None:
 
 def compute(ops: Any, x: Tensor, matrices: Any, ids: Tensor, weights: Tensor, *shared: Tensor) -> Tensor:
     gate_up, down = matrices
-    outputs = ops.experts_linear(ops.experts_silu_and_mul(x, gate_up, ids), down, ids)
+    outputs = ops.experts_linear(ops.experts_activation_and_mul(x, gate_up, ids, "silu"), down, ids)
     result: Tensor = ops.combine_experts(outputs, weights, *shared)
     return result
 
@@ -71,7 +71,7 @@ def test_products(name: str) -> None:
         alone = compute(cuda, x[rows], matrices(cuda), ids[rows], weights[rows], shared[rows], gate[rows])
         assert torch.equal(alone[0], got[row])
     merged = torch.full((9, 2, size), 7, dtype=dtype)
-    cuda.experts_silu_and_mul(x, matrices(cuda, 2)[0], ids, merged)
+    cuda.experts_activation_and_mul(x, matrices(cuda, 2)[0], ids, "silu", merged)
     assert bool((merged[ids < 2] == 7).all()) and not bool((merged[ids >= 2] == 7).all(-1).any())
 
 

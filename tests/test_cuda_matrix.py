@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import Format, LoRAWeights, QuantizedWeight, reference
-from penstock.ops.activations import ACTIVATIONS
+from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.ops.cuda import launch, lora, matrix
 from penstock.ops.cuda.tiles import Size, Tile, sizes
 
@@ -61,7 +61,7 @@ def test_products(name: str, dtype: torch.dtype) -> None:
             exact = x.double() @ weight.double().T + (0 if given is None else given.double())
             assert_close(product, exact.float(), 1e-6)
         assert torch.equal(product.to(dtype), out[:, :outputs])
-        for function in ACTIVATIONS:
+        for function in (*ACTIVATIONS, *GATES):
             gated = matrix.linear_activation_and_mul(x, packed, function)
             expected_gated = reference.activation_and_mul(out[:, :outputs], function)
             assert_close(gated, expected_gated, 1e-6 if dtype is torch.float32 else 2e-3)

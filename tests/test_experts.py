@@ -96,7 +96,7 @@ def layer(ops: Any, pack: Callable[[Any, int], Any], sizes: tuple[int, int, int]
 
 def compute(ops: Any, x: Tensor, matrices: Any, ids: Tensor, weights: Tensor, *shared: Tensor) -> Tensor:
     gate_up, down = matrices
-    outputs = ops.experts_linear(ops.experts_silu_and_mul(x, gate_up, ids), down, ids)
+    outputs = ops.experts_linear(ops.experts_activation_and_mul(x, gate_up, ids, "silu"), down, ids)
     result: Tensor = ops.combine_experts(outputs, weights, *shared)
     return result
 
@@ -156,14 +156,14 @@ def test_some_of_the_experts(instruction_set: None) -> None:
     def pack(weight: Tensor, expert: int) -> Any:
         return cpu.pack([weight])
 
-    whole = cpu.experts_silu_and_mul(x, layer(cpu, pack, sizes)[0], ids)
+    whole = cpu.experts_activation_and_mul(x, layer(cpu, pack, sizes)[0], ids, "silu")
     merged = torch.full_like(whole, 7)
     for first, end in ((0, 3), (3, 7)):
-        cpu.experts_silu_and_mul(x, layer(cpu, pack, sizes, first, end)[0], ids, merged)
+        cpu.experts_activation_and_mul(x, layer(cpu, pack, sizes, first, end)[0], ids, "silu", merged)
     assert torch.equal(merged, whole)
     reference_out = torch.full_like(whole, 7)
     own = reference.stack_experts([reference.pack([randn(2 * e, 128, 64) * 64**-0.5]) for e in range(3, 7)], 3)
-    reference.experts_silu_and_mul(x, own, ids, reference_out)
+    reference.experts_activation_and_mul(x, own, ids, "silu", reference_out)
     assert bool((reference_out[ids < 3] == 7).all())
     torch.testing.assert_close(reference_out[ids >= 3], whole[ids >= 3], atol=1e-5, rtol=1e-5)
 
@@ -418,9 +418,22 @@ def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path, tensor_parallel_size=2, expert_parallel_size=2)
 
 
-def test_activations_that_experts_have_not_are_refused(tmp_path: Path) -> None:
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As transformers has them in memory: the same bits as of experts that are stored one by one."""
     save(CONFIGS["qwen3-moe"], tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "gelu"}))
-    with pytest.raises(PenstockError, match="has experts whose activation is gelu: silu is supported"):
-        LLM(tmp_path)
+    options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": "w8a8", **TIGHT}
+    expected = [told(output) for output in generate(LLM(tmp_path, **options))]
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    fused: dict[str, list[Tensor]] = {}
+    for name in sorted(name for name in tensors if ".experts." in name):
+        layer, _, projection = name.removesuffix(".weight").partition(".experts.")
+        number, _, projection = projection.partition(".")
+        rows = fused.setdefault(f"{layer}.experts.{'down' if projection == 'down_proj' else 'gate_up'}_proj", [])
+        if projection == "up_proj":
+            rows[int(number)] = torch.cat((rows[int(number)], tensors.pop(name)))
+        else:
+            rows.append(tensors.pop(name))
+    assert fused
+    save_file(tensors | {name: torch.stack(experts) for name, experts in fused.items()}, file)
+    assert [told(output) for output in generate(LLM(tmp_path, **options))] == expected

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, QuantizedWeight, backend, reference
-from penstock.ops.activations import ACTIVATIONS
+from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -310,6 +310,7 @@ def test_activation_functions(seed: int, rows: int, size: int, dtype: torch.dtyp
     both = randn(seed, rows, 2 * size, dtype=dtype) * 6
     for function in ACTIVATIONS:
         close(cpu.activation(both[:, 1 : 1 + size], function), reference.activation(both[:, 1 : 1 + size], function))
+    for function in (*ACTIVATIONS, *GATES):
         close(cpu.activation_and_mul(both, function), reference.activation_and_mul(both, function))
 
 
@@ -363,7 +364,7 @@ def test_other_ropes(
 def test_gates_and_factors(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
     x, weight = randn(seed, rows, 2 * size, dtype=dtype) * 10, randn(seed + 1, 128, 2 * size, dtype=dtype)
     matrix = cpu.pack([weight])
-    for function in ACTIVATIONS:
+    for function in (*ACTIVATIONS, *GATES):
         product = cpu.activation_and_mul(cpu.linear(x, matrix), function)
         assert torch.equal(cpu.linear_activation_and_mul(x, matrix, function), product)
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):

@@ -11,14 +11,14 @@ from torch import Tensor
 from penstock.core.quantization import UNQUANTIZED
 from penstock.ops import Routing
 from penstock.parallel import SINGLE_RANK, Shard, shard_experts, shard_outputs
-from penstock.quant import ExpertMatrices
+from penstock.quant import ExpertMatrices, Matrix
 
 from .context import BuildContext
 from .mlp import MLPLayer
 
 
 class MixtureOfExperts:
-    """An ``MLPLayer``: SwiGLU experts (``GatedMLP``), of which a router chooses ``routing.top_k`` for each token.
+    """An ``MLPLayer``: experts that are ``GatedMLP``s, of which a router chooses ``routing.top_k`` for each token.
 
     Outputs of experts are added in the order of the router's choice, which depends on the token alone, so that results
     have the same bits in every batch. Ranks split the outputs of each expert, or with ``context.expert_parallel`` the
@@ -27,7 +27,10 @@ class MixtureOfExperts:
     Args:
         name: of the checkpoint's module.
         intermediate_size: of each expert.
+        activation: of experts, as of ``reference.activation_and_mul``.
+        bias: whether the projections of experts have biases.
         router: name of the router's matrix, below ``name``.
+        router_matrix_bias: whether it has a bias.
         router_bias: ``[experts]`` float32, as of ``reference.select_experts``.
         router_float32: whether the router's matrix is float32 in a model of any dtype.
         projections: names of an expert's gate, up and down projections.
@@ -45,7 +48,10 @@ class MixtureOfExperts:
         intermediate_size: int,
         routing: Routing,
         *,
+        activation: str = "silu",
+        bias: bool = False,
         router: str = "gate",
+        router_matrix_bias: bool = False,
         router_bias: Tensor | None = None,
         router_float32: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
@@ -55,11 +61,14 @@ class MixtureOfExperts:
         self._ops = context.ops
         self._group = context.group
         self._dtype = context.dtype
+        self._activation = activation
         self._routing = routing
         all_experts = Shard(0, num_experts, num_experts)
         self._to_float32 = router_float32 and context.dtype != torch.float32
         of_router = replace(context, dtype=torch.float32) if self._to_float32 else context
-        self._router = of_router.matrix([f"{name}.{router}"], hidden_size, [all_experts], UNQUANTIZED)
+        matrix = f"{name}.{router}"
+        of_logits = of_router.read_weight(f"{matrix}.bias", num_experts) if router_matrix_bias else None
+        self._router = of_router.matrix([matrix], hidden_size, [all_experts], UNQUANTIZED, of_logits)
         self._bias = router_bias
         self._shared = shared
         self._shared_gate = (
@@ -75,8 +84,13 @@ class MixtureOfExperts:
         gate, up, down = projections
 
         def matrices(names: Sequence[str], inputs: int, shard: Shard) -> ExpertMatrices:
-            own = [[f"{name}.experts.{number}.{each}" for each in names] for number in range(*self._experts.rows)]
-            packed = [context.matrix(each, inputs, [shard] * len(each), context.scheme.layers) for each in own]
+            def expert(number: int) -> Matrix:
+                own = [f"{name}.experts.{number}.{each}" for each in names]
+                biases = [context.read_weight(f"{each}.bias", shard.total, rows=shard.rows) for each in own if bias]
+                added = torch.cat(biases) if biases else None
+                return context.matrix(own, inputs, [shard] * len(own), context.scheme.layers, added)
+
+            packed = [expert(number) for number in range(*self._experts.rows)]
             return ExpertMatrices(context.ops, packed, self._experts.first, context.dtype)
 
         self._gate_up = matrices([gate, up], hidden_size, self._shard)
@@ -91,13 +105,16 @@ class MixtureOfExperts:
             return self._ops.combine_experts(self._by_experts(x, ids), weights, shared, gate)
         return self._by_outputs(x, ids, weights, shared, gate)
 
+    def _gated(self, x: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._gate_up.linear_activation_and_mul(x, ids, self._activation, out)
+
     def _by_experts(self, x: Tensor, ids: Tensor) -> Tensor:
         """Outputs of each token's experts, ``[tokens, top_k, hidden]``, of which each rank computes its experts'."""
         tokens, top_k = ids.shape
 
         def compute(out: Tensor | None) -> Tensor:
             own = None if out is None else out.unflatten(0, (tokens, top_k))
-            return self._down.linear(self._gate_up.linear_silu_and_mul(x, ids), ids, own).flatten(0, 1)
+            return self._down.linear(self._gated(x, ids), ids, own).flatten(0, 1)
 
         width = self._out_shard.total
         merged = self._group.gather_rows(compute, ids.flatten(), self._experts, width, self._dtype, top_k)
@@ -111,7 +128,7 @@ class MixtureOfExperts:
 
         def gate_up(out: Tensor | None) -> Tensor:
             own = None if out is None else out.unflatten(0, (tokens, top_k))
-            return self._gate_up.linear_silu_and_mul(x, ids, own).flatten(0, 1)
+            return self._gated(x, ids, own).flatten(0, 1)
 
         activations = self._group.all_gather(gate_up, tokens * top_k, self._shard, self._dtype, top_k)
 

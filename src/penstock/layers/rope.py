@@ -83,8 +83,8 @@ def _yarn(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     stretched = ((torch.arange(dim // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
-    frequencies = _frequencies(dim, theta)
-    frequencies = frequencies * (1 - stretched) + frequencies / factor * stretched
+    wavelengths, kept = _wavelengths(dim, theta), 1 - stretched
+    frequencies = 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
     def attention_factor(scale: float = 1.0) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -106,7 +106,7 @@ def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: in
     scale, factor = parameters.get("attention_factor"), parameters.get("factor") or trained / original
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return _frequencies(dim, parameters["rope_theta"]) / factors, scale
+    return 1.0 / (factors * _wavelengths(dim, parameters["rope_theta"])), scale
 
 
 def _frequency_factors(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
@@ -115,7 +115,14 @@ def _frequency_factors(dim: int, max_len: int, parameters: Mapping[str, Any], tr
 
 
 def _frequencies(dim: int, theta: float) -> Tensor:
-    return theta ** -(torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    return 1.0 / _wavelengths(dim, theta)
+
+
+def _wavelengths(dim: int, theta: float) -> Tensor:
+    """Positions a radian, ``[dim / 2]``. Frequencies are computed of these as transformers does: another rounding is an
+    angle of its own far from the beginning."""
+    wavelengths: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    return wavelengths
 
 
 TYPES = {

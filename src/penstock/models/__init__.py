@@ -28,6 +28,7 @@ from . import (
     gemma,
     glm,
     glm4_moe,
+    gpt_oss,
     granite,
     gte,
     hunyuan,
@@ -63,6 +64,7 @@ from .weights import (
     DummyWeights,
     EngineOutput,
     EngineWeights,
+    FusedExperts,
     GGUFCheckpoint,
     LoRAAdapter,
     RenamedWeights,
@@ -102,6 +104,7 @@ for family in (
     *gemma.FAMILIES,
     *glm.FAMILIES,
     glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
     granite.FAMILY,
     gte.FAMILY,
     hunyuan.FAMILY,
@@ -199,6 +202,8 @@ def load_model(
     else:
         checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
         weights = RenamedWeights(checkpoint, partial(find_stored, config)) if find_stored else checkpoint
+        if experts := config.experts:
+            weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
         if weight_cache_dir and not output:
             packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
             if layers:

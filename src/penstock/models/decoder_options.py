@@ -52,7 +52,7 @@ class DecoderOptions:
     parallel_residual: bool = False
     """Whether the MLP reads what attention reads; both are added to the residual stream."""
     activation: str = "silu"
-    """Of the MLP, a name of ``ops.activations.ACTIVATIONS``."""
+    """Of the MLP, a name of ``ops.activations.ACTIVATIONS``; of a gated one, of ``GATES``, too."""
     gated_mlp: bool = True
     """Whether the MLP is ``down(activation(gate(x)) * up(x))``; otherwise ``c_proj(activation(c_fc(x)))``."""
     rope_interleaved: bool = False
@@ -65,6 +65,8 @@ class DecoderOptions:
     """Of the products of queries and keys; None is ``head_dim ** -0.5``."""
     attention_softcap: float = 0.0
     """As of ``reference.attention``."""
+    attention_sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax and has no value (``sinks``)."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Of what attention and MLP add to the residual stream."""

@@ -20,7 +20,8 @@ def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, n
     shared = None
     if experts.shared_size:
         shared_name = f"{name}.{experts.shared_name}"
-        shared = GatedMLP(context, shared_name, config.hidden_size, experts.shared_size, experts.shared_bias)
+        sizes = config.hidden_size, experts.shared_size
+        shared = GatedMLP(context, shared_name, *sizes, experts.shared_bias, config.options.activation)
     return MixtureOfExperts(
         context,
         name,
@@ -28,6 +29,10 @@ def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, n
         experts.num_experts,
         experts.intermediate_size,
         experts.routing,
+        activation=config.options.activation,
+        bias=experts.bias,
+        router=experts.router,
+        router_matrix_bias=experts.router_matrix_bias,
         router_bias=_router_bias(context, experts, name) if experts.router_bias else None,
         router_float32=experts.router_float32,
         projections=experts.projections,

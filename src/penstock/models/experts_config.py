@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.ops import Routing
+
+from .weights.fused_experts import FusedLayout
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,14 @@ class ExpertsConfig:
     module: str = "mlp"
     """Name of the layer's module."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: bool = False
+    """Whether an expert's projections have biases."""
+    router: str = "gate"
+    """Name of the router's matrix."""
+    router_matrix_bias: bool = False
+    """Whether the matrix has a bias, which is a part of the logits."""
+    fused: FusedLayout = field(default_factory=FusedLayout)
+    """Of checkpoints that have a projection of all experts in one tensor; others are read whatever it is."""
 
 
 def read_routing(raw: Mapping[str, Any], num_experts: int, **fields: Any) -> Routing:

@@ -65,7 +65,14 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         rope_interleaved=options.rope_interleaved,
         scale=options.attention_scale,
         softcap=options.attention_softcap,
+        sinks=_sinks(context, config, name) if options.attention_sinks else None,
     )
+
+
+def _sinks(context: BuildContext, config: ModelConfig, name: str) -> Tensor:
+    """Of this rank's heads, ``[heads]`` float32."""
+    heads, _ = shard_heads(context.group, config.num_heads, config.num_kv_heads)
+    return context.read_weight(f"{name}.sinks", heads.total, rows=heads.rows, as_stored=True).float()
 
 
 def _qk_norms(context: BuildContext, config: ModelConfig, name: str) -> QKNorms:

@@ -50,9 +50,6 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     if config.num_heads % config.num_kv_heads:
         message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
         raise invalid("model", message)
-    if config.experts and config.options.activation != "silu":
-        words = f"{path} has experts whose activation is {config.options.activation}: silu is supported"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
     if len(config.sliding_windows) != config.num_layers:
         message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
         raise invalid("model", message)

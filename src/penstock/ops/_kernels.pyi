@@ -110,6 +110,7 @@ def expert_products(
     out_stride: int,
     rows: int,
     out_type: int,
+    activation: int,
     /,
 ) -> None: ...
 def gated_expert_products(
@@ -124,6 +125,7 @@ def gated_expert_products(
     out_stride: int,
     rows: int,
     out_type: int,
+    activation: int,
     /,
 ) -> None: ...
 def route(

@@ -213,10 +213,12 @@ def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None 
     return out
 
 
-def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``experts_linear``, of each product the SiLU of its first half times its second half."""
+def experts_activation_and_mul(
+    x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
+) -> Tensor:
+    """As ``experts_linear``, of each product ``activation_and_mul``."""
     product = experts_linear(x, experts, ids)
-    gated = activation_and_mul(product, "silu")
+    gated = activation_and_mul(product, function)
     if out is None:
         return gated
     own = (ids >= experts.first) & (ids < experts.first + len(experts.matrices))

@@ -42,11 +42,11 @@ class ExpertMatrices:
             self._ops.experts_linear(x, part, ids, out[..., first:end])
         return out
 
-    def linear_silu_and_mul(self, x: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        """As ``reference.experts_silu_and_mul``."""
+    def linear_activation_and_mul(self, x: Tensor, ids: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+        """As ``reference.experts_activation_and_mul``."""
         if not self._places:
-            return self._ops.experts_silu_and_mul(x, self._parts[0], ids, out)
-        return self._ops.activation_and_mul(self.linear(x, ids), "silu", out)
+            return self._ops.experts_activation_and_mul(x, self._parts[0], ids, function, out)
+        return self._ops.activation_and_mul(self.linear(x, ids), function, out)
 
 
 def _parts(matrix: Matrix) -> list[object]:

@@ -5,6 +5,7 @@ from .checkpoint import Checkpoint
 from .dummy import DummyWeights
 from .engine_output import EngineOutput
 from .engine_weights import EngineWeights
+from .fused_experts import FusedExperts, FusedLayout
 from .gguf import GGUFCheckpoint, find_gguf
 from .lora import LoRAAdapter, load_lora
 from .renamed import RenamedWeights, Stored
@@ -14,6 +15,8 @@ __all__ = [
     "DummyWeights",
     "EngineOutput",
     "EngineWeights",
+    "FusedExperts",
+    "FusedLayout",
     "GGUFCheckpoint",
     "LoRAAdapter",
     "RenamedWeights",

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _kernels
-from ..activations import ACTIVATIONS
+from ..activations import ACTIVATIONS, GATES
 from .dtypes import DTYPE_CODES
 from .graph import contiguous, empty
 
-ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+ACTIVATION_CODES = {name: code for code, name in enumerate((*ACTIVATIONS, *GATES))}
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:

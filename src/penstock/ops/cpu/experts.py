@@ -14,7 +14,7 @@ from penstock.core import Code, PenstockError
 from .. import _kernels
 from ..experts import Routing
 from .dtypes import DTYPE_CODES
-from .elementwise import activation_and_mul, row_stride
+from .elementwise import ACTIVATION_CODES, activation_and_mul, row_stride
 from .graph import contiguous, empty
 from .matrix import Matrix, rounded_input
 
@@ -70,16 +70,18 @@ def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None 
     return _products(_kernels.expert_products, x, experts, ids, out)
 
 
-def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.experts_silu_and_mul``; one kernel where each half has a multiple of 64 outputs."""
+def experts_activation_and_mul(
+    x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
+) -> Tensor:
+    """As ``reference.experts_activation_and_mul``; one kernel where each half has a multiple of 64 outputs."""
     size = experts.matrices[0].outputs // 2
     if size % _kernels.PANEL:
-        return activation_and_mul(experts_linear(x, experts, ids), "silu", out)
+        return activation_and_mul(experts_linear(x, experts, ids), function, out)
     out = empty((*ids.shape, size), x.dtype) if out is None else out
-    return _products(_kernels.gated_expert_products, x, experts, ids, out)
+    return _products(_kernels.gated_expert_products, x, experts, ids, out, function)
 
 
-def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor) -> Tensor:
+def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor, function: str = "silu") -> Tensor:
     ids, top_k = contiguous(ids), ids.shape[1]
     _tensors, addresses = rounded_input(contiguous(x), experts.matrices[0])
     kernel(
@@ -92,6 +94,7 @@ def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor
         row_stride(out),
         x.shape[0],
         DTYPE_CODES[x.dtype],
+        ACTIVATION_CODES[function],
     )
     return out
 

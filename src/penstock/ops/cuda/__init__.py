@@ -26,7 +26,7 @@ from .elementwise import (
     scale,
     to_float32,
 )
-from .experts import combine_experts, experts_linear, experts_silu_and_mul, select_experts, stack_experts
+from .experts import combine_experts, experts_activation_and_mul, experts_linear, select_experts, stack_experts
 from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
@@ -66,8 +66,8 @@ __all__ = [
     "copy_blocks",
     "embedding",
     "empty",
+    "experts_activation_and_mul",
     "experts_linear",
-    "experts_silu_and_mul",
     "export_kv",
     "fingerprint",
     "from_packed",

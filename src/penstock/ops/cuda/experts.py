@@ -83,9 +83,11 @@ def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None 
     return _products(x, experts, ids, out)
 
 
-def experts_silu_and_mul(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.experts_silu_and_mul``."""
-    return _products(x, experts, ids, out, "silu")
+def experts_activation_and_mul(
+    x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
+) -> Tensor:
+    """As ``reference.experts_activation_and_mul``."""
+    return _products(x, experts, ids, out, function)
 
 
 def _products(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None, gated: str = "") -> Tensor:

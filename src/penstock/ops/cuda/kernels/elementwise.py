@@ -181,6 +181,18 @@ def activated(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, FUNCTION: tl.constexpr):
+    """``activation_and_mul`` of float32 numbers."""
+    if FUNCTION == "swigluoai":
+        gate = tl.where(gate > 7.0, 7.0, gate)  # what is no number stays none
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        result = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        result = activated(gate, FUNCTION) * up
+    return result
+
+
+@triton.jit
 def activation(
     x,
     out,
@@ -196,9 +208,11 @@ def activation(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     given = tl.load(x + row * stride + columns, mask=inside, other=0.0)
-    result = activated(given.to(tl.float32), FUNCTION)
     if GATED:
-        result *= tl.load(x + row * stride + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * stride + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        result = gated(given.to(tl.float32), up, FUNCTION)
+    else:
+        result = activated(given.to(tl.float32), FUNCTION)
     tl.store(out + row * out_stride + columns, result.to(given.dtype), mask=inside)
 
 

@@ -14,7 +14,7 @@ it read last.
 import triton
 import triton.language as tl
 
-from .elementwise import activated
+from .elementwise import gated
 
 PANEL = tl.constexpr(64)
 """Outputs of a panel."""
@@ -207,7 +207,7 @@ def _finish(
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BT)), (0, 2, 3, 1)))
         gate = gate.to(DTYPE).to(tl.float32)
         up = up.to(DTYPE).to(tl.float32)
-        acc = tl.reshape(activated(gate, GATED) * up, (SIZE, BT))
+        acc = tl.reshape(gated(gate, up, GATED), (SIZE, BT))
     at = tl.arange(0, SIZE)
     column = first_output + at
     inside = ((at < eights * 8) & (column < outputs))[None, :] & own_tokens[:, None]
