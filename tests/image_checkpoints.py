@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,16 +25,20 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 COLOURS = ("red", "green", "blue")
-MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+MARKS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
+)
 SPECIAL = [*MARKS, *COLOURS]
 FIRST = 280
 """Token of the first mark; those of bytes come before."""
-EOS, START, END, VISION_START, PLACEHOLDER, VISION_END = range(FIRST, FIRST + len(MARKS))
+EOS, START, END, VISION_START, PLACEHOLDER, VISION_END, VIDEO = range(FIRST, FIRST + len(MARKS))
 RED = FIRST + len(MARKS)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -51,7 +57,7 @@ TEXT: dict[str, Any] = {
 }
 IDS = {
     "image_token_id": PLACEHOLDER,
-    "video_token_id": 299,
+    "video_token_id": VIDEO,
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
@@ -129,13 +135,15 @@ def save_random(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def save_colours(folder: Path) -> PreTrainedModel:
+def save_colours(folder: Path, latest: bool = False) -> PreTrainedModel:
     """A model whose next token is the word for the channel that is the brightest in all images seen so far.
 
     The vision tower averages each channel of a patch; the language model's only layer looks at all tokens alike, and
-    adds what images have of the channels to the logits of their words.
+    adds what images have of the channels to the logits of their words. With ``latest`` it looks at what is near in
+    time, so that the last frames decide.
     """
-    model = qwen2_vl(num_hidden_layers=1)
+    rope = TEXT["rope_parameters"] | ({"rope_theta": 1e8} if latest else {})
+    model = qwen2_vl(num_hidden_layers=1, rope_parameters=rope)
     parameters = dict(model.named_parameters())
     for name, weight in parameters.items():
         weight.fill_(float("norm" in name or name.endswith("ln_q.weight")))
@@ -149,12 +157,16 @@ def save_colours(folder: Path) -> PreTrainedModel:
         parameters[f"{layer}self_attn.v_proj.weight"][channel, channel] = 1.0
         parameters[f"{layer}self_attn.o_proj.weight"][3 + channel, channel] = 1.0
         parameters["lm_head.weight"][RED + channel, 3 + channel] = 10.0
+    if latest:  # scores fall with the distance in time, which turns the second pair of elements
+        parameters[f"{layer}self_attn.q_proj.bias"][1::16] = 9.0
+        parameters[f"{layer}self_attn.k_proj.bias"][1::16] = 9.0
     return _save(model, folder)
 
 
 def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.eval().save_pretrained(folder)
     image_processor(model).save_pretrained(folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video_processor(model)))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(f"<|unused{i}|>" for i in range(FIRST - len(alphabet)))]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
@@ -174,6 +186,13 @@ def image_processor(model: PreTrainedModel) -> Qwen2VLImageProcessorPil:
     return Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 256, "longest_edge": 4096})
 
 
+def video_processor(model: PreTrainedModel) -> dict[str, Any]:
+    """The configuration of the library's processor of videos."""
+    vision = model.config.vision_config
+    sizes = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    return sizes | {"size": {"shortest_edge": 256, "longest_edge": 16384}, "fps": 2, "min_frames": 2}
+
+
 def noise(seed: int, height: int, width: int) -> Image.Image:
     """A picture of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -183,3 +202,15 @@ def noise(seed: int, height: int, width: int) -> Image.Image:
 def plain(colour: str, height: int = 24, width: int = 24) -> Image.Image:
     """A picture of one of ``COLOURS``."""
     return Image.new("RGB", (width, height), colour)
+
+
+def prompt(
+    images: Sequence[Image.Image], *, text: int = 3, seed: int = 0, videos: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """A prompt with images and videos between random tokens."""
+    rng = Random(seed)
+    tokens = [rng.randrange(2, 250) for _ in range(text)]
+    for placeholder in [PLACEHOLDER] * len(images) + [VIDEO] * len(videos):
+        tokens += [VISION_START, placeholder, VISION_END, rng.randrange(2, 250)]
+    result: dict[str, Any] = {"prompt_token_ids": tokens}
+    return result | {"multi_modal_data": {"image": list(images), "video": list(videos)}} if images or videos else result

@@ -210,9 +210,10 @@ def test_what_has_no_meaning_here_is_said() -> None:
 
 @pytest.mark.row("fastdeploy", "mm_processor_kwargs", "limit_mm_per_prompt")
 def test_limits_of_images() -> None:
-    kwargs = '{"image_min_pixels": 3136, "image_max_pixels": 9408, "video_fps": 2}'
+    kwargs = '{"image_min_pixels": 3136, "image_max_pixels": 9408, "video_fps": 2, "video_target_frames": -1}'
     found = configured("--mm-processor-kwargs", kwargs, "--limit-mm-per-prompt", '{"image": 10, "video": 3}')
-    assert json.loads(found["mm_processor_kwargs"]) == {"min_pixels": 3136, "max_pixels": 9408}
+    images, videos = {"min_pixels": 3136, "max_pixels": 9408}, {"fps": 2}
+    assert json.loads(found["mm_processor_kwargs"]) == {"images_kwargs": images, "videos_kwargs": videos}
     assert found["limit_mm_per_prompt"] == '{"image": 10, "video": 3}'
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from image_checkpoints import COLOURS, PLACEHOLDER, VISION_END, VISION_START, noise, plain
+from image_checkpoints import COLOURS, PLACEHOLDER, noise, plain, prompt
 from PIL import Image
 from serving import Served, Servers
 from transformers import PreTrainedModel, Qwen2VLForConditionalGeneration
@@ -34,7 +34,7 @@ from penstock.core import EngineRequest, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.frontend.input_processor import InputProcessor
 from penstock.frontend.llm import LLM
-from penstock.frontend.multimodal import ImageSource
+from penstock.frontend.multimodal import MediaSource
 from penstock.frontend.multimodal.guarded_http import is_public
 from penstock.models.patches import normalized_patches
 from penstock.planning.config_json import read_config_json
@@ -60,16 +60,6 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("colours")
     checkpoints.save_colours(folder)
     return folder
-
-
-def prompt(images: list[Image.Image], *, text: int = 3, seed: int = 0) -> dict[str, Any]:
-    """A prompt with images between random tokens."""
-    rng = Random(seed)
-    tokens = [rng.randrange(2, 250) for _ in range(text)]
-    for _ in images:
-        tokens += [VISION_START, PLACEHOLDER, VISION_END, rng.randrange(2, 250)]
-    result: dict[str, Any] = {"prompt_token_ids": tokens}
-    return result | {"multi_modal_data": {"image": images}} if images else result
 
 
 # --- Against transformers ---------------------------------------------------------------------------------------------
@@ -167,7 +157,7 @@ def test_preprocessing(colours: Path, mode: str, kwargs: dict[str, Any]) -> None
     for picture in (*PICTURES, noise(9, 8, 300), noise(9, 130, 9)):
         image = picture.convert(mode)
         expected = reference(images=[image], return_tensors="np")
-        found = processor.load_image(ImageSource(image, "image"))
+        found = processor.load_media(MediaSource(image, "image"))
         assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
         np.testing.assert_allclose(normalized_patches(found, 4, 2, 2), expected["pixel_values"], rtol=0, atol=1e-6)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=type(found)) == found
@@ -210,6 +200,7 @@ def test_an_image_is_part_of_the_prefix(pair: tuple[Path, PreTrainedModel], offl
 def draw_requests(folder: Path, rng: Random, count: int) -> list[EngineRequest]:
     processor = InputProcessor(folder, ModelOptions())
     pictures = [noise(seed, rng.randrange(16, 60), rng.randrange(16, 60)) for seed in range(4)]
+    videos = [[noise(seed, 24, 40) for seed in range(first, first + 4)] for first in range(2)]
     requests = []
     for number in range(count):
         images = [rng.choice(pictures) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
@@ -223,7 +214,8 @@ def draw_requests(folder: Path, rng: Random, count: int) -> list[EngineRequest]:
             ignore_eos=True,
             detokenize=False,
         )
-        given = prompt(images, text=rng.randint(1, 40), seed=number % 3)
+        shown = [rng.choice(videos)] if len(images) < 2 and rng.random() < 0.4 else []
+        given = prompt(images, text=rng.randint(1, 40), seed=number % 3, videos=shown)
         requests.append(processor.create_output_processor(str(number), given, sampling).request)
     return requests
 
@@ -356,7 +348,7 @@ def limited(colours: Path) -> InputProcessor:
 def test_a_bad_image_is_one_sentence(limited: InputProcessor, name: str) -> None:
     url, words = REFUSED[name]
     with pytest.raises(PenstockError) as error:
-        limited.load_image(ImageSource(url, "messages[0].content[1]"))
+        limited.load_media(MediaSource(url, "messages[0].content[1]"))
     failure = error.value.failure
     assert words in failure.message and failure.message.startswith("messages[0].content[1]: ")
     assert len(failure.message) < 250 and "\n" not in failure.message
@@ -415,9 +407,9 @@ def test_images_are_fetched(colours: Path, pictures: str, tmp_path: Path) -> Non
     processor = InputProcessor(colours, options)
     (tmp_path / "red.png").write_bytes(PICTURE)
     (tmp_path / "link.png").symlink_to("/etc/passwd")
-    expected = processor.load_image(ImageSource(plain("red"), ""))
+    expected = processor.load_media(MediaSource(plain("red"), ""))
     for url in (f"{pictures}/red.png", f"{pictures}/there", data_url(PICTURE), (tmp_path / "red.png").as_uri()):
-        assert processor.load_image(ImageSource(url, "image")) == expected
+        assert processor.load_media(MediaSource(url, "image")) == expected
     refused = {
         f"{pictures}/none": "image: cannot be fetched: the server answered 404",
         f"{pictures}/long": "image: has more than 5000 bytes (max_image_size)",
@@ -430,7 +422,7 @@ def test_images_are_fetched(colours: Path, pictures: str, tmp_path: Path) -> Non
     }
     for url, words in refused.items():
         with pytest.raises(PenstockError) as error:
-            processor.load_image(ImageSource(url, "image"))
+            processor.load_media(MediaSource(url, "image"))
         assert error.value.failure.message == words
 
 
@@ -439,7 +431,7 @@ def test_a_host_that_does_not_answer(colours: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # accepts nothing
         url = f"http://127.0.0.1:{silent.server_port}/red.png"
         with pytest.raises(PenstockError, match=r"image: did not come within 0\.2 seconds \(media_timeout\)"):
-            InputProcessor(colours, options).load_image(ImageSource(url, "image"))
+            InputProcessor(colours, options).load_media(MediaSource(url, "image"))
 
 
 def test_python_prompts_are_checked(colours: Path) -> None:
@@ -454,10 +446,10 @@ def test_python_prompts_are_checked(colours: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (prompt([red] * 3), r"images: 3 are more than a prompt may have \(limit_mm_per_prompt\)"),
         (prompt([red]) | {"prompt_token_ids": [5]}, "images: 1 are given, and the prompt has 0 placeholders"),
-        (prompt([red]) | {"multi_modal_data": {"video": red}}, "multi_modal_data: video is not supported, only image"),
+        (prompt([red]) | {"multi_modal_data": {"audio": red}}, "multi_modal_data: audio is not supported, only image"),
         (prompt([red]) | {"multi_modal_data": {"image": [5]}}, r"image\[0\]: must be an image of Pillow"),
         (prompt([red]) | {"multi_modal_data": {"image": array / 255}}, "an array must be"),
-        (prompt([red]) | {"mm_processor_kwargs": {"fps": 1}}, "mm_processor_kwargs: 'fps' is not supported"),
+        (prompt([red]) | {"mm_processor_kwargs": {"crop": 1}}, "mm_processor_kwargs: 'crop' is not supported"),
         (prompt([red]) | {"mm_processor_kwargs": {"min_pixels": 1e5}}, "must be whole numbers from 1 on"),
         (prompt([red]) | {"mm_processor_kwargs": {"min_pixels": 2**31}}, "more than max_image_pixels"),
         (prompt([noise(0, 60, 60)]), r"images: take \d+ tokens, more than encoder_cache_size \(20\)"),
@@ -546,12 +538,12 @@ def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"messages": user({"type": "image_url", "image_url": {"url": data_url(b"x")}})}, "is no image", "[1]"),
         ({"messages": user({"type": "image_url", "image_url": {}})}, "image_url.url: is missing", "[1]"),
-        ({"messages": user({"type": "video_url", "video_url": {"url": "x"}})}, "video_url is not supported", "[1]"),
+        ({"messages": user({"type": "input_audio", "input_audio": {}})}, "input_audio is not supported", "[1]"),
         ({"messages": user({"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}})}, "is not fetched", "[1]"),
         ({"messages": user(red, red, red, red)}, "images: 4 are more than a prompt may have", "images"),
         ({"messages": [{"role": "assistant", "content": [red]}]}, "image_url is not supported, only text", "[0]"),
         ({"messages": user(red), "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: is not supported", ""),
-        ({"messages": user(red), "mm_processor_kwargs": {"fps": 2}}, "'fps' is not supported", "mm_processor_kwargs"),
+        ({"messages": user(red), "mm_processor_kwargs": {"crop": 2}}, "'crop' is not supported", "mm_processor_kwargs"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}, red]}]},
             "images: 1 are given, and the prompt has 2 placeholders",

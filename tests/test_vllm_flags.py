@@ -122,13 +122,15 @@ def test_cuda_graphs(capsys: pytest.CaptureFixture[str]) -> None:
         assert configured(capsys, *flags)[eager] is False
 
 
-@pytest.mark.row("vllm", "--limit-mm-per-prompt", "--mm-processor-kwargs")
+@pytest.mark.row("vllm", "--limit-mm-per-prompt", "--mm-processor-kwargs", "--media-io-kwargs")
 @pytest.mark.row("vllm", "--allowed-local-media-path", "--allowed-media-domains")
 def test_images(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--limit-mm-per-prompt", '{"image": 2}', "--mm-processor-kwargs", '{"max_pixels": 9408}']
+    flags += ["--media-io-kwargs", '{"video": {"num_frames": 8}}']
     flags += ["--allowed-local-media-path", "/pictures", "--allowed-media-domains", "a.example", "b.example"]
     found = configured(capsys, *flags)
     assert found["limit_mm_per_prompt"] == '{"image": 2}' and found["mm_processor_kwargs"] == '{"max_pixels": 9408}'
+    assert found["media_io_kwargs"] == '{"video": {"num_frames": 8}}'
     assert found["allowed_local_media_path"] == "/pictures"
     assert found["allowed_media_domains"] == ["a.example", "b.example"]
 

@@ -254,7 +254,6 @@ NOTHING: dict[str, list[Any]] = {
     "ec_transfer_params": [{}],
     "vllm_xargs": [{}],
     "repetition_detection": [],
-    "media_io_kwargs": [{}],
     "prompt_embeds": [],
     "logits_processors": [],
     "logits_processors_args": [{}],
@@ -287,11 +286,13 @@ def test_known_fields_are_kept_or_refused_by_name(plain: httpx.Client, path: str
         refused = plain.post(f"/v1/{path}", json=body | {field: False if True in allowed else "asked"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         assert refused.json()["error"]["message"] == f"{field}: not supported yet"
-    refused = plain.post(f"/v1/{path}", json=body | {"mm_processor_kwargs": {"max_pixels": 9408}})
-    reason = "this model sees no images, only text" if "messages" in body else "is for chats only"
-    assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"mm_processor_kwargs: {reason}")
+    for name, asked in (("mm_processor_kwargs", {"max_pixels": 9408}), ("media_io_kwargs", {"video": {"fps": 1}})):
+        refused = plain.post(f"/v1/{path}", json=body | {name: asked})
+        reason = "this model sees no images, only text" if "messages" in body else "is for chats only"
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"{name}: {reason}")
     taken = {
         "mm_processor_kwargs": {},
+        "media_io_kwargs": {},
         "return_token_offsets": True,
         "return_assistant_tokens_mask": True,
         "max_streaming_response_tokens": 5,

@@ -13,8 +13,8 @@ from penstock.core.errors import PenstockError, invalid
 from penstock.core.quantization import QuantizationName
 from penstock.core.sampling import MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
 
-MAX_IMAGES = 16
-"""Images that a prompt may have by default."""
+MAX_MEDIA = {"image": 16, "video": 4}
+"""Images and videos that a prompt may have by default."""
 
 
 def option(help: str, unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
@@ -535,13 +535,22 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[int, option("Maximum logprobs of a request.", ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
     enable_logprob: Annotated[bool, option("Return logprobs; without it, requests for them are refused.")] = True
     limit_mm_per_prompt: Annotated[
-        str, option('Images that a prompt may have, as JSON: {"image": 4}.', empty='{"image": 16}')
+        str,
+        option('Images and videos that a prompt may have, as JSON: {"image": 4}.', empty='{"image": 16, "video": 4}'),
     ] = ""
     mm_processor_kwargs: Annotated[
         str,
         option(
             "Limits of the pixels of an image once it is resized, in place of those of the model's image processor, as "
-            'JSON: {"min_pixels": 3136, "max_pixels": 1003520}.',
+            'JSON: {"min_pixels": 3136, "max_pixels": 1003520}; of videos also which frames are taken: fps or '
+            "num_frames, min_frames, max_frames.",
+            empty="the model's",
+        ),
+    ] = ""
+    media_io_kwargs: Annotated[
+        str,
+        option(
+            'Which frames of videos are taken, as JSON: {"video": {"num_frames": 32}}, or fps; -1 is all.',
             empty="the model's",
         ),
     ] = ""
@@ -559,7 +568,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_image_pixels: Annotated[
         int, option("Maximum width times height of an image, before and after it is resized.", "pixels", ge=1)
     ] = 2**26
-    media_timeout: Annotated[float, option("Maximum time to fetch an image.", "seconds", gt=0)] = 10.0
+    media_timeout: Annotated[float, option("Maximum time to fetch an image or a video.", "seconds", gt=0)] = 10.0
+    max_video_size: Annotated[int, option("Maximum size of a video's file.", "bytes", ge=1)] = 100 * 2**20
+    max_video_frames: Annotated[int, option("Maximum number of frames taken of a video.", "frames", ge=1)] = 768
+    max_video_pixels: Annotated[
+        int, option("Maximum width times height times frames of a video, after these are resized.", "pixels", ge=1)
+    ] = 2**27
+    video_timeout: Annotated[float, option("Maximum time to decode a video.", "seconds", gt=0)] = 30.0
     model_hub: Annotated[Literal["huggingface", "modelscope"], option("Hub of models that are named org/name.")] = (
         "huggingface"
     )
@@ -575,8 +590,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.sampling()
-        self.max_images()
-        self.image_kwargs()
+        self.max_media("image")
+        self.media_kwargs()
 
     def sampling(self) -> dict[str, Any]:
         """``override_generation_config`` by field. Raises ``PenstockError`` (``invalid``) where it is wrong."""
@@ -591,24 +606,34 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             ) from error
         return result
 
-    def max_images(self) -> int:
-        """Images that a prompt may have. Raises ``PenstockError`` (``invalid``) where ``limit_mm_per_prompt`` is
-        wrong."""
+    def max_media(self, kind: str) -> int:
+        """Images or videos that a prompt may have. Raises ``PenstockError`` (``invalid``) where ``limit_mm_per_prompt``
+        is wrong.
+
+        Args:
+            kind: image or video.
+        """
         try:
-            limits = msgspec.json.decode(self.limit_mm_per_prompt or "{}", type=dict[str, Any])
-            image = limits.get("image", MAX_IMAGES)  # vLLM also takes {"image": {"count": 4}}
-            count = image["count"] if isinstance(image, dict) else image
-            result: int = msgspec.convert(count, Annotated[int, msgspec.Meta(ge=0)])
+            limits = MAX_MEDIA | msgspec.json.decode(self.limit_mm_per_prompt or "{}", type=dict[str, Any])
+            counts = {  # vLLM also takes {"image": {"count": 4}}
+                name: limit["count"] if isinstance(limit, dict) else limit for name, limit in limits.items()
+            }
+            result: dict[str, int] = msgspec.convert(counts, dict[str, Annotated[int, msgspec.Meta(ge=0)]])
         except (msgspec.MsgspecError, KeyError) as error:
             raise invalid("limit_mm_per_prompt", f"{self.limit_mm_per_prompt} is wrong: {error}") from error
-        return result
+        return result[kind]
 
-    def image_kwargs(self) -> dict[str, Any]:
-        """``mm_processor_kwargs`` by name. Raises ``PenstockError`` (``invalid``) where they are no JSON object."""
-        try:
-            return msgspec.json.decode(self.mm_processor_kwargs or "{}", type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise invalid("mm_processor_kwargs", f"{self.mm_processor_kwargs} is wrong: {error}") from error
+    def media_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``mm_processor_kwargs`` and ``media_io_kwargs`` by name. Raises ``PenstockError`` (``invalid``) where they
+        are no JSON object."""
+        result = []
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            given = getattr(self, name)
+            try:
+                result.append(msgspec.json.decode(given or "{}", type=dict[str, Any]))
+            except msgspec.MsgspecError as error:
+                raise invalid(name, f"{given} is wrong: {error}") from error
+        return result[0], result[1]
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Images of a request: pixels as bytes, and the place of their features among the prompt's tokens."""
+"""Images and videos of a request: pixels as bytes, and the place of their features among the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ PATCHES = 4
 
 
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):
-    """An image, decoded and resized as its model's processor does.
+    """An image, or a few successive frames of a video that share features, decoded and resized as its model's
+    processor does.
 
     The prompt has a placeholder token for each of the image's features.
     """
@@ -24,10 +25,16 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     height: int
     width: int
     pixels: bytes
-    """``[height, width, 3]`` uint8, RGB."""
+    """``[num_frames, height, width, 3]`` uint8, RGB."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     """Normalization of the channels, after a division by 255."""
+    num_frames: int = 1
+    continues: bool = False
+    """Whether it goes on the video of the one before it, right behind its placeholders: positions in time, height and
+    width of both count from the same place."""
+    time: int = 0
+    """Its position in time, counted from the start of its video."""
 
     @property
     def length(self) -> int:

@@ -64,6 +64,8 @@ STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the server's log has the 
 ENGINE_FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute steps any more and has to be restarted")
 MAX_FAILED_STEPS = 8
 """Number of consecutive failed steps after which the engine has failed."""
+MAX_TIME = 2**31
+"""Of ``ImageInput.time``."""
 PREREQUISITES_TIMEOUT = 0.02
 """Seconds that ``step`` waits for requests' prerequisites where nothing can be computed."""
 
@@ -551,7 +553,9 @@ def _check_images(request: EngineRequest) -> None:
     for image in request.images:
         if image.offset < end or image.length < 1 or image.end > len(request.prompt):
             raise invalid("images", "must have places in the prompt, one behind the other")
-        if len(image.pixels) != 3 * image.height * image.width:
+        if (image.continues and not image.offset == end > 0) or not 0 <= image.time < MAX_TIME:
+            raise invalid("images", "must have their places in a video")
+        if image.num_frames < 1 or len(image.pixels) != 3 * image.num_frames * image.height * image.width:
             raise invalid("images", "must have a byte for each channel of a pixel")
         end = image.end
 

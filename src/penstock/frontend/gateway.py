@@ -21,7 +21,7 @@ from penstock.text.template_process import RenderRequest
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor, Messages, Prompt
-from .multimodal import split_images
+from .multimodal import split_media
 from .outputs import RequestOutput
 from .request_templates import SandboxedTemplateRenderer
 
@@ -116,10 +116,10 @@ class Gateway:
         add_special_tokens: bool = False,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Render and encode a chat, and load its images.
+        """Render and encode a chat, and load its images and videos.
 
         Args:
-            messages: contents are texts, or parts as of ``multimodal.split_images``.
+            messages: contents are texts, or parts as of ``multimodal.split_media``.
             size: about how many characters it has.
             options: keyword arguments of ``ChatTemplate.render``.
             allow_tool_calls: whether the answer may call tools.
@@ -132,8 +132,8 @@ class Gateway:
             raise too_long(
                 "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
             )
-        messages, sources = split_images(messages)
-        self.input_processor.check_images(sources)
+        messages, sources = split_media(messages)
+        self.input_processor.check_media(sources)
         if template is None:
             text = await self._prepare(size, lambda: self.input_processor.render(messages, options))
         else:
@@ -144,12 +144,14 @@ class Gateway:
         prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         if not sources:
             return prompt
-        self.input_processor.check_placeholders(token_ids, len(sources))
-        loop, load = asyncio.get_running_loop(), self.input_processor.load_image
+        self.input_processor.check_placeholders(token_ids, sources)
+        loop, load = asyncio.get_running_loop(), self.input_processor.load_media
         loading = [
             loop.run_in_executor(self._media_threads, load, source, mm_processor_kwargs or None) for source in sources
         ]
-        token_ids, images = self.input_processor.place_images(token_ids, await asyncio.gather(*loading))
+        media = await asyncio.gather(*loading)
+        place = partial(self.input_processor.place_media, token_ids, text, media, add_special_tokens)
+        token_ids, images = await self._prepare(max(size, len(text)), place)
         return prompt | {"prompt_token_ids": token_ids, "images": images}
 
     async def generate(

@@ -29,15 +29,19 @@ from penstock.text.encoding import Texts
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 
 from .generation_config import read_generation_config
-from .multimodal import ImageSource, MediaLoader, check_placeholders, place_images, split_images
+from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, split_media
+from .multimodal.kwargs import image_kwargs, merge_media_kwargs, video_kwargs
 from .multimodal.processor import read_image_processor
+from .multimodal.python import python_sources
+from .multimodal.video import Video
+from .multimodal.video_config import read_placeholders, read_video_processor
 from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. A chat's mapping also has a
-``parser_config``. With images, a mapping has them as ``multi_modal_data``: ``{"image": …}``, one or a list, and perhaps
-``mm_processor_kwargs``; or, where they are loaded and placed already, as ``images``."""
+``parser_config``. With images or videos, a mapping has them as ``multi_modal_data``: ``{"image": …, "video": …}``, one
+or a list each, and perhaps ``mm_processor_kwargs``; or, where they are loaded and placed already, as ``images``."""
 REASONING_SEPARATOR = "\n\n"
 """Text that models write between reasoning and answer."""
 Messages = Sequence[Mapping[str, Any]]
@@ -94,44 +98,67 @@ class InputProcessor:
             self.tokenizer = Tokenizer(source, template)
         other = None if options.generation_config in ("auto", "vllm") else Path(options.generation_config)
         self._defaults = read_generation_config(folder, self.tokenizer, other)
-        processor = read_image_processor(folder, options.image_kwargs(), options.max_image_pixels)
-        self._image_processor = processor
-        self._media = MediaLoader(processor, options) if processor else None
+        given = merge_media_kwargs(*options.media_kwargs())
+        images = read_image_processor(folder, image_kwargs(given), options.max_image_pixels)
+        limits = options.max_video_frames, options.max_video_pixels
+        videos = read_video_processor(folder, video_kwargs(given), *limits) if images else None
+        self._placeholders = read_placeholders(folder, images, videos) if images else None
+        self._media = MediaLoader(images, videos, options) if images else None
+        self.sees_videos = videos is not None
+        """Whether prompts may have videos."""
 
     @property
     def sees_images(self) -> bool:
         """Whether prompts may have images."""
         return self._media is not None
 
-    def check_images(self, sources: Sequence[ImageSource]) -> None:
+    def check_media(self, sources: Sequence[MediaSource]) -> None:
         """Raise ``PenstockError`` where the model sees none, or a prompt has too many."""
-        if sources and not self.sees_images:
-            raise PenstockError(Code.UNSUPPORTED, "images: this model sees none, only text", "images")
-        if len(sources) > (maximum := self._options.max_images()):
-            raise invalid("images", f"{len(sources)} are more than a prompt may have (limit_mm_per_prompt)", maximum)
+        for kind, seen in ((IMAGE, self.sees_images), (VIDEO, self.sees_videos)):
+            count = sum(source.kind == kind for source in sources)
+            if count and not seen:
+                words = "this model sees none, only text" if not self.sees_images else "this model sees none"
+                raise PenstockError(Code.UNSUPPORTED, f"{kind}s: {words}", f"{kind}s")
+            if count > (maximum := self._options.max_media(kind)):
+                raise invalid(f"{kind}s", f"{count} are more than a prompt may have (limit_mm_per_prompt)", maximum)
 
-    def load_image(self, source: ImageSource, kwargs: Mapping[str, Any] | None = None) -> ImageInput:
-        """Fetch, decode and resize an image, which takes long. Its place in the prompt is not set.
+    def load_media(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None) -> Media:
+        """Fetch, decode and resize an image or a video, which takes long. Its place in the prompt is not set.
 
         Args:
             kwargs: ``mm_processor_kwargs`` of the request.
 
         Raises ``PenstockError`` with one sentence where that is not possible.
         """
-        assert self._media, "check_images first"
-        return self._media.load(source, dict(kwargs or {}))
+        assert self._media, "check_media first"
+        return self._media.load(source, kwargs)
 
-    def check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
-        """As ``multimodal.check_placeholders``, with the model's placeholder."""
-        assert self._image_processor
-        check_placeholders(token_ids, num_images, self._image_processor.placeholder)
+    def check_placeholders(self, token_ids: Sequence[int], sources: Sequence[MediaSource]) -> None:
+        """Raise ``PenstockError`` (``invalid``) where a prompt has not as many placeholders as images and videos."""
+        assert self._placeholders
+        num_videos = sum(source.kind == VIDEO for source in sources)
+        self._placeholders.check(token_ids, len(sources) - num_videos, num_videos)
 
-    def place_images(
-        self, token_ids: Sequence[int], images: Sequence[ImageInput]
+    def place_media(
+        self, token_ids: Sequence[int], text: str | None, media: Sequence[Media], add_special_tokens: bool = False
     ) -> tuple[list[int], tuple[ImageInput, ...]]:
-        """As ``multimodal.place_images``, with the model's placeholder."""
-        assert self._image_processor
-        return place_images(token_ids, images, self._image_processor.placeholder)
+        """The tokens of a prompt with all placeholders, and its images and frames of videos with their places.
+
+        Args:
+            token_ids: with as many placeholders as images and videos.
+            text: that ``token_ids`` are of; None where it is not known.
+            add_special_tokens: as ``token_ids`` were encoded.
+        """
+        placeholders, tokenizer = self._placeholders, self.tokenizer
+        assert placeholders
+        if any(isinstance(each, Video) and each.timestamps for each in media):
+            if text is None:
+                token_ids = placeholders.spread(token_ids, media, lambda words: tokenizer.encode(words, False))
+            else:  # a timestamp may share a token with the text before it
+                marks = placeholders.video, placeholders.start, placeholders.end
+                text = placeholders.spread_text(text, media, {mark: tokenizer.id_to_token(mark) for mark in marks})
+                token_ids = tokenizer.encode(text, add_special_tokens)
+        return placeholders.place(token_ids, media)
 
     def response_formats(self, template: str | None = None) -> ResponseFormats:
         """The formats of tool calls and reasoning under a chat template; None is the model's own."""
@@ -193,7 +220,7 @@ class InputProcessor:
             if (getattr(sampling, field) or 0) > (maximum := self._options.max_logprobs):
                 raise invalid(field, f"must be at most {maximum} here (max_logprobs)", maximum)
         text, token_ids = self._prompt(prompt)
-        token_ids, images = self._images(prompt, token_ids)
+        token_ids, images = self._images(prompt, text, token_ids)
         parser_config = prompt.get("parser_config") if isinstance(prompt, Mapping) else None
         bad_words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if bad_words:
@@ -235,13 +262,14 @@ class InputProcessor:
 
     def chat_prompt(self, messages: Messages, **options: Any) -> Prompt:
         """Render and encode a chat; ``options`` are keyword arguments of ``ChatTemplate.render``."""
-        messages, sources = split_images(messages)
-        self.check_images(sources)
+        messages, sources = split_media(messages)
+        self.check_media(sources)
         text = self.render(messages, options)
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         images: tuple[ImageInput, ...] = ()
         if sources:
-            token_ids, images = self.place_images(token_ids, [self.load_image(source) for source in sources])
+            self.check_placeholders(token_ids, sources)
+            token_ids, images = self.place_media(token_ids, text, [self.load_media(source) for source in sources])
         return {
             "prompt": text,
             "prompt_token_ids": token_ids,
@@ -308,21 +336,22 @@ class InputProcessor:
         answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == REASONING_SEPARATOR else []
         return ReasoningSpan(begin, end, tuple(answer), parser_config.stage is ReasoningStage.WITHIN)
 
-    def _images(self, prompt: Prompt, token_ids: list[int]) -> tuple[list[int], tuple[ImageInput, ...]]:
-        """The prompt with placeholders for each feature, and its images."""
+    def _images(
+        self, prompt: Prompt, text: str | None, token_ids: list[int]
+    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The prompt with placeholders for each feature, and its images and frames of videos."""
         if not isinstance(prompt, Mapping):
             return token_ids, ()
         if not (data := prompt.get("multi_modal_data")):
             return token_ids, tuple(prompt.get("images") or ())
-        if not isinstance(data, Mapping) or (unknown := sorted(data.keys() - {"image"})):
-            name = unknown[0] if isinstance(data, Mapping) else "this"
-            raise PenstockError(Code.UNSUPPORTED, f"multi_modal_data: {name} is not supported, only image is", "image")
-        given = data["image"]
-        given = list(given) if isinstance(given, list | tuple) else [given]
-        sources = [ImageSource(image, f"multi_modal_data.image[{i}]") for i, image in enumerate(given)]
-        self.check_images(sources)
+        sources = python_sources(data)
+        self.check_media(sources)
+        if sources:
+            self.check_placeholders(token_ids, sources)
         kwargs = prompt.get("mm_processor_kwargs")
-        return self.place_images(token_ids, [self.load_image(source, kwargs) for source in sources])
+        media = [self.load_media(source, kwargs) for source in sources]
+        given = prompt.get("prompt_token_ids") is not None
+        return self.place_media(token_ids, None if given else text, media, add_special_tokens=True)
 
     def _prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

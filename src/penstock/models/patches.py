@@ -1,4 +1,4 @@
-"""Patches of images: their pixels, and their places."""
+"""Patches of images and frames: their pixels, and their places."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from penstock.core.multimodal import ImageInput
 
 def normalized_patches(image: ImageInput, patch: int, merge: int, temporal: int) -> np.ndarray:
     """The pixels of an image in patches, ``[patches, 3 * temporal * patch * patch]`` float32: those of one feature
-    after the other, each repeated for ``temporal`` frames. They are ``pixel_values`` of transformers' processor."""
-    pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+    after the other, the last frame repeated up to ``temporal``. They are ``pixel_values`` of transformers'
+    processor."""
+    pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.num_frames, image.height, image.width, 3)
     scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
     mean, std = np.array(image.mean, np.float32), np.array(image.std, np.float32)
     normalized = (scaled - mean) / std
-    split = normalized.reshape(image.rows, merge, patch, image.columns, merge, patch, 3)
-    frame = split.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
-    repeated = np.broadcast_to(frame, (*frame.shape[:5], temporal, patch, patch))
-    return repeated.reshape(image.length * merge**2, 3 * temporal * patch * patch)
+    frames = normalized[np.minimum(np.arange(temporal), image.num_frames - 1)]
+    split = frames.reshape(temporal, image.rows, merge, patch, image.columns, merge, patch, 3)
+    patches = split.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+    return patches.reshape(image.length * merge**2, 3 * temporal * patch * patch)
 
 
 def patch_positions(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:

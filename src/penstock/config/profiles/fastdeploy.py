@@ -35,12 +35,17 @@ def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
     return result
 
 
-def _image_kwargs(text: str) -> str:
-    """The limits of an image's pixels under our names; those of videos have no use here."""
+def _media_kwargs(text: str) -> str:
+    """Numbers of pixels and frames under vLLM's names."""
     try:
-        given = json.loads(text)
-        names = {"image_min_pixels": "min_pixels", "image_max_pixels": "max_pixels"}
-        kept = {names.get(name, name): value for name, value in given.items() if not name.startswith("video_")}
+        kept: dict[str, Any] = {}
+        for name, value in json.loads(text).items():
+            kind, _, own = name.partition("_")
+            if kind not in ("image", "video"):
+                kept[name] = value
+            elif value not in (None, -1):  # which ask for nothing
+                own = "num_frames" if own == "target_frames" else own
+                kept.setdefault(f"{kind}s_kwargs", {})[own] = value
     except (ValueError, AttributeError) as error:
         raise ValueError("it is not a JSON object") from error
     return json.dumps(kept) if kept else ""
@@ -151,7 +156,7 @@ PROFILE = Profile(
         "tensor_parallel_size": Alias("tensor_parallel_size"),
         "data_parallel_size": Alias("data_parallel_size"),
         "ips": Alias(read=_nodes),
-        "mm_processor_kwargs": Alias("mm_processor_kwargs", _image_kwargs),
+        "mm_processor_kwargs": Alias("mm_processor_kwargs", _media_kwargs),
         "enable_mm": ignored("FastDeploy has deprecated it, and a model's config.json says it", switch=True),
         "use_warmup": Alias("use_warmup", one_of({"0": False, "1": True, "false": False, "true": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),

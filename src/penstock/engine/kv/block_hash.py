@@ -37,8 +37,8 @@ def extend_block_hashes(
 ) -> None:
     """Append the hashes of the full blocks of ``tokens`` that ``block_hashes`` lacks.
 
-    Blocks with placeholders of images also have the images' contents and places in their hashes, since all placeholders
-    are the same token.
+    Blocks with placeholders of images also have the images' contents, places and times in their hashes, since all
+    placeholders are the same token.
 
     Args:
         block_hashes: the i-th is the hash of the first ``(i + 1) * block_size`` tokens.
@@ -50,6 +50,7 @@ def extend_block_hashes(
         for image in images:
             if image.offset < begin + block_size and begin < image.end:
                 block += image.content_hash + (image.offset - begin).to_bytes(8, "little", signed=True)
+                block += image.time.to_bytes(8, "little") + bytes([image.continues])
         block_hashes.append(
             hashlib.blake2b(block, key=block_hashes[-1] if block_hashes else start, digest_size=HASH_BYTES).digest()
         )

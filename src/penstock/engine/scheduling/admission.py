@@ -17,6 +17,7 @@ from penstock.core.errors import invalid, too_long
 from ..guided.reasoning_guide import make_guide
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
+from ..sequence.mrope import next_position
 from ..sequence.sequence import Sequence
 from .free_capacity import FreeCapacity
 from .prerequisites import Prerequisite, Prerequisites
@@ -79,6 +80,11 @@ class Admission:
             room = 1  # an embedding request generates no token
         if room < 1:
             raise too_long("prompt", f"has {tokens} tokens, and at most {limit - 1} leave room for one", tokens, limit)
+        if request.images and (position := next_position(tokens, request.images)) > tokens:
+            room = min(room, limit - position)  # a video's positions in time may go further than its tokens
+            if room < 1:
+                words = f"end at position {position}, of {limit} (max_model_len); sample more frames per second"
+                raise invalid("videos", words, limit)
         if 0 < (limit := options.max_prompt_len) < tokens:
             raise invalid("prompt", f"has {tokens} tokens, more than max_prompt_len ({limit})", limit)
         if 0 < (limit := options.max_output_len) < (sampling.max_tokens or 0):

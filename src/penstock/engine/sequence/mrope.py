@@ -1,4 +1,4 @@
-"""Positions in time, height and width of a prompt with images (M-RoPE; Qwen2-VL, Wang et al., 2024)."""
+"""Positions in time, height and width of a prompt with images or videos (M-RoPE; Qwen2-VL, Wang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,32 @@ def mrope_positions(num_tokens: int, images: Sequence[ImageInput]) -> np.ndarray
     """Positions of a prompt's tokens, ``[3, num_tokens]`` int32: time, height and width.
 
     Text counts on in all three at once. A feature of an image has the image's position, plus its row in height and its
-    column in width; text behind the image goes on after the larger of both.
+    column in width; those of a video also have its time since the video's start. Text behind goes on after the largest
+    of all.
     """
     parts: list[np.ndarray] = []
-    token = position = 0
+    token = position = origin = 0
     for image in images:
         text = image.offset - token
         parts.append(np.broadcast_to(np.arange(position, position + text), (3, text)))
         position += text
-        parts.append(position + np.indices((1, image.rows, image.columns)).reshape(3, -1))
-        position += max(image.rows, image.columns)
+        origin = origin if image.continues else position
+        places = np.indices((1, image.rows, image.columns)).reshape(3, -1)
+        places[0] += image.time
+        parts.append(origin + places)
+        position = max(position, origin + max(image.time + 1, image.rows, image.columns))
         token = image.end
     rest = num_tokens - token
     parts.append(np.broadcast_to(np.arange(position, position + rest), (3, rest)))
     return np.concatenate(parts, 1).astype(np.int32)
+
+
+def next_position(num_tokens: int, images: Sequence[ImageInput]) -> int:
+    """The position of the token behind a prompt, which may be more than its length where it has videos."""
+    token = position = origin = 0
+    for image in images:
+        position += image.offset - token
+        origin = origin if image.continues else position
+        position = max(position, origin + max(image.time + 1, image.rows, image.columns))
+        token = image.end
+    return position + num_tokens - token

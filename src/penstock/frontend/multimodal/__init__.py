@@ -1,8 +1,17 @@
-"""Images of prompts: fetched, decoded, resized, and placed among the prompt's tokens."""
+"""Images and videos of prompts: fetched, decoded, resized, and placed among the prompt's tokens."""
 
-from .chat import split_images
-from .media import ImageSource, MediaLoader
-from .placeholders import check_placeholders, place_images
+from .chat import split_media
+from .media import IMAGE, VIDEO, MediaLoader, MediaSource
+from .placeholders import Media, Placeholders
 from .processor import ImageProcessor
 
-__all__ = ["ImageProcessor", "ImageSource", "MediaLoader", "check_placeholders", "place_images", "split_images"]
+__all__ = [
+    "IMAGE",
+    "VIDEO",
+    "ImageProcessor",
+    "Media",
+    "MediaLoader",
+    "MediaSource",
+    "Placeholders",
+    "split_media",
+]

@@ -1,4 +1,4 @@
-"""Images in the messages of chats, in the forms of OpenAI and vLLM."""
+"""Images and videos in the messages of chats, in the forms of OpenAI, vLLM and FastDeploy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from typing import Any
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .media import ImageSource
+from .media import IMAGE, VIDEO, MediaSource
 
-KINDS = {"image_url": "image_url", "input_image": "image_url", "image_pil": "image_pil", "image": "image"}
-"""Content parts that are images, each with the name of the field that has it."""
+KINDS = {
+    "image_url": (IMAGE, "image_url"),
+    "input_image": (IMAGE, "image_url"),
+    "image_pil": (IMAGE, "image_pil"),
+    "image": (IMAGE, "image"),
+    "video_url": (VIDEO, "video_url"),
+    "video": (VIDEO, "video"),
+}
+"""Content parts that are no text: what they are, and the name of the field that has it."""
+BY_URL = ("image_url", "input_image", "video_url")
 
 
-def split_images(
+def split_media(
     messages: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], list[ImageSource]]:
-    """Messages with ``{"type": "image"}`` in place of images, as chat templates read them, and the images in order.
+) -> tuple[list[Mapping[str, Any]], list[MediaSource]]:
+    """Messages with ``{"type": "image"}`` or ``{"type": "video"}`` in place of images and videos, as chat templates
+    read them, and these in order.
 
     Raises ``PenstockError``: ``unsupported`` for parts of other types, ``invalid`` for parts without what they need.
     """
-    sources: list[ImageSource] = []
+    sources: list[MediaSource] = []
     result: list[Mapping[str, Any]] = []
     for i, message in enumerate(messages):
         if isinstance(content := message.get("content"), list):
@@ -31,17 +40,18 @@ def split_images(
     return result, sources
 
 
-def _part(part: Any, path: str, sources: list[ImageSource]) -> dict[str, Any]:
+def _part(part: Any, path: str, sources: list[MediaSource]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind not in KINDS:
-        words = f"{path}: {str(kind)[:50]} is not supported, only text and image_url are"
+        words = f"{path}: {str(kind)[:50]} is not supported, only text, image_url and video_url are"
         raise PenstockError(Code.UNSUPPORTED, words, path)
-    value = part.get(KINDS[kind])
-    if kind in ("image_url", "input_image"):
+    media, field = KINDS[kind]
+    value = part.get(field)
+    if kind in BY_URL:
         value = value.get("url") if isinstance(value, Mapping) else value
         if not isinstance(value, str):
-            raise invalid(f"{path}.image_url", "must be an object with a url")
-    sources.append(ImageSource(value, path))
-    return {"type": "image"}
+            raise invalid(f"{path}.{field}", "must be an object with a url")
+    sources.append(MediaSource(value, path, media))
+    return {"type": media}

@@ -1,9 +1,11 @@
-"""Images from URLs: data in the URL itself, web servers, and, where they are allowed, local files."""
+"""Images and videos from URLs: data in the URL itself, web servers, and, where they are allowed, local files."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -12,37 +14,45 @@ from urllib.request import url2pathname
 from penstock.config.options import ModelOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.core.multimodal import ImageInput
 
 from .decoding import as_image, decode_image, require_pillow
 from .guarded_http import FetchError, ForbiddenAddressError, download
+from .kwargs import image_kwargs, video_kwargs
+from .placeholders import Media
 from .processor import ImageProcessor
+from .video import Video, VideoProcessor
+from .video_decoding import decode_video
+from .video_frames import process_frames
+
+IMAGE, VIDEO = "image", "video"
 
 
-class ImageSource(NamedTuple):
-    """Where an image comes from."""
+class MediaSource(NamedTuple):
+    """Where an image or a video comes from."""
 
     value: Any
-    """A URL; or an image itself, of Python code."""
+    """A URL; or, of Python code, an image or a video itself."""
     field: str
     """What errors name."""
+    kind: str = IMAGE
 
 
 class MediaLoader:
-    """Makes images of sources, within the limits of the options. All of it takes long: call it in a thread.
+    """Makes images and videos of sources, within the limits of the options. All of it takes long: call it in a thread.
 
     Args:
-        processor: of the model.
+        images, videos: the model's processors; None where it sees no videos.
     """
 
-    def __init__(self, processor: ImageProcessor, options: ModelOptions) -> None:
-        self._processor = processor
+    def __init__(self, images: ImageProcessor, videos: VideoProcessor | None, options: ModelOptions) -> None:
+        self._images = images
+        self._videos = videos
         self._options = options
         self._root = Path(options.allowed_local_media_path).resolve() if options.allowed_local_media_path else None
         self._domains = frozenset(name.lower() for name in options.allowed_media_domains)
 
-    def load(self, source: ImageSource, kwargs: dict[str, Any] | None = None) -> ImageInput:
-        """Fetch, decode and resize an image.
+    def load(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None) -> Media:
+        """Fetch, decode and resize an image or a video.
 
         Args:
             kwargs: ``mm_processor_kwargs`` of the request.
@@ -50,63 +60,79 @@ class MediaLoader:
         Raises ``PenstockError`` with one sentence where it cannot be had, is broken, or exceeds a limit.
         """
         require_pillow()
-        processor = self._processor.with_kwargs(kwargs) if kwargs else self._processor
+        given = kwargs or {}
+        if source.kind == VIDEO:
+            assert self._videos, "the model sees no videos"
+            processor = self._videos.with_kwargs(video_kwargs(given)) if given else self._videos
+            return self._video(source, processor)
+        images = self._images.with_kwargs(image_kwargs(given)) if given else self._images
         limit = self._options.max_image_pixels
         if isinstance(source.value, str):
-            image = decode_image(self._fetch(source.value, source.field), limit, source.field)
+            data = self._fetch(source.value, source.field, "max_image_size")
+            image = decode_image(data, limit, source.field)
         else:
             image = as_image(source.value, limit, source.field)
-        try:
-            return processor(image)
-        except PenstockError as error:
-            failure = error.failure
-            raise PenstockError(
-                failure.code, f"{source.field}: {failure.message}", source.field, failure.limit
-            ) from error
+        with _named(source.field):
+            return images(image)
 
-    def _fetch(self, url: str, field: str) -> bytes:
-        """The bytes that a URL names."""
+    def _video(self, source: MediaSource, processor: VideoProcessor) -> Video:
+        value, options = source.value, self._options
+        if isinstance(value, str):
+            value = self._fetch(value, source.field, "max_video_size")
+        elif isinstance(value, Path):
+            value = self._read(value, source.field, "max_video_size")
+        with _named(source.field):
+            if isinstance(value, bytes):
+                return decode_video(value, processor, options.max_image_pixels, options.video_timeout)
+            return process_frames(value, processor, options.max_image_pixels)
+
+    def _fetch(self, url: str, field: str, limit: str) -> bytes:
+        """The bytes that a URL names.
+
+        Args:
+            limit: option that has the most that there may be.
+        """
         try:
             scheme = urlsplit(url).scheme.lower()
         except ValueError as error:
             raise invalid(field, f"is no URL: {error}") from error
         if scheme == "data":
-            return self._data(url, field)
+            return self._data(url, field, limit)
         if scheme in ("https", "http"):
-            return self._download(url, field)
+            return self._download(url, field, limit)
         if scheme == "file":
-            return self._file(url, field)
+            return self._file(url, field, limit)
         raise invalid(field, "must be a URL that begins with data:, https: or http:")
 
-    def _data(self, url: str, field: str) -> bytes:
+    def _data(self, url: str, field: str, limit: str) -> bytes:
         head, comma, body = url[5:].partition(",")
         if not comma:
             raise invalid(field, "has a data URL without a comma before the data")
-        limit = self._options.max_image_size
-        if len(body) > 4 * limit:
-            raise self._too_large(field)
+        size = self._limit(limit)
+        if len(body) > 4 * size:
+            raise self._too_large(field, limit)
         try:
             data = base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         except (binascii.Error, ValueError) as error:
             raise invalid(field, f"has a data URL that is not base64: {error}") from error
-        if len(data) > limit:
-            raise self._too_large(field)
+        if len(data) > size:
+            raise self._too_large(field, limit)
         return data
 
-    def _download(self, url: str, field: str) -> bytes:
+    def _download(self, url: str, field: str, limit: str) -> bytes:
         timeout = self._options.media_timeout
         try:
-            return download(url, self._options.max_image_size, timeout, self._domains)
+            return download(url, self._limit(limit), timeout, self._domains)
         except PenstockError as error:
             if error.failure.code is Code.TOO_LARGE:
-                raise self._too_large(field) from error
+                raise self._too_large(field, limit) from error
             raise invalid(field, f"did not come within {timeout:g} seconds (media_timeout)", timeout) from error
         except ForbiddenAddressError as error:
             raise invalid(field, f"is not fetched: {error}") from error
         except FetchError as error:
             raise invalid(field, f"cannot be fetched: {error!s:.200}") from error
 
-    def _file(self, url: str, field: str) -> bytes:
+    def _file(self, url: str, field: str, limit: str) -> bytes:
         if self._root is None:
             words = "this server reads no local files (allowed_local_media_path)"
             raise PenstockError(Code.UNSUPPORTED, f"{field}: {words}", field)
@@ -114,14 +140,33 @@ class MediaLoader:
             path = Path(url2pathname(urlsplit(url).path)).resolve()
             if not path.is_relative_to(self._root) or not path.is_file():
                 raise invalid(field, "names no file in allowed_local_media_path")
-            with path.open("rb") as file:
-                data = file.read(self._options.max_image_size + 1)
+            return self._read(path, field, limit)
         except (OSError, ValueError) as error:
             raise invalid(field, "names no file in allowed_local_media_path") from error
-        if len(data) > self._options.max_image_size:
-            raise self._too_large(field)
+
+    def _read(self, path: Path, field: str, limit: str) -> bytes:
+        try:
+            with path.open("rb") as file:
+                data = file.read(self._limit(limit) + 1)
+        except OSError as error:
+            raise invalid(field, f"cannot be read: {error.strerror}") from error
+        if len(data) > self._limit(limit):
+            raise self._too_large(field, limit)
         return data
 
-    def _too_large(self, field: str) -> PenstockError:
-        limit = self._options.max_image_size
-        return invalid(field, f"has more than {limit} bytes (max_image_size)", limit)
+    def _limit(self, name: str) -> int:
+        return int(getattr(self._options, name))
+
+    def _too_large(self, field: str, limit: str) -> PenstockError:
+        return invalid(field, f"has more than {self._limit(limit)} bytes ({limit})", self._limit(limit))
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Errors within name the part of the request."""
+    try:
+        yield
+    except PenstockError as error:
+        failure = error.failure
+        message = failure.message.removeprefix(f"{failure.field}: ")
+        raise PenstockError(failure.code, f"{field}: {message}", field, failure.limit) from error

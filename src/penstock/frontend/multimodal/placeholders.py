@@ -1,38 +1,114 @@
-"""Placeholders of images among a prompt's tokens: one from the template, as many as the image has features."""
+"""Placeholders of images and videos among a prompt's tokens: one from the template, as many as there are features."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
 
+from .video import Video
 
-def check_placeholders(token_ids: Sequence[int], num_images: int, placeholder: int) -> None:
-    """Raise ``PenstockError`` (``invalid``) where there are not as many placeholders as images."""
-    if (count := sum(token == placeholder for token in token_ids)) != num_images:
-        words = f"{num_images} are given, and the prompt has {count} placeholders for images"
-        raise invalid("images", words, count)
+Media = ImageInput | Video
+"""An image or a video, before its place in the prompt is set."""
 
 
-def place_images(
-    token_ids: Sequence[int], images: Sequence[ImageInput], placeholder: int
-) -> tuple[list[int], tuple[ImageInput, ...]]:
-    """Expand each placeholder to its image's features, in order. Returns the prompt, and the images with their places.
+class Placeholders(msgspec.Struct, frozen=True):
+    """The tokens that stand for a model's images and videos in prompts."""
 
-    Raises ``PenstockError`` (``invalid``) where there are not as many placeholders as images.
-    """
-    check_placeholders(token_ids, len(images), placeholder)
-    tokens: list[int] = []
-    placed: list[ImageInput] = []
-    left = iter(images)
-    for token in token_ids:
-        if token != placeholder:
-            tokens.append(token)
-            continue
-        image = next(left)
-        placed.append(msgspec.structs.replace(image, offset=len(tokens)))
-        tokens += [placeholder] * image.length
-    return tokens, tuple(placed)
+    image: int
+    video: int = -1
+    """-1 of a model that sees no videos."""
+    start: int = -1
+    end: int = -1
+    """Around a placeholder."""
+
+    def check(self, token_ids: Sequence[int], num_images: int, num_videos: int) -> None:
+        """Raise ``PenstockError`` (``invalid``) where there are not as many placeholders as images and videos."""
+        expected = {"images": (self.image, num_images)}
+        if self.video >= 0:
+            expected["videos"] = (self.video, num_videos)
+        for kind, (placeholder, count) in expected.items():
+            if (found := sum(token == placeholder for token in token_ids)) != count:
+                words = f"{count} are given, and the prompt has {found} placeholders for {kind}"
+                raise invalid(kind, words, found)
+
+    def spread(
+        self, token_ids: Sequence[int], media: Sequence[Media], encode: Callable[[str], Sequence[int]]
+    ) -> list[int]:
+        """A prompt with a placeholder for each of the frames of videos with timestamps, behind its timestamp; the
+        tokens that are around a video's placeholder are then around each.
+
+        Args:
+            encode: makes tokens of a timestamp.
+        """
+        tokens: list[int] = []
+        videos = _videos(media)
+        left = iter(range(len(token_ids)))
+        for i in left:
+            if token_ids[i] != self.video or not (video := next(videos)).timestamps:
+                tokens.append(token_ids[i])
+                continue
+            if tokens[-1:] == [self.start] and list(token_ids[i + 1 : i + 2]) == [self.end]:
+                tokens.pop()
+                next(left)
+            for timestamp in video.timestamps:
+                tokens += [*encode(timestamp), self.start, self.video, self.end]
+        return tokens
+
+    def spread_text(self, text: str, media: Sequence[Media], names: Mapping[int, str]) -> str:
+        """As ``spread``, of a prompt's text.
+
+        Args:
+            names: of the tokens.
+        """
+        name, around = names[self.video], f"{names[self.start]}{names[self.video]}{names[self.end]}"
+        videos = _videos(media)
+        parts = text.split(name)
+        result = parts[0]
+        for part in parts[1:]:
+            if not (video := next(videos)).timestamps:
+                result += name + part
+                continue
+            whole = "".join(timestamp + around for timestamp in video.timestamps)
+            if result.endswith(names[self.start]) and part.startswith(names[self.end]):
+                result = result.removesuffix(names[self.start]) + whole + part.removeprefix(names[self.end])
+            else:
+                result += whole + part
+        return result
+
+    def place(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """Expand each placeholder to its features, in order, once ``spread`` has been called. Returns the prompt, and
+        the images and frames with their places.
+
+        Raises ``PenstockError`` (``invalid``) where there are not as many placeholders as images and frames.
+        """
+        images = [each for each in media if isinstance(each, ImageInput)]
+        groups = [group for video in _videos(media) for group in _placed_together(video)]
+        self.check(token_ids, len(images), len(groups))
+        tokens: list[int] = []
+        placed: list[ImageInput] = []
+        next_image, next_group = iter(images), iter(groups)
+        for token in token_ids:
+            if token == self.image:
+                group: Sequence[ImageInput] = [next(next_image)]
+            elif token == self.video:
+                group = next(next_group)
+            else:
+                tokens.append(token)
+                continue
+            for image in group:
+                placed.append(msgspec.structs.replace(image, offset=len(tokens)))
+                tokens += [token] * image.length
+        return tokens, tuple(placed)
+
+
+def _videos(media: Sequence[Media]) -> Iterator[Video]:
+    return (each for each in media if isinstance(each, Video))
+
+
+def _placed_together(video: Video) -> list[Sequence[ImageInput]]:
+    """The frames that each of a video's placeholders stands for."""
+    return [[frame] for frame in video.frames] if video.timestamps else [video.frames]

@@ -55,7 +55,7 @@ class ImageProcessor:
         if unknown := sorted(kwargs.keys() - set(KWARGS)):
             words = f"{unknown[0]!r:.50} is not supported, only {', '.join(KWARGS)} are"
             raise PenstockError(Code.UNSUPPORTED, f"mm_processor_kwargs: {words}", "mm_processor_kwargs")
-        smallest, largest = _pixels(kwargs, self.min_pixels, self.max_pixels)
+        smallest, largest = read_pixel_limits(kwargs, self.min_pixels, self.max_pixels)
         if not all(isinstance(value, int) and 1 <= value <= MAX_VALUE for value in (smallest, largest)):
             raise invalid("mm_processor_kwargs", "numbers of pixels must be whole numbers from 1 on", 1)
         return replace(self, min_pixels=smallest, max_pixels=largest)
@@ -71,24 +71,38 @@ class ImageProcessor:
         return ImageInput(digest.digest(), 0, rows, columns, height, width, pixels, self.mean, self.std)
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
-        edge = self.edge
-        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            words = f"an image of {width} x {height} pixels is too narrow, at most 1 to {MAX_ASPECT_RATIO} is possible"
-            raise invalid("image", words, MAX_ASPECT_RATIO)
-        new = round(height / edge) * edge, round(width / edge) * edge
-        if new[0] * new[1] > self.max_pixels:
-            factor = math.sqrt(height * width / self.max_pixels)
-            new = (
-                max(edge, math.floor(height / factor / edge) * edge),
-                max(edge, math.floor(width / factor / edge) * edge),
-            )
-        elif new[0] * new[1] < self.min_pixels:
-            factor = math.sqrt(self.min_pixels / (height * width))
-            new = math.ceil(height * factor / edge) * edge, math.ceil(width * factor / edge) * edge
+        new = smart_resize(height, width, self.edge, self.min_pixels, self.max_pixels)
         if new[0] * new[1] > self.limit:
             words = f"would be resized to {new[1]} x {new[0]} pixels, more than max_image_pixels ({self.limit})"
             raise invalid("image", words, self.limit)
         return new
+
+
+def smart_resize(
+    height: int, width: int, edge: int, min_pixels: int, max_pixels: int, frames: int = 1, rounded: int = 1
+) -> tuple[int, int]:
+    """Height and width as multiples of ``edge``, with about the same aspect ratio, and pixels within limits.
+
+    Args:
+        frames: number of frames whose pixels are limited together.
+        rounded: ``frames``, rounded to those that share features.
+
+    Raises ``PenstockError`` (``invalid``) for what is too long for its width.
+    """
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        words = f"an image of {width} x {height} pixels is too narrow, at most 1 to {MAX_ASPECT_RATIO} is possible"
+        raise invalid("image", words, MAX_ASPECT_RATIO)
+    new = round(height / edge) * edge, round(width / edge) * edge
+    if rounded * new[0] * new[1] > max_pixels:
+        factor = math.sqrt(frames * height * width / max_pixels)
+        new = (
+            max(edge, math.floor(height / factor / edge) * edge),
+            max(edge, math.floor(width / factor / edge) * edge),
+        )
+    elif rounded * new[0] * new[1] < min_pixels:
+        factor = math.sqrt(min_pixels / (frames * height * width))
+        new = math.ceil(height * factor / edge) * edge, math.ceil(width * factor / edge) * edge
+    return new
 
 
 def read_image_processor(folder: Path, kwargs: Mapping[str, Any], limit: int) -> ImageProcessor | None:
@@ -115,14 +129,14 @@ def read_image_processor(folder: Path, kwargs: Mapping[str, Any], limit: int) ->
         vision = config["vision_config"]
         patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture == DEEPSTACK else 14))
         merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
-        smallest, largest = _pixels(given, 56 * 56, 28 * 28 * 1280)
+        smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * 1280)
         processor = ImageProcessor(
             placeholder=int(config.get("image_token_id", 151655)),
             edge=patch * merge,
             min_pixels=int(smallest),
             max_pixels=int(largest),
-            mean=_channels(given.get("image_mean", CLIP_MEAN)),
-            std=_channels(given.get("image_std", CLIP_STD)),
+            mean=channels(given.get("image_mean", CLIP_MEAN)),
+            std=channels(given.get("image_std", CLIP_STD)),
             resample=int(given.get("resample", 3)),
             limit=limit,
         )
@@ -146,7 +160,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _pixels(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any, Any]:
+def read_pixel_limits(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any, Any]:
     """Limits of the number of pixels, by their older names or those of ``size``."""
     size = given.get("size") or {}
     if not isinstance(size, Mapping):
@@ -157,6 +171,7 @@ def _pixels(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any,
     return smallest if by_name[0] is None else by_name[0], largest if by_name[1] is None else by_name[1]
 
 
-def _channels(given: Any) -> tuple[float, float, float]:
+def channels(given: Any) -> tuple[float, float, float]:
+    """A number for each of red, green and blue."""
     red, green, blue = map(float, given)
     return red, green, blue

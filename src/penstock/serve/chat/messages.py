@@ -12,7 +12,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.body import require
 
-from .request import ROLES, ImageURL, Message, Tool
+from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart
 
 TEXT = {"text": "text"}
@@ -65,23 +65,23 @@ def text_of(content: str | Sequence[ContentPart], path: str, kinds: Mapping[str,
 def content_of(
     content: str | Sequence[Part],
     path: str,
-    image_url: Callable[[Part, str], str | None],
+    media_of: Callable[[Part, str], dict[str, Any] | None],
     kinds: Mapping[str, str] = TEXT,
 ) -> str | list[dict[str, Any]]:
-    """As ``text_of``; of a content with images, its parts in OpenAI's form.
+    """As ``text_of``; of a content with images or videos, its parts in OpenAI's form.
 
     Args:
-        image_url: the URL of a part that is an image, None for other parts. Takes the part and its path.
+        media_of: an image or a video in OpenAI's form, None for other parts. Takes the part and its path.
     """
     if isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         where = f"{path}[{i}]"
-        if (url := image_url(part, where)) is not None:
-            parts.append({"type": "image_url", "image_url": {"url": url}})
+        if (media := media_of(part, where)) is not None:
+            parts.append(media)
         elif (field := kinds.get(part.type)) is None:
-            words = f"{where}: {part.type[:50]} is not supported, only text and images are"
+            words = f"{where}: {part.type[:50]} is not supported, only text, images and videos are"
             raise PenstockError(Code.UNSUPPORTED, words, where)
         else:
             parts.append({"type": "text", "text": require(getattr(part, field), f"{where}.{field}")})
@@ -158,9 +158,9 @@ def messages_of(messages: list[Message], images: bool = False) -> list[dict[str,
     """Messages as chat templates read them: content as one text, arguments of calls as objects.
 
     Args:
-        images: whether a user's messages may have images; the content of one with images is its parts.
+        images: whether a user's messages may have images and videos; the content of one with these is its parts.
 
-    Raises ``PenstockError`` (``unsupported``) for content that is not text, or an image.
+    Raises ``PenstockError`` (``unsupported``) for content that is not text, an image or a video.
     """
     return [_message(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
 
@@ -188,16 +188,21 @@ def _content(message: Message, path: str, images: bool) -> str | list[dict[str, 
             raise invalid(f"{path}.content", f"is missing, and a {message.role} message is nothing without")
         return ""
     if images:
-        return content_of(message.content, f"{path}.content", _image_url)
+        return content_of(message.content, f"{path}.content", _media)
     return text_of(message.content, f"{path}.content")
 
 
-def _image_url(part: OpenAIPart, path: str) -> str | None:
-    if part.type != "image_url":
+MEDIA_FIELDS = {"image_url": "image_url", "video_url": "video_url", "video": "video"}
+"""By type of a part that is an image or a video: its field that has the URL."""
+
+
+def _media(part: OpenAIPart, path: str) -> dict[str, Any] | None:
+    if (field := MEDIA_FIELDS.get(part.type)) is None:
         return None
-    if isinstance(part.image_url, ImageURL):
-        return require(part.image_url.url, f"{path}.image_url.url")
-    return require(part.image_url, f"{path}.image_url")
+    given = require(getattr(part, field), f"{path}.{field}")
+    url = require(given.url, f"{path}.{field}.url") if isinstance(given, MediaURL) else given
+    kind = "image_url" if field == "image_url" else "video_url"
+    return {"type": kind, kind: {"url": url}}
 
 
 def _arguments(given: str | Mapping[str, Any] | None) -> Any:

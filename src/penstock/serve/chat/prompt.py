@@ -7,6 +7,7 @@ from typing import Any
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
+from penstock.frontend.multimodal.kwargs import merge_media_kwargs
 from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.service import ModelService
 
@@ -69,9 +70,11 @@ class ChatPrompt:
         self._has_images = any(isinstance(message["content"], list) for message in self._messages)
         if self._has_images:
             self._check_images()
-        elif request.mm_processor_kwargs and not service.sees_images:
-            words = "mm_processor_kwargs: this model sees no images, only text"
-            raise PenstockError(Code.UNSUPPORTED, words, "mm_processor_kwargs")
+        elif not service.sees_images:
+            for name in ("mm_processor_kwargs", "media_io_kwargs"):
+                if getattr(request, name):
+                    words = f"{name}: this model sees no images, only text"
+                    raise PenstockError(Code.UNSUPPORTED, words, name)
 
     async def prompt(self) -> Prompt:
         """Rendered and encoded."""
@@ -89,7 +92,7 @@ class ChatPrompt:
                 self._calls,
                 request.chat_template,
                 bool(request.add_special_tokens),
-                request.mm_processor_kwargs,
+                merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {}),
             )
         else:
             input_processor = gateway.input_processor

@@ -159,7 +159,9 @@ MAX_TEMPLATE = 65_536
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class ImageURL(msgspec.Struct):
+class MediaURL(msgspec.Struct):
+    """Where an image or a video is."""
+
     url: str | None = None
     detail: str | None = None
     """No effect: mm_processor_kwargs limits the size of images."""
@@ -170,7 +172,10 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
-    image_url: str | ImageURL | None = None
+    image_url: str | MediaURL | None = None
+    video_url: str | MediaURL | None = None
+    video: str | MediaURL | None = None
+    """As ``video_url``."""
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -261,6 +266,9 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     """Begin the answer with the last message's text, where the answer has the same role."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Limits of images' pixels, min_pixels and max_pixels, in place of the server's."""
+    """Limits of images' pixels, min_pixels and max_pixels, and of videos also fps or num_frames, in place of the
+    server's."""
+    media_io_kwargs: dict[str, Any] | None = None
+    """How many frames are taken of videos: {"video": {"num_frames": 32}}, or fps."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens to those that the chat template writes."""

@@ -125,17 +125,17 @@ def _text(content: str | list[Part] | None, path: str) -> str:
 def _content(content: str | list[Part] | None, path: str, images: bool) -> str | list[dict[str, Any]]:
     if content is None or not images:
         return _text(content, path)
-    return content_of(content, path, _image_url, TEXT_PARTS)
+    return content_of(content, path, _image, TEXT_PARTS)
 
 
-def _image_url(part: Part, path: str) -> str | None:
+def _image(part: Part, path: str) -> dict[str, Any] | None:
     if part.type != "input_image":
         return None
     if part.file_id is not None:
         raise PenstockError(
             Code.UNSUPPORTED, f"{path}.file_id: no files are kept here; send image_url", f"{path}.file_id"
         )
-    return require(part.image_url, f"{path}.image_url")
+    return {"type": "image_url", "image_url": {"url": require(part.image_url, f"{path}.image_url")}}
 
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:

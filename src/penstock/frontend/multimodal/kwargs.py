@@ -1,0 +1,46 @@
+"""``mm_processor_kwargs`` of requests and options, for images and for videos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import invalid
+
+from .video import SAMPLING_KWARGS
+
+NESTED = ("images_kwargs", "videos_kwargs")
+
+
+def image_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those for images: all but those for videos alone, and ``images_kwargs``."""
+    flat = {name: value for name, value in given.items() if name not in (*SAMPLING_KWARGS, *NESTED)}
+    return {**flat, **_nested(given, "images_kwargs")}
+
+
+def video_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those for videos: all, and ``videos_kwargs``."""
+    flat = {name: value for name, value in given.items() if name not in NESTED}
+    return {**flat, **_nested(given, "videos_kwargs")}
+
+
+def _nested(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if not isinstance(value := given.get(name) or {}, Mapping):
+        raise invalid("mm_processor_kwargs", f"{name} must be an object")
+    return value
+
+
+def merge_media_kwargs(processor: Mapping[str, Any], media_io: Mapping[str, Any]) -> dict[str, Any]:
+    """``mm_processor_kwargs`` with vLLM's ``media_io_kwargs``: how many frames are taken of videos, where -1 is all.
+
+    Raises ``PenstockError`` (``invalid``) where the latter are wrong.
+    """
+    video = media_io.get("video") or {}
+    if unknown := sorted(media_io.keys() - {"video"}):
+        raise invalid("media_io_kwargs", f"{unknown[0]!r:.50} is not supported, only video is")
+    if not isinstance(video, Mapping) or video.keys() - {"num_frames", "fps"}:
+        raise invalid("media_io_kwargs", "video must be an object with num_frames or fps")
+    sampling = {name: value for name, value in video.items() if value != -1}
+    if video.get("num_frames") == -1 and not sampling:
+        sampling = {"do_sample_frames": False}
+    return {**processor, "videos_kwargs": {**_nested(processor, "videos_kwargs"), **sampling}}

@@ -1,0 +1,99 @@
+"""The video processor of a checkpoint, from its configuration files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, WINDOWED
+
+from .placeholders import Placeholders
+from .processor import CLIP_MEAN, CLIP_STD, ImageProcessor, channels, read_pixel_limits
+from .video import VideoProcessor
+
+PROCESSORS = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor")
+FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+"""The first that has a video processor; that of images stands for it in older checkpoints."""
+FPS = 2.0
+"""Frames per second where the checkpoint says nothing, as in Qwen's own code."""
+
+
+def read_video_processor(
+    folder: Path, kwargs: Mapping[str, Any], frame_limit: int, pixel_limit: int
+) -> VideoProcessor | None:
+    """The processor of a checkpoint; None of a model that sees no videos.
+
+    Args:
+        kwargs: ``mm_processor_kwargs`` for videos.
+        frame_limit, pixel_limit: as of ``VideoProcessor``.
+
+    Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` for another kind of processor.
+    """
+    if not (folder / CONFIG).is_file():
+        return None
+    config = read_config_json(folder)
+    if (architecture := next(iter(config.get("architectures") or [""]))) not in ARCHITECTURES:
+        return None
+    given, timestamps = _read(folder), architecture == DEEPSTACK
+    if (kind := given.get("video_processor_type", PROCESSORS[0])) not in PROCESSORS:
+        raise PenstockError(Code.UNSUPPORTED, f"{folder} has the video processor {kind!r:.50}", "model")
+    try:
+        vision = config["vision_config"]
+        edge = int(given.get("patch_size") or vision.get("patch_size", 16 if timestamps else 14))
+        edge *= int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
+        unit = 32 if timestamps else 28
+        pixels = {"size": given.get("size")} if timestamps else given
+        smallest, largest = read_pixel_limits(pixels, 128 * unit**2, 768 * unit**2)
+        num_frames = given.get("num_frames")
+        processor = VideoProcessor(
+            placeholder=int(config.get("video_token_id", 151656)),
+            edge=edge,
+            temporal_patch_size=int(given.get("temporal_patch_size") or vision.get("temporal_patch_size", 2)),
+            min_pixels=int(smallest),
+            max_pixels=int(largest),
+            timestamps=timestamps,
+            tokens_per_second=float(vision.get("tokens_per_second", 4)) if architecture == WINDOWED else 0.0,
+            fps=None if num_frames else float(given.get("fps") or FPS),
+            num_frames=int(num_frames) if num_frames else None,
+            min_frames=int(given.get("min_frames") or 4),
+            max_frames=int(given.get("max_frames") or 768),
+            cap_pixels_per_frame=bool(given.get("cap_pixels_per_frame")),
+            max_video_tokens=int(given.get("max_video_tokens") or (768 if timestamps else 128_000)),
+            mean=channels(given.get("image_mean", (0.5, 0.5, 0.5) if timestamps else CLIP_MEAN)),
+            std=channels(given.get("image_std", (0.5, 0.5, 0.5) if timestamps else CLIP_STD)),
+            resample=int(given.get("resample", 3)),
+            frame_limit=frame_limit,
+            pixel_limit=pixel_limit,
+        )
+        if min(processor.edge, processor.temporal_patch_size) < 1 or not 0 <= processor.resample <= 5:
+            raise ValueError("patch_size, merge_size, temporal_patch_size or resample is out of range")
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise invalid("model", f"{folder} has a broken {CONFIG} or video processor: {error}") from error
+    return processor.with_kwargs(kwargs)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The video processor's configuration; empty without any."""
+    for name in FILES:
+        if not (folder / name).is_file():
+            continue
+        try:
+            result = json.loads((folder / name).read_text(encoding="utf-8"))
+            if name == FILES[0] and "video_processor" not in result:
+                continue
+            return dict(result.get("video_processor", result))
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise invalid("model", f"{folder / name} is broken: {error}") from error
+    return {}
+
+
+def read_placeholders(folder: Path, images: ImageProcessor, videos: VideoProcessor | None) -> Placeholders:
+    """The placeholders of a checkpoint's prompts."""
+    config = read_config_json(folder)
+    around = (int(config.get(f"vision_{side}_token_id", token)) for side, token in (("start", 151652), ("end", 151653)))
+    return Placeholders(images.placeholder, videos.placeholder if videos else -1, *around)

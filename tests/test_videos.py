@@ -1,0 +1,359 @@
+"""Videos in prompts: frames, pixels, positions and tokens against transformers; what is refused; the dialects."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import image_checkpoints as checkpoints
+import numpy as np
+import openai
+import pytest
+import torch
+import video_library
+from image_checkpoints import PLACEHOLDER, VIDEO, VISION_START, noise, prompt
+from serving import Served, Servers
+from transformers import PreTrainedModel
+
+from penstock.config.options import ModelOptions
+from penstock.core import PenstockError, SamplingParams
+from penstock.core.multimodal import ImageInput
+from penstock.engine.sequence.mrope import mrope_positions, next_position
+from penstock.frontend.input_processor import InputProcessor
+from penstock.frontend.llm import LLM
+from penstock.frontend.multimodal import VIDEO as KIND
+from penstock.frontend.multimodal import MediaSource
+from penstock.frontend.multimodal.video import Video
+from penstock.models.patches import normalized_patches
+
+av = pytest.importorskip("av", reason="the extra video is not installed")
+MODELS = {"qwen2-vl": checkpoints.qwen2_vl, "qwen2.5-vl": checkpoints.qwen2_5_vl, "qwen3-vl": checkpoints.qwen3_vl}
+SMALL = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, checkpoints.save_random(MODELS[request.param](), folder)
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("colours")
+    checkpoints.save_colours(folder, latest=True)
+    return folder
+
+
+def frames(seed: int, count: int, height: int, width: int) -> np.ndarray:
+    """``[count, height, width, 3]`` uint8 of random pixels."""
+    return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def plain(*colours: str) -> np.ndarray:
+    """Frames of one colour each, ``[colours, 32, 48, 3]``."""
+    return np.stack([np.asarray(checkpoints.plain(colour, 32, 48)) for colour in colours])
+
+
+def encoded(pictures: np.ndarray, fps: int = 2, codec: str = "libx264", kind: str = "mp4") -> bytes:
+    """A video file."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.height, stream.width = pictures.shape[1:3]
+        stream.pix_fmt = {"gif": "rgb8", "ffv1": "bgr0", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+
+
+# --- Against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"num_frames": 6}, {"fps": 7.5}, {"size": {"shortest_edge": 64, "longest_edge": 40000}}]
+)
+def test_frames_and_pixels(pair: tuple[Path, PreTrainedModel], kwargs: dict[str, Any]) -> None:
+    """They are the library's; where frames are resized, up to 2 of 255 levels, as PyTorch rounds otherwise."""
+    folder, model = pair
+    processor = InputProcessor(folder, ModelOptions())
+    for seed, (count, height, width, fps) in enumerate([(9, 32, 48, 4.0), (23, 50, 37, 10.0), (70, 9, 40, 23.976)]):
+        given = frames(seed, count, height, width)
+        expected = video_library.process(model, given, fps, return_tensors="np", **kwargs)
+        found = processor.load_media(MediaSource((given, {"fps": fps}), "video", KIND), kwargs)
+        assert isinstance(found, Video)
+        first = found.frames[0]
+        assert [len(found.frames), 2 * first.rows, 2 * first.columns] == expected["video_grid_thw"][0].tolist()
+        patches = np.concatenate([normalized_patches(each, 4, 2, 2) for each in found.frames])
+        resized = (first.height, first.width) != (height, width)
+        tolerance = 2.01 / 255 / 0.26 if resized else 1e-6
+        np.testing.assert_allclose(patches, expected["pixel_values_videos"], rtol=0, atol=tolerance)
+
+
+def test_drawn_samples(pair: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = pair
+    rng = random.Random(1)
+    processor = InputProcessor(folder, ModelOptions())._media._videos  # type: ignore[union-attr]
+    assert processor
+    with video_library.library():
+        library = video_library.processor_of(model)
+        for _ in range(500):
+            total, fps = rng.randint(2, 700), rng.choice([rng.uniform(1, 60), 24.0, 30000 / 1001])
+            given = rng.choice([{}, {"fps": rng.uniform(0.1, 5)}, {"num_frames": 2 * rng.randint(1, total // 2)}])
+            metadata = video_library.video_processing_utils.VideoMetadata(total_num_frames=total, fps=fps)
+            library.fps = None if "num_frames" in given else 2
+            expected = [int(index) for index in library.sample_frames(metadata=metadata, **given)]
+            assert processor.with_kwargs(given).sample(total, fps) == expected
+
+
+@torch.inference_mode()
+def table(model: PreTrainedModel, tokens: list[int], videos: list[np.ndarray], fps: float, image: Any) -> torch.Tensor:
+    """The library's log probabilities after each token."""
+    ids = torch.tensor([tokens])
+    made = [video_library.process(model, video, fps, return_tensors="pt") for video in videos]
+    seen = {name: torch.cat([one[name] for one in made]) for name in ("pixel_values_videos", "video_grid_thw")}
+    seen |= checkpoints.image_processor(model)(images=[image], return_tensors="pt")
+    seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int() + 2 * (ids == VIDEO).int()
+    if model.config.model_type == "qwen2_5_vl":
+        seen["second_per_grid_ts"] = torch.tensor([2 / one["video_metadata"][0].sampled_fps for one in made])
+    return model(input_ids=ids, **seen).logits[0].log_softmax(-1)
+
+
+def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel]) -> None:
+    """In a batch, in chunks that cut frames, with an image, and again from the prefix cache."""
+    folder, model = pair
+    shown = [[frames(0, 8, 40, 64)], [frames(1, 6, 64, 48), frames(2, 9, 48, 32)]]
+    image, fps = noise(5, 24, 40), 4.0
+    prompts = [
+        prompt([image], seed=seed, videos=[(video, {"fps": fps}) for video in videos])
+        for seed, videos in enumerate(shown)
+    ]
+    llm = LLM(folder, max_num_batched_tokens=37, **SMALL)
+    told = SamplingParams(temperature=0, max_tokens=6, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    outputs = llm.generate(prompts, told, use_tqdm=False)
+    for videos, output in zip(shown, outputs, strict=True):
+        (made,) = output.outputs
+        expected = table(model, output.prompt_token_ids + made.token_ids, videos, fps, image)
+        start = len(output.prompt_token_ids)
+        assert expected[start - 1 : -1].argmax(-1).tolist() == made.token_ids
+        found = [next(iter(one.values())).logprob for one in [*(output.prompt_logprobs or [])[1:], *made.logprobs]]
+        tokens = (output.prompt_token_ids + made.token_ids)[1:]
+        assert found == pytest.approx(expected[range(len(tokens)), tokens].tolist(), abs=2e-5)
+    again = llm.generate(prompts, told.replace(prompt_logprobs=None), use_tqdm=False)
+    assert any(output.num_cached_tokens for output in again)
+    assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_timestamps(tmp_path: Path, ids: bool) -> None:
+    """Qwen3-VL: the time of each pair of frames is text before it, as the library calculates it."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    checkpoints.save_random(checkpoints.qwen3_vl(), tmp_path)
+    processor = InputProcessor(tmp_path, ModelOptions())
+    text = "Look:<|vision_start|><|video_pad|><|vision_end|>!"
+    given: dict[str, Any] = {"prompt_token_ids": processor.encode(text)} if ids else {"prompt": text}
+    video = (frames(0, 5, 16, 24), {"fps": 25.0, "frames_indices": [0, 30, 61, 89, 120], "total_num_frames": 130})
+    output = processor.create_output_processor("0", given | {"multi_modal_data": {"video": video}}, ONE)
+    times = Qwen3VLProcessor._calculate_timestamps(None, [0, 30, 61, 89, 120], 25.0)  # type: ignore[arg-type]
+    length = output.request.images[0].length
+    parts = [f"<{time:.1f} seconds><|vision_start|>{'<|video_pad|>' * length}<|vision_end|>" for time in times]
+    assert output.request.prompt == processor.encode(f"Look:{''.join(parts)}!")
+    assert [image.offset for image in output.request.images] == [
+        i + 1 for i, token in enumerate(output.request.prompt) if token == VISION_START
+    ]
+
+
+def test_positions_of_a_long_video() -> None:
+    """Text goes on after the largest position, as in Qwen's and vLLM's code; transformers 5.24 counts edges alone."""
+
+    def frame(offset: int, time: int, continues: bool) -> ImageInput:
+        return ImageInput(b"", offset, 1, 2, 8, 16, b"", *((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)), 1, continues, time)
+
+    images = [frame(2, 0, False), frame(4, 3, True), frame(6, 6, True)]
+    positions = mrope_positions(10, images)
+    assert positions[0].tolist() == [0, 1, 2, 2, 5, 5, 8, 8, 9, 10]
+    assert positions[1].tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 9, 10]
+    assert positions[2].tolist() == [0, 1, 2, 3, 2, 3, 2, 3, 9, 10]
+    assert next_position(10, images) == 11
+
+
+def test_time_is_part_of_the_prefix(tmp_path: Path) -> None:
+    """Equal frames at other times are another prompt, and are encoded once."""
+    checkpoints.save_random(checkpoints.qwen2_5_vl(), tmp_path)
+    llm = LLM(tmp_path, **SMALL)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    video = frames(0, 6, 32, 32)
+
+    def ask(fps: float) -> tuple[int, Any]:
+        given = (video, {"fps": fps, "frames_indices": range(6)})
+        (output,) = llm.generate([prompt([], text=20, videos=[given])], params, use_tqdm=False)
+        return output.num_cached_tokens, (output.outputs[0].token_ids, output.outputs[0].logprobs)
+
+    _, slow = ask(0.5)
+    assert ask(0.5) == (64, slow)
+    cached, fast = ask(4)
+    assert cached == 32 and fast != slow
+    assert llm.engine.scheduler.encoder_cache.num_encoded == 3
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind"), [("libx264", "mp4"), ("libvpx", "webm"), ("gif", "gif"), ("mjpeg", "avi"), ("ffv1", "matroska")]
+)
+def test_files(colours: Path, codec: str, kind: str) -> None:
+    """The frames that are chosen are those of these numbers."""
+    processor = InputProcessor(colours, ModelOptions(media_io_kwargs='{"video": {"num_frames": 4}}'))
+    names = ("red", "red", "red", "green", "green", "green", "blue", "blue")
+    found = processor.load_media(MediaSource(data_url(encoded(plain(*names), 5, codec, kind)), "video", KIND))
+    assert isinstance(found, Video)
+    pixels = [np.frombuffer(each.pixels, np.uint8).reshape(2, -1, 3).mean(1).argmax(1) for each in found.frames]
+    assert np.concatenate(pixels).tolist() == [0, 0, 1, 2]  # frames 0, 2, 4 and 6
+
+
+def test_a_file_in_python(colours: Path, tmp_path: Path) -> None:
+    data = encoded(plain("red", "red", "green", "green"))
+    (tmp_path / "video.mp4").write_bytes(data)
+    llm = LLM(colours, **SMALL)
+    text = "<|vision_start|><|video_pad|><|vision_end|>Which?"
+    for video in (data, tmp_path / "video.mp4", [data], plain("red", "red", "green"), [checkpoints.plain("green")]):
+        (output,) = llm.generate({"prompt": text, "multi_modal_data": {"video": video}}, ONE, use_tqdm=False)
+        assert output.outputs[0].text == "green"
+
+
+LIMITS: dict[str, Any] = {"max_video_size": 20_000, "max_image_pixels": 10_000, "max_video_frames": 50}
+GOOD = encoded(plain("red", "red", "green", "green"))
+REFUSED = {
+    "no video": (b"hello", "is a damaged video, or in a format that is not read"),
+    "empty": (b"", "is a damaged video, or in a format that is not read"),
+    "cut off": (GOOD[: len(GOOD) // 2], "is a damaged video"),
+    "a playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "in a format that is not read"),
+    "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", "in a format that is not read"),
+    "an image": (encoded(plain("red"), codec="mjpeg", kind="mjpeg"), "in a format that is not read"),
+    "too large": (bytes(20_001), "has more than 20000 bytes (max_video_size)"),
+    "large frames": (
+        encoded(frames(0, 2, 128, 128) // 128 * 0),
+        "has frames of 128 x 128 pixels, and at most 10000 are taken (max_image_pixels)",
+    ),
+    "many frames": (
+        encoded(plain(*["red"] * 60), 30),
+        "has 60 frames, more than max_video_frames (50); take fewer by fps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_file_is_one_sentence(colours: Path, name: str) -> None:
+    data, words = REFUSED[name]
+    processor = InputProcessor(colours, ModelOptions(media_io_kwargs='{"video": {"num_frames": -1}}', **LIMITS))
+    with pytest.raises(PenstockError) as error:
+        processor.load_media(MediaSource(data_url(data), "messages[0].content[1]", KIND))
+    message = error.value.failure.message
+    assert words in message and message.startswith("messages[0].content[1]: ")
+    assert len(message) < 300 and "\n" not in message
+
+
+def test_decoding_has_a_time_limit(colours: Path) -> None:
+    processor = InputProcessor(colours, ModelOptions(video_timeout=0.01))
+    with pytest.raises(PenstockError, match=r"v: takes more than 0\.01 seconds to decode \(video_timeout\)"):
+        processor.load_media(MediaSource(GOOD, "v", KIND))
+
+
+def test_wrong_requests(colours: Path) -> None:
+    llm = LLM(colours, max_model_len=128, limit_mm_per_prompt={"video": 1}, **SMALL)
+    video = plain("red", "red")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (prompt([], videos=[video, video]), r"videos: 2 are more than a prompt may have \(limit_mm_per_prompt\)"),
+        (
+            prompt([], videos=[video]) | {"prompt_token_ids": [5]},
+            "videos: 1 are given, and the prompt has 0 placeholders",
+        ),
+        (prompt([], videos=[5]), r"video\[0\]: must be an array"),
+        (prompt([], videos=[video[:0]]), "has no frames"),
+        (prompt([], videos=[(video, {"fps": -1})]), "has metadata that do not fit its frames"),
+        (prompt([], videos=[(video, {"fps": 2, "frames_indices": [1]})]), "has metadata that do not fit its frames"),
+        (prompt([], videos=[video]) | {"mm_processor_kwargs": {"fps": 1, "num_frames": 2}}, "exclude each other"),
+        (prompt([], videos=[video]) | {"mm_processor_kwargs": {"num_frames": 1.5}}, "must be whole numbers"),
+        (
+            prompt([], videos=[video]) | {"mm_processor_kwargs": {"videos_kwargs": {"crop": 1}}},
+            "'crop' is not supported",
+        ),
+    ]
+    for given, words in wrong:
+        with pytest.raises(PenstockError, match=words):
+            llm.generate([given], ONE, use_tqdm=False)
+
+
+def test_positions_beyond_the_context(tmp_path: Path) -> None:
+    """Qwen2.5-VL: few frames of a long time are few tokens, and far apart."""
+    checkpoints.save_random(checkpoints.qwen2_5_vl(), tmp_path)
+    llm = LLM(tmp_path, max_model_len=128, **SMALL)
+    video = frames(0, 4, 16, 16)
+
+    def ask(fps: float) -> int:
+        given = prompt([], videos=[(video, {"fps": fps, "frames_indices": range(4)})])
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        return len(llm.generate([given], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    assert ask(1) == 128 - 3 - 1 - 9 - 2  # behind 3 tokens of text and the video's start come 9 positions
+    with pytest.raises(PenstockError, match=r"videos: end at position \d+, of 128 \(max_model_len\)"):
+        ask(0.05)
+
+
+# --- Dialects ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(servers: Servers, colours: Path) -> Served:
+    flags = ["--num-gpu-blocks-override", "100", "--block-size", "16", "--limit-mm-per-prompt", '{"video": 2}']
+    return servers.get("--model", str(colours), *flags)
+
+
+def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+
+
+@pytest.mark.parametrize("names", [("red", "green", "blue"), ("blue", "green", "red"), ("red", "blue", "green")])
+def test_the_order_of_frames_decides_the_answer(server: Served, names: tuple[str, ...]) -> None:
+    url = data_url(encoded(plain(*(name for name in names for _ in range(2)))))
+    client = openai.OpenAI(base_url=server.url, api_key="-")
+    for part in ({"type": "video_url", "video_url": {"url": url}}, {"type": "video", "video": url}):
+        answer = client.chat.completions.create(
+            model="default",
+            max_tokens=1,
+            temperature=0,
+            messages=user(part),  # type: ignore[arg-type]
+        )
+        assert answer.choices[0].message.content == names[-1]
+    asked = {"messages": user(part), "max_tokens": 1, "temperature": 0}
+    for kwargs in ({"media_io_kwargs": {"video": {"num_frames": 2}}}, {"mm_processor_kwargs": {"num_frames": 2}}):
+        reply = httpx.post(f"{server.url}/chat/completions", json=asked | kwargs).json()
+        assert reply["choices"][0]["message"]["content"] in names[:2]  # frames 0 and 3, together
+        assert reply["usage"]["prompt_tokens"] < answer.usage.prompt_tokens
+
+
+def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
+    part = {"type": "video_url", "video_url": {"url": data_url(GOOD)}}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"messages": user({"type": "video_url", "video_url": {"url": data_url(b"x")}})}, "is a damaged video"),
+        ({"messages": user({"type": "video_url", "video_url": {}})}, "video_url.url: is missing"),
+        ({"messages": user({"type": "video_url", "video_url": {"url": "http://10.0.0.1/"}})}, "is not fetched"),
+        ({"messages": user(part, part, part)}, "videos: 3 are more than a prompt may have"),
+        ({"messages": user(part), "media_io_kwargs": {"audio": {}}}, "media_io_kwargs: 'audio' is not supported"),
+    ]
+    for asked, words in refused:
+        answer = httpx.post(f"{server.url}/chat/completions", json={"max_tokens": 1, **asked})
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    assert json.loads(httpx.get(f"{server.url}/models").text)["data"]
