@@ -19,7 +19,7 @@ from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
 from penstock.version import __version__
 
-from .dialects import anthropic, fastdeploy, instances, kserve, openai, operations, paddlenlp, responses, sglang
+from .dialects import anthropic, fastdeploy, instances, kserve, ollama, openai, operations, paddlenlp, responses, sglang
 from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
 from .dialects.vllm import development, management
@@ -54,6 +54,7 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
     ),
     "anthropic.": anthropic.SCHEMAS,
     "responses.": responses.SCHEMAS,
+    "ollama.": ollama.SCHEMAS,
 }
 """Schemas of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
@@ -84,6 +85,7 @@ def build(
         "/v1/messages": anthropic.ERROR_FORMAT,
         "/v1/responses": responses.ERROR_FORMAT,
         "/v2": kserve.ERROR_FORMAT,
+        "/api/": ollama.ERROR_FORMAT,
         **vllm.ERROR_FORMATS,
     }
     error_formats = ErrorFormats(default.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
@@ -91,6 +93,7 @@ def build(
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
     responses.add_routes(routes, served_models)
+    ollama.add_routes(routes, served_models)
     operator = operations.Operator(served_models, repository.model_manager)
     fastdeploy.add_routes(routes, served_models, operator)
     vllm.add_routes(routes, served_models)

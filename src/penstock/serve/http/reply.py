@@ -20,6 +20,7 @@ from .status import headers
 logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
+SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
 INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 
@@ -50,22 +51,37 @@ class Reply(Response):
     A failure before the first piece becomes an error response, a later one the last event of the stream.
 
     Args:
-        streamed: whether pieces are server-sent events; otherwise the only one is a JSON document.
+        streamed: whether pieces are a stream; otherwise the only one is a JSON document.
+        media_type: of a stream; by default server-sent events.
     """
 
     def __init__(
-        self, service: RequestLimiter, pieces: AsyncGenerator[bytes, None], error_format: ErrorFormat, streamed: bool
+        self,
+        service: RequestLimiter,
+        pieces: AsyncGenerator[bytes, None],
+        error_format: ErrorFormat,
+        streamed: bool,
+        media_type: bytes = SERVER_SENT_EVENTS,
     ) -> None:
         super().__init__()
         self._service = service
         self._pieces = pieces
         self._error_format = error_format
         self._streamed = streamed
+        self._media_type = media_type
 
     @classmethod
-    def of(cls, service: RequestLimiter, handler: Handler, error_format: ErrorFormat, streamed: bool | None) -> Reply:
+    def of(
+        cls,
+        service: RequestLimiter,
+        handler: Handler,
+        error_format: ErrorFormat,
+        streamed: bool | None,
+        media_type: bytes = SERVER_SENT_EVENTS,
+    ) -> Reply:
         """The reply of a handler: a stream where the request has ``stream``."""
-        return cls(service, handler.stream() if streamed else handler.full(), error_format, bool(streamed))
+        pieces = handler.stream() if streamed else handler.full()
+        return cls(service, pieces, error_format, bool(streamed), media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, task, disconnected = record_of(scope), asyncio.current_task(), False
@@ -114,7 +130,7 @@ class Reply(Response):
         return failure
 
     def _start(self, status: int, document: bytes | None) -> Message:
-        kind = (b"content-type", b"application/json" if document is not None else b"text/event-stream; charset=utf-8")
+        kind = (b"content-type", b"application/json" if document is not None else self._media_type)
         more = (
             (b"content-length", str(len(document)).encode())
             if document is not None

@@ -15,7 +15,7 @@ from penstock.serve.chat.request import ChatRequest, NamedTool
 from penstock.serve.chat.stream_cursor import CallDelta, Delta, StreamCursor
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
-from penstock.text import ToolCall
+from penstock.text import Message, ToolCall
 
 from .responses import (
     DONE,
@@ -62,6 +62,10 @@ class ChatHandler:
 
     def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         return self._chat.outputs()
+
+    def message(self, completion: CompletionOutput) -> Message:
+        """A sequence's message, as ``ChatGeneration.message``."""
+        return self._chat.message(completion)
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         last = await self._chat.final()

@@ -1,0 +1,122 @@
+"""Conversion of Ollama's requests to those of OpenAI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.http.unknown_fields import UnknownFields
+
+from .requests import ChatRequest, GenerateRequest, OllamaGeneration, OllamaMessage
+
+OPTIONS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""Name in ``options`` → OpenAI's or vLLM's."""
+WITHOUT_EFFECT = frozenset(
+    "num_ctx num_batch num_gpu main_gpu num_thread num_keep use_mmap use_mlock low_vram vocab_only numa f16_kv "
+    "repeat_last_n penalize_newline draft_num_predict".split()
+)
+"""Options of how a model is loaded, which the server decides, and of penalties, which see all tokens here."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1, 1.0), "typical_p": (1, 1.0)}
+"""Options that are not supported, with the values that have no effect."""
+
+
+def chat_fields(request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
+    """A chat as OpenAI's request."""
+    fields = generation_fields(request, unknown)
+    fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    if request.tools:
+        fields["tools"] = request.tools
+    return fields
+
+
+def generate_fields(request: GenerateRequest, unknown: UnknownFields) -> dict[str, Any]:
+    """A prompt as OpenAI's chat of one turn, or, with ``raw``, as its completion. Raises ``PenstockError``."""
+    for name in ("suffix", "template", "context"):
+        if getattr(request, name):
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported; use raw, or messages of /api/chat", name)
+    fields = generation_fields(request, unknown)
+    if request.raw:
+        logprobs = fields.pop("top_logprobs", 0)
+        if fields.pop("logprobs", False):
+            fields["logprobs"] = logprobs
+        for name in ("chat_template_kwargs", "reasoning_effort"):
+            fields.pop(name, None)
+        return fields | {"prompt": request.prompt}
+    turn = OllamaMessage(role="user", content=request.prompt, images=request.images)
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    return fields | {"messages": [*system, _message(turn, "prompt")]}
+
+
+def generation_fields(request: OllamaGeneration, unknown: UnknownFields) -> dict[str, Any]:
+    """Sampling parameters and what else all requests have. Raises ``PenstockError``."""
+    fields = sampling_fields(request.options or {}, unknown)
+    if request.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif request.format:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "format", "schema": request.format}}
+    if isinstance(request.think, str):
+        fields["reasoning_effort"] = request.think
+    elif request.think is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": request.think}
+    if request.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    return fields
+
+
+def sampling_fields(options: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
+    """``options`` under OpenAI's and vLLM's names. Raises ``PenstockError`` for those that are not supported."""
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None or name in WITHOUT_EFFECT:
+            continue
+        if name in OPTIONS:
+            fields[OPTIONS[name]] = value
+        elif name == "num_predict":
+            if not isinstance(value, int):
+                raise invalid("num_predict", f"{value!r} is not a whole number")
+            if value > 0:  # -1 is any number, and so is -2, as many as the context holds
+                fields["max_tokens"] = value
+        elif name in NEUTRAL:
+            if value not in NEUTRAL[name]:
+                raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported", name)
+        else:
+            unknown.ignore("options.", name, OPTIONS)
+    return fields
+
+
+def _message(message: OllamaMessage, where: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.images:
+        parts = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in message.images]
+        result["content"] = [*parts, {"type": "text", "text": message.content or ""}]
+    if message.thinking:
+        result["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        result["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    if message.tool_name:
+        result["name"] = message.tool_name
+    return result
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(where, "needs a function with a name")
+    return {"type": "function", "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
+
+
+def _data_url(image: str) -> str:
+    """What ``image_url`` takes; Pillow finds the format out."""
+    return image if image.startswith("data:") else f"data:image/png;base64,{image}"

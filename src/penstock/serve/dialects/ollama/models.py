@@ -1,0 +1,134 @@
+"""The served models as Ollama lists them."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock import demo
+from penstock.core import Code, PenstockError
+from penstock.planning.config_json import read_config_json
+from penstock.planning.model_size import model_size_of
+from penstock.serve.models.served_models import ServedModels
+from penstock.serve.models.service import ModelService
+
+LATEST = ":latest"
+
+
+class OllamaModels:
+    """Finds and describes models."""
+
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
+
+    def find(self, name: str | None) -> ModelService:
+        """The model of a name, which may end in ``:latest``. Raises ``PenstockError`` (``not_found``)."""
+        if not name:
+            raise PenstockError(Code.INVALID, "model is required", "model")
+        return self._served_models.find(self.name_of(name))
+
+    def name_of(self, name: str) -> str:
+        """The name under which a model is served that a client names."""
+        known = any(service.has(name) for service in self._served_models)
+        return name if known else name.removesuffix(LATEST)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """All names that requests may have."""
+        return [
+            self._entry(service, name)
+            for service in self._served_models
+            for name in [*service.names, *service.gateway.engine_pool.adapters]
+        ]
+
+    def running(self) -> list[dict[str, Any]]:
+        """Those that are in memory, which all are."""
+        return [
+            {**one, "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": self._context(one["name"])}
+            for one in self.listed()
+        ]
+
+    def shown(self, name: str | None) -> dict[str, Any]:
+        """What ``/api/show`` tells of a model."""
+        service = self.find(name)
+        config, entry = self._config(service), self._entry(service, service.name)
+        family = entry["details"]["family"]
+        processor = service.gateway.input_processor
+        tools, reasoning = processor.response_formats()
+        capabilities = {
+            "completion": True,
+            "vision": service.sees_images,
+            "tools": tools is not None,
+            "thinking": reasoning is not None,
+        }
+        info = {
+            "general.architecture": family,
+            "general.parameter_count": self._weights(config),
+            f"{family}.context_length": self._context(service.name),
+            f"{family}.embedding_length": config.get("hidden_size"),
+            f"{family}.block_count": config.get("num_hidden_layers"),
+        }
+        return {
+            "modelfile": f"FROM {service.name}\n",
+            "template": processor.tokenizer.template_source or "",
+            "details": entry["details"],
+            "model_info": {key: value for key, value in info.items() if value is not None},
+            "capabilities": [capability for capability, has in capabilities.items() if has],
+            "modified_at": entry["modified_at"],
+        }
+
+    def _entry(self, service: ModelService, name: str) -> dict[str, Any]:
+        config, created = self._config(service), datetime.fromtimestamp(self._served_models.created, UTC)
+        family = config.get("model_type", "")
+        folder = self._folder(service)
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": created.isoformat().replace("+00:00", "Z"),
+            "size": sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0,
+            "digest": hashlib.sha256(f"{service.name} {folder}".encode()).hexdigest(),
+            "details": {
+                "parent_model": service.name if name not in service.names else "",
+                "format": "safetensors",
+                "family": family,
+                "families": [family],
+                "parameter_size": _rounded(self._weights(config)),
+                "quantization_level": self._quantization(service),
+            },
+        }
+
+    def _configuration(self, service: ModelService) -> Any:
+        return next(model for model in self._served_models.models if model.name == service.name).configuration
+
+    def _folder(self, service: ModelService) -> Path:
+        model = self._configuration(service).engine.model
+        return Path(model) if model else demo.CHAT
+
+    def _quantization(self, service: ModelService) -> str:
+        engine = self._configuration(service).engine
+        return str(engine.dtype if engine.quantization in ("", "none") else engine.quantization)
+
+    def _config(self, service: ModelService) -> dict[str, Any]:
+        try:
+            return read_config_json(self._folder(service))
+        except PenstockError:
+            return {}
+
+    def _weights(self, config: dict[str, Any]) -> int:
+        try:
+            size = model_size_of(config)
+            return size.layer_weights + size.embedding_weights + size.vision_weights
+        except PenstockError:
+            return 0
+
+    def _context(self, name: str) -> int | None:
+        engine = self._served_models.find(name).gateway.engine_pool.engine
+        return engine.max_model_len if engine else None
+
+
+def _rounded(weights: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if weights >= size:
+            return f"{weights / size:.1f}{unit}"
+    return str(weights)

@@ -1,0 +1,143 @@
+"""Routes of Ollama's API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.core import Code, PenstockError
+from penstock.serve.chat.request import ChatRequest as OpenAIChatRequest
+from penstock.serve.dialects.openai.chat import ChatHandler
+from penstock.serve.dialects.openai.completions import CompletionHandler
+from penstock.serve.dialects.openai.parse import parse
+from penstock.serve.dialects.openai.requests import CompletionRequest
+from penstock.serve.http.body import convert, read_object
+from penstock.serve.http.openapi import OBJECT, operation, reference
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.http.routes import Routes
+from penstock.serve.models.served_models import ServedModels
+from penstock.serve.models.service import ModelService
+
+from .convert import chat_fields, generate_fields
+from .embeddings import OllamaEmbeddingHandler
+from .handler import OllamaHandler, calls_of, chat_pieces, raw_pieces
+from .models import OllamaModels
+from .requests import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, OllamaRequest, ShowRequest
+from .responses import ERROR_FORMAT, MEDIA_TYPE, Answer, AnswerMessage, encode, now
+
+T = TypeVar("T", bound=OllamaRequest)
+Answering = Callable[[Request, bytes], Response | Awaitable[Response]]
+SCHEMAS = (ChatRequest, GenerateRequest, EmbedRequest, EmbeddingsRequest, ShowRequest, Answer)
+VERSION = "0.12.6"
+"""Version of Ollama whose API this is: clients ask for it to know what they may use."""
+UNSUPPORTED = ("create", "copy", "delete", "push")
+PREFIX = "ollama."
+"""Of the schemas' names in the OpenAPI document."""
+
+
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
+    """Add the paths below ``/api``."""
+    models = OllamaModels(served_models)
+
+    async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
+        body = await served_models.read_body(raw_request)
+        given = {name: value for name, value in read_object(body).items() if value is not None}
+        return convert(given, schema, record_of(raw_request.scope).unknown), len(body)
+
+    async def chat(raw_request: Request) -> Response:
+        request, size = await read(raw_request, ChatRequest)
+        service, record = models.find(request.model), record_of(raw_request.scope)
+        if not request.messages:
+            return _loaded(request.model or "", is_chat=True)
+        fields = chat_fields(request, record.unknown)
+        handler = _chat_handler(service, record, models.name_of(request.model or ""), fields, size)
+        answer = OllamaHandler(request.model or "", chat_pieces(handler), True, calls_of(handler))
+        return Reply.of(service, answer, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
+
+    async def generate(raw_request: Request) -> Response:
+        request, size = await read(raw_request, GenerateRequest)
+        service, record = models.find(request.model), record_of(raw_request.scope)
+        if not request.prompt and not request.images:
+            return _loaded(request.model or "", is_chat=False)
+        fields = generate_fields(request, record.unknown)
+        if request.raw:
+            longest = service.gateway.engine_pool.require_engine().max_model_len
+            fields = {"max_tokens": longest} | fields | {"model": models.name_of(request.model or "")}
+            pieces = raw_pieces(CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown)))
+        else:
+            pieces = chat_pieces(_chat_handler(service, record, models.name_of(request.model or ""), fields, size))
+        answer = OllamaHandler(request.model or "", pieces, False)
+        return Reply.of(service, answer, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
+
+    def embedding(schema: type[EmbedRequest] | type[EmbeddingsRequest]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(raw_request: Request) -> Response:
+            request, _ = await read(raw_request, schema)
+            service = models.find(request.model)
+            name = models.name_of(request.model or "")
+            handler = OllamaEmbeddingHandler(service, record_of(raw_request.scope), request, name)
+            return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
+
+        return endpoint
+
+    async def tags(_: Request) -> Response:
+        return JSONResponse({"models": models.listed()})
+
+    async def running(_: Request) -> Response:
+        return JSONResponse({"models": models.running()})
+
+    async def show(raw_request: Request) -> Response:
+        request, _ = await read(raw_request, ShowRequest)
+        return JSONResponse(models.shown(request.model or request.name))
+
+    async def pull(raw_request: Request) -> Response:
+        request, _ = await read(raw_request, ShowRequest)
+        models.find(request.model or request.name)  # what is served is there already
+        return Response(encode({"status": "success"}) + b"\n", media_type=MEDIA_TYPE.decode())
+
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def unsupported(raw_request: Request) -> Response:
+        words = f"{raw_request.url.path}: models are chosen where the server is started (penstock serve --model)"
+        raise PenstockError(Code.UNSUPPORTED, words)
+
+    failure: dict[str, Any] = OBJECT
+    for path, endpoint, schema, answer in (
+        ("chat", chat, ChatRequest, Answer),
+        ("generate", generate, GenerateRequest, Answer),
+        ("embed", embedding(EmbedRequest), EmbedRequest, None),
+        ("embeddings", embedding(EmbeddingsRequest), EmbeddingsRequest, None),
+        ("show", show, ShowRequest, None),
+        ("pull", pull, ShowRequest, None),
+    ):
+        given = reference(answer, PREFIX) if answer else OBJECT
+        described = operation(given, failure, reference(schema, PREFIX))
+        routes.add(f"/api/{path}", endpoint, method="POST", summary=f"Ollama's {path}", described=described)
+    for path, state in (("tags", tags), ("ps", running), ("version", version)):
+        routes.add(f"/api/{path}", state, summary=f"Ollama's {path}", described=operation(OBJECT, failure))
+    for path in UNSUPPORTED:
+        method = "DELETE" if path == "delete" else "POST"
+        summary = f"Ollama's {path}, which is refused"
+        described = operation(OBJECT, failure)
+        routes.add(f"/api/{path}", unsupported, method=method, summary=summary, described=described)
+
+
+def _chat_handler(
+    service: ModelService, record: RequestRecord, name: str, fields: dict[str, Any], size: int
+) -> ChatHandler:
+    fields["model"] = name
+    return ChatHandler(service, record, parse(fields, OpenAIChatRequest, record.unknown), size)
+
+
+def _loaded(model: str, is_chat: bool) -> Response:
+    """The answer to a request without a prompt, with which clients load a model, or unload it."""
+    answer = Answer(model=model, created_at=now(), done=True, done_reason="load")
+    if is_chat:
+        answer.message = AnswerMessage()
+    else:
+        answer.response = ""
+    return Response(encode(answer), media_type="application/json")

@@ -1,0 +1,151 @@
+"""Ollama's API, through Ollama's own client."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from image_checkpoints import save_colours
+from PIL import Image
+from serving import Served, Servers
+
+QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
+GREEDY = {"temperature": 0}
+MODEL = "penstock-demo"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture
+def client(servers: Servers) -> ollama.Client:
+    return ollama.Client(servers.get().root)
+
+
+def test_chat(client: ollama.Client) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    whole = client.chat(MODEL, messages, options=GREEDY)
+    assert ANSWER in (whole.message.content or "")
+    assert (whole.done, whole.done_reason, whole.message.role) == (True, "stop", "assistant")
+    assert whole.eval_count and whole.prompt_eval_count and whole.total_duration and whole.eval_duration
+    pieces = list(client.chat(f"{MODEL}:latest", messages, options=GREEDY, stream=True))
+    assert len(pieces) > 2
+    assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
+    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1].eval_count == whole.eval_count
+
+
+def test_tools(client: ollama.Client) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    for stream in (False, True):
+        given = client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY, stream=stream)  # type: ignore[call-overload]
+        pieces = list(given) if stream else [given]
+        (call,) = [call for piece in pieces for call in piece.message.tool_calls or ()]
+        assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+    messages += [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]},
+        {"role": "tool", "tool_name": "get_weather", "content": '{"temperature": 21}'},
+    ]
+    assert "21" in (client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY).message.content or "")
+
+
+def test_generate(client: ollama.Client) -> None:
+    whole = client.generate(MODEL, QUESTION, options=GREEDY)
+    assert ANSWER in whole.response
+    assert (
+        "".join(piece.response for piece in client.generate(MODEL, QUESTION, options=GREEDY, stream=True))
+        == whole.response
+    )
+    raw = client.generate(
+        MODEL, "<|im_start|>user\n" + QUESTION + "<|im_end|>\n<|im_start|>assistant\n", raw=True, options=GREEDY
+    )
+    assert ANSWER in raw.response
+    cut = client.generate(MODEL, QUESTION, options=GREEDY | {"num_predict": 2, "num_ctx": 4096})
+    assert (cut.eval_count, cut.done_reason) == (2, "length")
+    scored = client.generate(MODEL, QUESTION, options=GREEDY, logprobs=True, top_logprobs=2)
+    assert scored.logprobs and len(scored.logprobs) == scored.eval_count
+    assert all(len(one.top_logprobs or ()) == 2 and one.logprob <= 0 for one in scored.logprobs)
+
+
+def test_formats(client: ollama.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    answer = client.generate(MODEL, QUESTION, format=schema, options=GREEDY | {"num_predict": 60})
+    assert list(json.loads(answer.response)) == ["city"]
+    options = GREEDY | {"num_predict": 80}
+    assert (
+        client.chat(MODEL, [{"role": "user", "content": QUESTION}], format="json", options=options).message.content[0]
+        in "{"
+    )  # type: ignore[index]
+
+
+def test_embeddings(client: ollama.Client) -> None:
+    both = client.embed(MODEL, ["one text", "another"])
+    assert len(both.embeddings) == 2 and both.prompt_eval_count
+    assert [*client.embeddings(MODEL, "another").embedding] == pytest.approx([*both.embeddings[1]])
+    assert len(client.embed(MODEL, "one", dimensions=16).embeddings[0]) == 16
+
+
+def test_models(client: ollama.Client) -> None:
+    (listed,) = client.list().models
+    assert listed.model == MODEL and listed.size and listed.digest and listed.details
+    assert [one.model for one in client.ps().models] == [MODEL]
+    shown = client.show(MODEL)
+    assert {"completion", "tools"} <= set(shown.capabilities or ())
+    assert shown.modelinfo and shown.details
+    family = shown.details.family
+    assert shown.modelinfo[f"{family}.context_length"] > 1000
+    assert client.pull(MODEL).status == "success"
+    assert client.generate(MODEL, "", keep_alive=0).done_reason == "load"
+
+
+def test_errors(client: ollama.Client, servers: Servers) -> None:
+    with pytest.raises(ollama.ResponseError, match="does not exist") as missing:
+        client.chat("llama3.2", [{"role": "user", "content": "?"}])
+    assert missing.value.status_code == 404
+    for options, words in (
+        ({"temperature": -1}, "temperature"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"num_predict": "x"}, "num_predict"),
+    ):
+        with pytest.raises(ollama.ResponseError, match=words):
+            client.generate(MODEL, QUESTION, options=options)
+    for call in (
+        lambda: client.create("mine", from_=MODEL),
+        lambda: client.delete(MODEL),
+        lambda: client.copy(MODEL, "other"),
+    ):
+        with pytest.raises(ollama.ResponseError, match="chosen where the server is started"):
+            call()
+    answer = httpx.post(
+        f"{servers.get().root}/api/chat", json={"model": MODEL, "messages": [], "unknown": 1, "options": {"tmp": 1}}
+    )
+    assert answer.headers["x-penstock-ignored"] == "unknown"
+
+
+def test_images(tmp_path: Path) -> None:
+    save_colours(tmp_path)
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "green").save(buffer, "PNG")
+    with Served("--model", str(tmp_path), "--num-gpu-blocks-override", "100") as server:
+        client = ollama.Client(server.root)
+        name = client.list().models[0].model
+        assert name and "vision" in (client.show(name).capabilities or ())
+        message = {"role": "user", "content": "Which colour?", "images": [base64.b64encode(buffer.getvalue()).decode()]}
+        assert "green" in (client.chat(name, [message], options=GREEDY).message.content or "")
+        assert "green" in client.generate(name, "Which colour?", images=[buffer.getvalue()], options=GREEDY).response
