@@ -22,10 +22,10 @@ from penstock.text import (
 
 TOOLS = {name: tool_call_format(name, "") for name in (
     "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
-    "internlm",
+    "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2",
 )}  # fmt: skip
 THOUGHTS = {name: reasoning_format(name, "") for name in (
-    "qwen3", "deepseek_r1", "ernie", "hunyuan_a13b", "cohere_command3", "seed_oss", "granite",
+    "qwen3", "deepseek_r1", "ernie", "hunyuan_a13b", "cohere_command3", "seed_oss", "granite", "mistral",
 )}  # fmt: skip
 
 
@@ -55,6 +55,40 @@ MISTRAL = f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}, "id": "x}}"}}, {{
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```<｜tool▁call▁end｜>"
 V31 = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD}<｜tool▁call▁end｜>"
 CALL, NOW = ("add", ADD), ("now", "{}")
+
+SCHEMAS = {
+    "add": {
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"type": "string"},
+            "c": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "d": {"$ref": "#/$defs/numbers"},
+            "e": {"enum": ["1", "2"]},
+            "f": {"type": ["boolean", "null"]},
+        },
+        "$defs": {"numbers": {"type": "array", "items": {"type": "number"}}},
+    }
+}
+CODER = """<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+
+<é> }] \\" </div>
+
+</parameter>
+</function>
+</tool_call>"""
+CODED = ("add", '{"a": 1, "b": "\\n<é> }] \\\\\\" </div>\\n"}')
+SEED = "<seed:tool_call>\n<function=add>\n<parameter=e>1</parameter>\n</function>\n</seed:tool_call>"
+INVOKED = '<invoke name="add">\n<parameter name="b">5</parameter>\n<parameter name="a">5</parameter>\n</invoke>'
+GLM = "<tool_call>add\n<arg_key>b</arg_key>\n<arg_value> 5\n</arg_value>\n<arg_key>d</arg_key>\n<arg_value>[1, 2.5]"
+GLM += "</arg_value>\n</tool_call>"
+PYTHON = """add(a=-1, b='it\\'s, ok)', c=None, d=[1, {"x": (2,)}], f=true)"""
+CALLED = ("add", '{"a": -1, "b": "it\'s, ok)", "c": null, "d": [1, {"x": [2]}], "f": true}')
+KIMI = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
 
 CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "hermes": [
@@ -128,6 +162,81 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ),
         ('<|START_ACTION|>[{"parameters": {}, "tool_name": "now"}]<|END_ACTION|>', "", [NOW]),
     ],
+    "kimi_k2": [
+        (
+            f"So. <|tool_calls_section_begin|>{KIMI}{ADD}<|tool_call_end|>{KIMI} {{}}<|tool_call_end|>"
+            "<|tool_calls_section_end|>",
+            "So.",
+            [CALL, ("add", "{}")],
+        ),
+        ("<|tool_call_begin|>add<|tool_call_end|>", "<|tool_call_begin|>add<|tool_call_end|>", []),
+    ],
+    "qwen3_coder": [
+        (CODER, "", [CODED]),
+        (f"I add.\n\n{CODER}\n{CODER}\n", "I add.", [CODED, CODED]),
+        (CODER.replace("<tool_call>\n", ""), "", [CODED]),
+        ("<tool_call>\n<function=now>\n</function>\n</tool_call> Done.", "Done.", [NOW]),
+        ("<function=now></function><function=now></tool_call>", "", [NOW, NOW]),
+        ("<tool_call><function=add><parameter=a>\n 007 \n</parameter></function>", "", [("add", '{"a": " 007 "}')]),
+        ("<tool_call><function=add><parameter=a>7</parameter>so<parameter=b>x", "", [("add", '{"a": 7, "b": "x')]),
+        ("<tool_call><function=add><parameter=a>7", "", [("add", '{"a": ')]),
+        ("<tool_call><function=add><parameter=a", "", [("add", "{")]),
+        ("<tool_call><function=x><parameter=y>TRUE</parameter></function>", "", [("x", '{"y": true}')]),
+        ("<tool_call><function=x><parameter=y>{'z': None}</parameter></function>", "", [("x", '{"y": {"z": null}}')]),
+        ("<tool_call><function=x><parameter=y>{z}</parameter></function>", "", [("x", '{"y": "{z}"}')]),
+        ("<tool_call><function=add><parameter=c>null</parameter></function>", "", [("add", '{"c": null}')]),
+        ("<tool_call><function=add><parameter=c>12</parameter></function>", "", [("add", '{"c": "12"}')]),
+        ("<tool_call><function=add><parameter=d>[1,\n 2]</parameter></function>", "", [("add", '{"d": [1,\n 2]}')]),
+        ("<tool_call><function=add><parameter=f>False</parameter></function>", "", [("add", '{"f": false}')]),
+        ("A <tool_call> is a mark, <function= is, too.", "A <tool_call> is a mark, <function= is, too.", []),
+        ("<tool_call>\n<function=a b>", "<tool_call>\n<function=a b>", []),
+    ],
+    "seed_oss": [
+        (f"Yes. {SEED}{SEED}", "Yes.", [("add", '{"e": "1"}')] * 2),
+        ("<tool_call>", "<tool_call>", []),
+    ],
+    "minimax_m2": [
+        (
+            f"<minimax:tool_call>\n{INVOKED}\n<invoke name='x'>\n{INVOKED}\n</minimax:tool_call>",
+            f"<invoke name='x'>\n{INVOKED}\n</minimax:tool_call>",
+            [("add", '{"b": "5", "a": 5}')],
+        ),
+        (
+            f"<minimax:tool_call>\n{INVOKED}\n{INVOKED}\n</minimax:tool_call>.",
+            ".",
+            [("add", '{"b": "5", "a": 5}')] * 2,
+        ),
+    ],
+    "glm45": [
+        (f"Hm.\n{GLM}\n{GLM}", "Hm.", [("add", '{"b": " 5\\n", "d": [1, 2.5]}')] * 2),
+        (
+            "<tool_call>add<arg_key>a</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+            "",
+            [("add", '{"a": 3}'), NOW],
+        ),
+        ("<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
+        ("<tool_call>add <arg_key>a</arg_key> 5 </tool_call>", "", [("add", "{}")]),
+    ],
+    "pythonic": [
+        (f"[{PYTHON}]", "", [CALLED]),
+        (f" <|python_start|>[{PYTHON}, now()]<|python_end|> So.", "So.", [CALLED, NOW]),
+        ("[now( ), now()] and", "and", [NOW, NOW]),
+        ('[f(x="a' + "\\n" + '", y=b c)]', "", [("f", '{"x": "a\\n", "y": "b c"}')]),
+        ("[f(x=1, y=[1", "", [("f", '{"x": 1')]),
+        ("[f(x=1, y", "", [("f", '{"x": 1')]),
+        ("[1, 2]", "[1, 2]", []),
+        ("[f(1)] = [f(x == 2)]", "[f(1)] = [f(x == 2)]", []),
+        ("[see](http://x)", "[see](http://x)", []),
+        ("f(x=1)", "f(x=1)", []),
+    ],
+    "olmo3": [
+        (f"Yes. <function_calls>{PYTHON}\nnow()</function_calls>\n", "Yes.", [CALLED, NOW]),
+        (f"<function_calls>\n[{PYTHON}]\n</function_calls>", "", [CALLED]),
+        ("<function_calls>none</function_calls>", "<function_calls>none</function_calls>", []),
+    ],
+    "lfm2": [
+        (f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>Now.", "Now.", [CALLED]),
+    ],
     "internlm": [
         (f'Well.<|action_start|><|plugin|>\n{{"name": "add", "parameters": {ADD}}}<|action_end|>', "Well.", [CALL]),
     ],
@@ -141,7 +250,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_calls_are_found(form: str, text: str, content: str, calls: list[Any], data: st.DataObject) -> None:
-    found = read(ParserConfig(tools=TOOLS[form]), cut(text, data))
+    found = read(ParserConfig(tools=TOOLS[form], schemas=SCHEMAS), cut(text, data))
     assert found.content == content
     assert [(call.name, call.arguments) for call in found.tool_calls] == calls
 
@@ -164,6 +273,7 @@ ANSWERS = [
         "b",
     ),
     ("seed_oss", ReasoningStage.WITHIN, "a\n</seed:think>\nb", "a", "b"),
+    ("mistral", ReasoningStage.BEFORE, "[THINK]a[/THINK]b", "a", "b"),
     ("granite", ReasoningStage.BEFORE, "Here is my thought process: a\nHere is my response: b", " a", " b"),
     ("ernie", ReasoningStage.WITHIN, "a\n</think>\n\n<response>\nb\n\nc\n</response>\n", "a", "b\n\nc"),
 ]
@@ -194,7 +304,11 @@ def test_special_tokens_are_no_content() -> None:
 
 MARKS = {mark for form in TOOLS.values() if form for mark in form.marker_tokens} | {"</think>", "<think>", "<response>"}
 PARTS = 'function ```json ``` { } [ ] " \\ , ; : {} {"a": {"name": {"name":"f", "name" "arguments": "parameters":{ f'
-FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", HERMES, LLAMA, V3]
+PARTS += (
+    ' <function= <parameter= </parameter> </function> > <invoke name=" "> <parameter name=" </invoke> add( = \' ) ('
+)
+FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", "add", "a=", HERMES, LLAMA, V3, CODER]
+FRAGMENTS += [INVOKED, GLM, f"[{PYTHON}", KIMI]
 
 
 @pytest.mark.parametrize("tools", TOOLS)
@@ -204,7 +318,9 @@ FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", H
 def test_any_text_in_any_pieces(tools: str, stage: ReasoningStage, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
     thought = data.draw(st.sampled_from([None, *THOUGHTS]))
-    reading = ParserConfig(THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools])
+    reading = ParserConfig(
+        THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools], SCHEMAS
+    )
     hidden = data.draw(st.sampled_from([(), reading.markers]))
     assert read(reading, cut(text, data), hidden) == read(reading, [text], hidden)
     assert read(reading, list(text) or [""], hidden) == read(reading, [text], hidden)
@@ -214,7 +330,7 @@ def test_any_text_in_any_pieces(tools: str, stage: ReasoningStage, data: st.Data
 
 SIGNS = {
     '{{ "<tool_call>" }}': ("hermes", None),
-    '{{ "<tool_call><function=" }}': (None, None),
+    '{{ "<tool_call><function=" }}': ("qwen3_coder", None),
     '{{ "[TOOL_CALLS] [" }}': ("mistral", None),
     '{{ "<think></think><tool_call>" }}': ("hermes", "qwen3"),
     "{{ '<｜Assistant｜>' + x.split('</think>')[-1] }}<｜tool▁call▁begin｜>": ("deepseek_v3", "deepseek_r1"),
@@ -224,7 +340,14 @@ SIGNS = {
         None,
     ),
     "{{ '<|START_ACTION|>' }}{{ '<|START_THINKING|>' }}": ("cohere_command3", "cohere_command3"),
-    "<seed:think> <seed:tool_call>": (None, "seed_oss"),
+    "<seed:think> <seed:tool_call><function=": ("seed_oss", "seed_oss"),
+    "<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value> </think>": ("glm47", "qwen3"),
+    "<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value>": ("glm47", None),
+    "{%- set begin = '<minimax:tool_call>' %}<think>\n </think>": ("minimax_m2", "qwen3"),
+    "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]": ("pythonic", None),
+    "<function_calls> </function_calls>": ("olmo3", None),
+    "<|tool_calls_section_begin|>": ("kimi_k2", None),
+    "[TOOL_CALLS] [THINK]": ("mistral", "mistral"),
     "<|tool_call|> Here is my thought process:": ("granite", "granite"),
     "<|tool|>": ("phi4_mini_json", None),
     "</think>\n<answer> <tool_calls>": ("hunyuan_a13b", "hunyuan_a13b"),
@@ -236,7 +359,7 @@ SIGNS = {
 @pytest.mark.parametrize("template", SIGNS)
 def test_a_form_is_found_in_the_template(template: str) -> None:
     tools, thought = tool_call_format("auto", template), reasoning_format("auto", template)
-    assert (tools and tools.parsers[0], thought and thought.parser) == SIGNS[template]
+    assert (tools and tools.parsers[0], thought and thought.parsers[0]) == SIGNS[template]
 
 
 def test_a_prompt_says_where_its_answer_begins() -> None:

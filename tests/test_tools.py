@@ -20,6 +20,25 @@ def tool(name: str, **properties: Any) -> Any:
 
 
 TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("roll", sides={"enum": [6, 20]})]
+PLAN = tool(
+    "plan",
+    days={"type": "integer", "minimum": 1, "maximum": 9},
+    note={"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+    rain={"type": "boolean"},
+    place={"$ref": "#/$defs/place"},
+    mode={"enum": ["by car", "by train"]},
+)
+PLAN["function"]["parameters"] |= {
+    "required": ["days", "place"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"x": {"enum": [1.5, 2]}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
 IN_PARIS = [{"role": "user", "content": "巴黎的天气怎么样？"}]
 
 
@@ -35,7 +54,7 @@ both = pytest.mark.parametrize("stream", [False, True])
 def check_calls(told: Told) -> None:
     assert told.calls
     for name, arguments in told.calls[:-1] if told.reason == "length" else told.calls:
-        known = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
+        known = next(t["function"]["parameters"] for t in [*TOOLS, PLAN] if t["function"]["name"] == name)
         jsonschema.validate(json.loads(arguments), known)
 
 
@@ -88,6 +107,14 @@ FORMS = {
     "hunyuan_a13b": "<tool_calls>",
     "cohere_command3": "<|START_ACTION|>",
     "internlm": "<|action_start|>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "qwen3_coder": "<tool_call><function=",
+    "seed_oss": "<seed:tool_call>",
+    "minimax_m2": "minimax:tool_call",
+    "glm45": "<tool_call><arg_key>",
+    "glm47": "<tool_call></arg_key><arg_value>",
+    "pythonic": "[func_name1(params_name1=params_value1)]",
+    "olmo3": "<function_calls>",
 }
 
 
@@ -98,6 +125,7 @@ def test_every_form_is_found_made_and_read(client: openai.OpenAI, form: str) -> 
         {"tool_choice": {"type": "function", "function": {"name": "roll"}}},
         {"tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 100},
         {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": "required", "parallel_tool_calls": False, "tools": [PLAN], "temperature": 1, "seed": 1},
     ):
         given = {"tools": TOOLS, "extra_body": template, **fields}
         whole, streamed = (ask(client, stream, IN_PARIS, **given) for stream in (False, True))
@@ -126,7 +154,15 @@ def test_a_form_can_be_named() -> None:
         assert not unread.calls and not unread.thought and unread.content.startswith("<think>")
 
 
+def test_what_a_form_cannot_follow_is_refused(client: openai.OpenAI) -> None:
+    template = {"chat_template": PLAIN.replace("TEACHES", FORMS["qwen3_coder"])}
+    wrong = tool("roll", **{"a b": {"type": "string"}})
+    with pytest.raises(openai.BadRequestError, match="the name of the parameter 'a b' is not supported") as caught:
+        ask(client, False, IN_PARIS, tools=[wrong], tool_choice="required", extra_body=template)
+    assert caught.value.param == "tools"
+
+
 def test_tools_of_an_unknown_form_are_refused(client: openai.OpenAI) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", "<tool_call><function=NAME>")}
+    template = {"chat_template": PLAIN.replace("TEACHES", "<|calls|>")}
     with pytest.raises(openai.BadRequestError, match="tools: this model's chat template has no form for them"):
         ask(client, False, IN_PARIS, tools=TOOLS, extra_body=template)

@@ -52,6 +52,7 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
         ),
         ("--max-logprobs 5", {"max_logprobs": 5}),
         ("--enable-auto-tool-choice --tool-call-parser hermes", {"tool_call_parser": "hermes"}),
+        ("--tool-call-parser qwen3_coder --reasoning-parser glm45", {"tool_call_parser": "qwen3_coder"}),
         ("--reasoning-parser ernie45", {"reasoning_parser": "ernie"}),
         (
             '--structured-outputs-config {"backend":"guidance","disable_any_whitespace":true}',
@@ -199,7 +200,7 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--max-model-len 8q", "--max-model-len: '8q' is wrong: it is not a number such as 4096, 4k or 4K"),
         ("--max-model-len 1.5K", "--max-model-len: '1.5K' is wrong"),
         ("--dtype fp8", "--dtype: 'fp8' is wrong: it is not one of auto, float16"),
-        ("--tool-call-parser pythonic", "tool_call_parser: Invalid enum value 'pythonic', in --tool-call-parser"),
+        ("--tool-call-parser xlam", "tool_call_parser: Invalid enum value 'xlam', in --tool-call-parser"),
         ("--max-logprobs 50", "max_logprobs: Expected `int` <= 20, in --max-logprobs"),
         ("--override-generation-config {", "--override-generation-config: '{' is wrong: it is not JSON"),
         ('--override-generation-config {"temprature":1}', "Unexpected keyword argument 'temprature'"),

@@ -289,7 +289,7 @@ class InputProcessor:
 
         Args:
             prompt: the rendered prompt, or its end.
-            messages, options: what it was rendered from.
+            messages, options: what it was rendered from; ``tools`` among the options give arguments their types.
             allow_tool_calls: whether tools may be called.
             template: the chat template that was used; None is the model's own.
         """
@@ -297,7 +297,8 @@ class InputProcessor:
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
             stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
-        return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None)
+        schemas = _schemas(options.get("tools")) if allow_tool_calls else {}
+        return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None, schemas)
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``."""
@@ -363,6 +364,17 @@ class InputProcessor:
         if not isinstance(token_ids, Sequence):
             raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
         return text, list(token_ids)
+
+
+def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
+    """The schemas of tools' arguments by name; of those that are as OpenAI has them."""
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
+    schemas = {
+        function["name"]: function.get("parameters")
+        for function in functions
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    }
+    return {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}
 
 
 def _template(given: str | None) -> str | None:

@@ -13,8 +13,8 @@ from .markers import split_at_marker
 class ReasoningFormat:
     """How a family of models marks its reasoning."""
 
-    parser: str
-    """Name of ``--reasoning-parser``."""
+    parsers: tuple[str, ...]
+    """Names of ``--reasoning-parser``, which are vLLM's."""
     template_markers: tuple[str, ...]
     """Texts by which the family's chat templates are recognized; all of them must be present."""
     start_marker: str = "<think>"
@@ -27,39 +27,52 @@ class ReasoningFormat:
 
 REASONING_FORMATS = (
     ReasoningFormat(
-        parser="ernie",
+        parsers=("ernie",),
         template_markers=("</think>", "<response>"),
         answer_markers=("<response>", "</response>"),
     ),
-    ReasoningFormat(parser="deepseek_r1", template_markers=("</think>", "<｜Assistant｜>"), implicit_start=True),
     ReasoningFormat(
-        parser="hunyuan_a13b",
+        parsers=("deepseek_r1", "minimax_m2", "step3"),
+        template_markers=("</think>", "<｜Assistant｜>"),
+        implicit_start=True,
+    ),
+    ReasoningFormat(
+        parsers=("hunyuan_a13b",),
         template_markers=("</think>", "<answer>"),
         answer_markers=("<answer>", "</answer>"),
     ),
     ReasoningFormat(
-        parser="cohere_command3",
+        parsers=("cohere_command3",),
         template_markers=("<|START_THINKING|>",),
         start_marker="<|START_THINKING|>",
         end_marker="<|END_THINKING|>",
         answer_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ),
     ReasoningFormat(
-        parser="seed_oss",
+        parsers=("seed_oss",),
         template_markers=("<seed:think>",),
         start_marker="<seed:think>",
         end_marker="</seed:think>",
     ),
     ReasoningFormat(
-        parser="granite",
+        parsers=("granite",),
         template_markers=("Here is my thought process:",),
         start_marker="Here is my thought process:",
         end_marker="Here is my response:",
     ),
-    ReasoningFormat(parser="qwen3", template_markers=("</think>",)),
+    ReasoningFormat(
+        parsers=("mistral",),
+        template_markers=("[THINK]",),
+        start_marker="[THINK]",
+        end_marker="[/THINK]",
+    ),
+    ReasoningFormat(
+        parsers=("qwen3", "glm45", "glm47", "kimi_k2", "deepseek_v3", "mimo", "olmo3"), template_markers=("</think>",)
+    ),
 )
 """ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may omit ``<think>``; Hunyuan,
-Command A, Seed-OSS and Granite 3 with marks of their own; Qwen3 and all others that write ``<think>…</think>``."""
+Command A, Seed-OSS, Granite 3 and Magistral with marks of their own; Qwen3 and all others that write
+``<think>…</think>``, or whose prompts end with ``<think>``."""
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
@@ -67,7 +80,7 @@ def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
     if parser == "auto":
         recognized = (form for form in REASONING_FORMATS if all(text in template for text in form.template_markers))
         return next(recognized, None)
-    return next((form for form in REASONING_FORMATS if form.parser == parser), None)
+    return next((form for form in REASONING_FORMATS if parser in form.parsers), None)
 
 
 class ReasoningStage(Enum):

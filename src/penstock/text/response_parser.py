@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .markers import split_at_marker
 from .reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
-from .tool_calls import ToolCall, ToolCallFormat, ToolCallParser
+from .tool_calls import Schemas, ToolCall, ToolCallFormat
 
 
 @dataclass(slots=True)
@@ -29,6 +29,8 @@ class ParserConfig:
     continued: bool = False
     """Whether the answer continues the last message (``continue_final_message``)."""
     tools: ToolCallFormat | None = None
+    schemas: Schemas = field(default_factory=dict)
+    """Of the tools that may be called."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -48,7 +50,7 @@ class ResponseParser:
         self.message = Message()
         form = config.reasoning
         self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
-        self._tool_calls = ToolCallParser(config.tools) if config.tools else None
+        self._tool_calls = config.tools.parser(config.schemas) if config.tools else None
         if self._tool_calls:
             self.message.tool_calls = self._tool_calls.calls
         self._marker_filter = _MarkerFilter((*hidden, *(form.answer_markers if form else ())))

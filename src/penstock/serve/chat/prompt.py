@@ -99,7 +99,7 @@ class ChatPrompt:
             end = input_processor.tokenizer.decode(
                 request.prompt_token_ids[-NUM_TAIL_TOKENS:], skip_special_tokens=False
             )
-            parser_config = input_processor.parser_config(end, [], {}, self._calls)
+            parser_config = input_processor.parser_config(end, [], {"tools": self._options.get("tools")}, self._calls)
             prompt = {"prompt_token_ids": request.prompt_token_ids, "parser_config": parser_config}
         if request.truncate_prompt_tokens is None:
             return prompt

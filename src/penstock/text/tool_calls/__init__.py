@@ -1,7 +1,16 @@
-"""Tool calls: the formats in which models write them, a parser, and a structural tag that forces them."""
+"""Tool calls: the formats in which models write them, their parsers, and a structural tag that forces them."""
 
-from .formats import TOOL_CALL_FORMATS, ToolCallFormat, tool_call_format
+from .format import Schemas, ToolCallFormat
+from .formats import TOOL_CALL_FORMATS, tool_call_format
 from .parser import ToolCall, ToolCallParser
 from .structural_tag import forced_call_tag
 
-__all__ = ["TOOL_CALL_FORMATS", "ToolCall", "ToolCallFormat", "ToolCallParser", "forced_call_tag", "tool_call_format"]
+__all__ = [
+    "TOOL_CALL_FORMATS",
+    "Schemas",
+    "ToolCall",
+    "ToolCallFormat",
+    "ToolCallParser",
+    "forced_call_tag",
+    "tool_call_format",
+]

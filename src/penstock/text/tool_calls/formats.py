@@ -1,241 +1,142 @@
-"""The formats in which models write tool calls, as data. Parsers have the names of vLLM's."""
+"""All formats in which models write tool calls. Parsers have the names of vLLM's."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
-from uuid import uuid4
+from dataclasses import replace
 
+from . import json_formats
+from .format import ToolCallFormat
+from .pythonic_calls import PythonicFormat
+from .xml_calls import XMLFormat
 
-@dataclass(frozen=True, kw_only=True)
-class ToolCallFormat:
-    """How a family of models writes tool calls.
-
-    A call begins with a start marker, and its arguments are a JSON object. The name comes before the arguments, either
-    in one object with them (``{"name": …, "arguments": {…}}``) or by itself.
-    """
-
-    parsers: tuple[str, ...]
-    """Names of ``--tool-call-parser``."""
-    template_markers: tuple[str, ...]
-    """Texts by which the family's chat templates are recognized; all of them must be present."""
-    excluded_markers: tuple[str, ...] = ()
-    """Texts that must not be present."""
-    start_markers: tuple[str, ...]
-    """Each of them begins a call."""
-    allow_unmarked: bool = False
-    """Whether a call at the beginning of an answer needs no start marker."""
-    lead: str = " \n\r\t"
-    """Characters allowed between a start marker and the object of name and arguments."""
-    name_pattern: re.Pattern[str] | None = None
-    """The text between a start marker and the arguments, where the name is there; its groups hold the name."""
-    end_markers: tuple[str, ...] = ()
-    """Texts that may follow a call and belong to it."""
-    separators: tuple[str, ...] = ()
-    """Texts after a call that begin another one without a start marker."""
-    marker_tokens: tuple[str, ...]
-    """Texts of this format that may be special tokens; they are detokenized nevertheless."""
-
-    # How a forced call is written:
-    call_id: tuple[str, int] = ("call_", 24)
-    """Prefix of a call's id, and number of characters after it; some templates accept no others."""
-    prefix: str = ""
-    """Text before the first call."""
-    call_start: tuple[str, str]
-    """Text before and after a call's name."""
-    call_end: str = ""
-    """Text after a call's arguments."""
-    separator: str = ""
-    """Text between two calls."""
-    suffix: str = ""
-    """Text after the last call."""
-
-    def matches(self, template: str) -> bool:
-        """Whether a chat template uses this format."""
-        present = all(text in template for text in self.template_markers)
-        return present and not any(text in template for text in self.excluded_markers)
-
-    def new_id(self) -> str:
-        """A new id for a call."""
-        prefix, length = self.call_id
-        return prefix + uuid4().hex[:length]
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end the arguments even where braces are open: the markers that cannot be part of JSON."""
-        return tuple(
-            text for text in (*self.start_markers, *self.end_markers, *self.separators) if text not in ("]", ",")
-        )
-
-
-HERMES = ToolCallFormat(
-    parsers=("hermes", "qwen", "ernie"),
-    template_markers=("<tool_call>",),
-    excluded_markers=("<function=", "<arg_key>"),  # which are in other forms with this mark
-    start_markers=("<tool_call>",),
+QWEN3_CODER = XMLFormat(
+    parsers=("qwen3_coder", "qwen3_xml", "mimo"),
+    template_markers=("<tool_call>", "<function="),
+    start_markers=("<tool_call>", "<function="),
     end_markers=("</tool_call>",),
     marker_tokens=("<tool_call>", "</tool_call>"),
-    call_start=('<tool_call>\n{"name": ', ', "arguments": '),
-    call_end="}\n</tool_call>",
+    name_start="<function=",
+    name_end=">",
+    parameter=("<parameter=", ">"),
+    value_end="</parameter>",
+    close="</function>",
+    trim_newlines=True,
+    call_start=("<tool_call>\n<function=", ">\n"),
+    call_end="</function>\n</tool_call>",
     separator="\n",
 )
-"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` for each call: Hermes 2 and 3, Qwen 2.5 and 3, ERNIE 4.5."""
+"""``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder."""
 
-LLAMA3_JSON = ToolCallFormat(
-    parsers=("llama3_json",),
-    template_markers=('{"name": function name, "parameters": ',),
-    start_markers=("<|python_tag|>",),
+SEED_OSS = replace(
+    QWEN3_CODER,
+    parsers=("seed_oss",),
+    template_markers=("<seed:tool_call>",),
+    start_markers=("<seed:tool_call>",),
+    end_markers=("</seed:tool_call>",),
+    marker_tokens=("<seed:tool_call>", "</seed:tool_call>"),
+    trim_newlines=False,
+    call_start=("<seed:tool_call>\n<function=", ">\n"),
+    call_end="</function>\n</seed:tool_call>",
+)
+"""The same in ``<seed:tool_call>``, without line breaks around values: Seed-OSS."""
+
+MINIMAX_M2 = XMLFormat(
+    parsers=("minimax_m2",),
+    template_markers=("minimax:tool_call",),
+    start_markers=("<minimax:tool_call>",),
+    end_markers=("</minimax:tool_call>",),
+    marker_tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
+    name_start='<invoke name="',
+    name_end='">',
+    parameter=('<parameter name="', '">'),
+    value_end="</parameter>",
+    close="</invoke>",
+    prefix="<minimax:tool_call>\n",
+    call_start=('<invoke name="', '">\n'),
+    call_end="</invoke>",
+    separator="\n",
+    suffix="\n</minimax:tool_call>",
+)
+"""``<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke> … </minimax:tool_call>``:
+MiniMax-M2."""
+
+GLM47 = XMLFormat(
+    parsers=("glm47", "glm45"),
+    template_markers=("<tool_call>", "</arg_key><arg_value>"),
+    start_markers=("<tool_call>",),
+    marker_tokens=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    parameter=("<arg_key>", "</arg_key>"),
+    value_start="<arg_value>",
+    value_end="</arg_value>",
+    close="</tool_call>",
+    line="",
+    call_start=("<tool_call>", ""),
+    call_end="</tool_call>",
+)
+"""``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM-4.7."""
+
+GLM45 = replace(
+    GLM47,
+    template_markers=("<tool_call>", "<arg_key>"),
+    line="\n",
+    call_start=("<tool_call>", "\n"),
+    separator="\n",
+)
+"""The same with each element on a line: GLM-4.5 and 4.6. Both are read by either."""
+
+PYTHONIC = PythonicFormat(
+    parsers=("pythonic", "llama4_pythonic"),
+    template_markers=("func_name1(params_name1=",),
+    start_markers=("<|python_start|>", "<|python_tag|>"),
+    end_markers=("<|python_end|>",),
+    marker_tokens=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
     allow_unmarked=True,
-    separators=(";",),
-    marker_tokens=("<|python_tag|>",),
-    call_start=('{"name": ', ', "parameters": '),
-    call_end="}",
-    separator="; ",
-)
-"""``{"name": …, "parameters": {…}}`` at the beginning of the answer or after ``<|python_tag|>``, several with ``; ``
-between them: Llama 3.1, 3.2 and 3.3."""
-
-MISTRAL = ToolCallFormat(
-    parsers=("mistral",),
-    template_markers=("[TOOL_CALLS]",),
-    start_markers=("[TOOL_CALLS]",),
-    lead=" \n\r\t[",
-    name_pattern=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(\[CALL_ID\][^\s\[\]{}]*\s*)?(\[ARGS\]\s*)?"),
-    end_markers=("]",),
-    separators=(",",),
-    marker_tokens=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    call_id=("", 9),
-    prefix="[TOOL_CALLS] [",
-    call_start=('{"name": ', ', "arguments": '),
-    call_end="}",
+    prefix="[",
+    call_start=("", "("),
+    call_end=")",
     separator=", ",
     suffix="]",
 )
-"""``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]``: Mistral up to the tokenizer v7."""
+"""``[name(key="value"), …]`` at the beginning of the answer, or between Llama 4's tokens: Llama 3.2 and 4, ToolACE."""
 
-MISTRAL_ARGS = replace(
-    MISTRAL,
-    template_markers=("[TOOL_CALLS]", "[ARGS]"),
-    prefix="",
-    call_start=("[TOOL_CALLS]", "[ARGS]"),
-    call_end="",
-    separator="",
-    suffix="",
-)
-"""``[TOOL_CALLS]name[ARGS]{…}`` for each call: Mistral from the tokenizer v11 on. Both are read by either."""
-
-DEEPSEEK_V3 = ToolCallFormat(
-    parsers=("deepseek_v3",),
-    template_markers=("<｜tool▁call▁begin｜>", "```json"),
-    start_markers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    name_pattern=re.compile(
-        r"\s*(<｜tool▁call▁begin｜>\s*)?"
-        r"(function<｜tool▁sep｜>(?P<name>[^\n{]+)\n```json\s*|(?P<other>[^\n{]+?)<｜tool▁sep｜>\s*)"
-    ),
-    end_markers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    marker_tokens=(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    prefix="<｜tool▁calls▁begin｜>",
-    call_start=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
-    call_end="\n```<｜tool▁call▁end｜>",
+OLMO3 = replace(
+    PYTHONIC,
+    parsers=("olmo3",),
+    template_markers=("<function_calls>",),
+    start_markers=("<function_calls>",),
+    end_markers=("</function_calls>",),
+    marker_tokens=("<function_calls>", "</function_calls>"),
+    allow_unmarked=False,
+    in_list=False,
+    prefix="<function_calls>",
     separator="\n",
-    suffix="<｜tool▁calls▁end｜>",
+    suffix="</function_calls>",
 )
-"""``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name``, the arguments as a block of JSON,
-``<｜tool▁call▁end｜>`` … ``<｜tool▁calls▁end｜>``: DeepSeek V3 and R1."""
+"""``<function_calls>name(key="value")</function_calls>``, each call on a line: OLMo 3."""
 
-DEEPSEEK_V31 = replace(
-    DEEPSEEK_V3,
-    template_markers=("<｜tool▁call▁begin｜>",),
-    call_start=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-    call_end="<｜tool▁call▁end｜>",
-    separator="",
+LFM2 = replace(
+    PYTHONIC,
+    parsers=("lfm2",),
+    template_markers=("<|tool_call_start|>",),
+    start_markers=("<|tool_call_start|>",),
+    end_markers=("<|tool_call_end|>",),
+    marker_tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+    allow_unmarked=False,
+    prefix="<|tool_call_start|>[",
+    suffix="]<|tool_call_end|>",
 )
-"""The same with the name alone before ``<｜tool▁sep｜>`` and the arguments alone after it: DeepSeek V3.1. Both are read
-by either."""
+"""``<|tool_call_start|>[name(key="value"), …]<|tool_call_end|>``: LFM2."""
 
-GRANITE = ToolCallFormat(
-    parsers=("granite",),
-    template_markers=("<|tool_call|>",),
-    start_markers=("<|tool_call|>",),
-    lead=" \n\r\t[",
-    end_markers=("]",),
-    separators=(",",),
-    marker_tokens=("<|tool_call|>",),
-    prefix="<|tool_call|>[",
-    call_start=('{"name": ', ', "arguments": '),
-    call_end="}",
-    separator=", ",
-    suffix="]",
-)
-"""``<|tool_call|>[{"name": …, "arguments": {…}}, …]``: Granite 3."""
-
-PHI4 = replace(
-    GRANITE,
-    parsers=("phi4_mini_json",),
-    template_markers=("<|tool|>",),
-    start_markers=("functools", "<|tool_call|>"),
-    end_markers=("]", "<|/tool_call|>"),
-    marker_tokens=("<|tool_call|>", "<|/tool_call|>"),
-    prefix="functools[",
-)
-"""``functools[{"name": …, "arguments": {…}}, …]``: Phi-4-mini; also between its tokens for calls."""
-
-HUNYUAN = replace(
-    GRANITE,
-    parsers=("hunyuan_a13b",),
-    template_markers=("<tool_calls>",),
-    start_markers=("<tool_calls>",),
-    end_markers=("]", "</tool_calls>"),
-    marker_tokens=("<tool_calls>", "</tool_calls>"),
-    prefix="<tool_calls>[",
-    suffix="]</tool_calls>",
-)
-"""``<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>``: Hunyuan."""
-
-COHERE = replace(
-    GRANITE,
-    parsers=("cohere_command3",),
-    template_markers=("<|START_ACTION|>",),
-    start_markers=("<|START_ACTION|>",),
-    end_markers=("]", "<|END_ACTION|>"),
-    marker_tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
-    prefix="<|START_ACTION|>[",
-    call_start=('{"tool_call_id": "0", "tool_name": ', ', "parameters": '),
-    suffix="]<|END_ACTION|>",
-)
-"""``<|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": {…}}, …]<|END_ACTION|>``: Command R7B and A."""
-
-INTERNLM = ToolCallFormat(
-    parsers=("internlm",),
-    template_markers=("<|action_start|>",),
-    start_markers=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
-    end_markers=("<|action_end|>",),
-    marker_tokens=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
-    prefix="<|action_start|><|plugin|>",
-    call_start=('{"name": ', ', "parameters": '),
-    call_end="}<|action_end|>",
-    separator="<|action_start|><|plugin|>",
-)
-"""``<|action_start|><|plugin|>{"name": …, "parameters": {…}}<|action_end|>`` for each call: InternLM 2 and 3."""
-
-TOOL_CALL_FORMATS = (
-    HERMES,
-    MISTRAL_ARGS,
-    MISTRAL,
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
-    LLAMA3_JSON,
-    GRANITE,
-    PHI4,
-    HUNYUAN,
-    COHERE,
-    INTERNLM,
+TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
+    *json_formats.FORMATS,
+    QWEN3_CODER,
+    SEED_OSS,
+    MINIMAX_M2,
+    GLM47,
+    GLM45,
+    PYTHONIC,
+    OLMO3,
+    LFM2,
 )
 
 

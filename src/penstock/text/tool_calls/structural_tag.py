@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from .formats import ToolCallFormat
+from .format import Schemas, ToolCallFormat
 
 
-def forced_call_tag(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any]], several: bool) -> dict[str, Any]:
+def forced_call_tag(form: ToolCallFormat, tools: Schemas, several: bool) -> dict[str, Any]:
     """A structural tag that allows tool calls alone, in the model's own format.
 
     Args:
-        tools: name → JSON schema of the arguments.
+        tools: the tools that may be called.
         several: whether more than one call is allowed.
+
+    Raises ``PenstockError`` (``unsupported``) where the format cannot follow a schema.
     """
     prefix, suffix = form.call_start
-    calls = []
-    for name, arguments in tools.items():
-        written = json.dumps(name, ensure_ascii=False) if prefix.endswith('": ') else name  # a value of JSON
-        content = {"type": "json_schema", "json_schema": arguments, "separators": [", ", ": "]}
-        calls.append({"type": "tag", "begin": prefix + written + suffix, "content": content, "end": form.call_end})
+    calls = [
+        {
+            "type": "tag",
+            "begin": prefix + form.written_name(name) + suffix,
+            "content": form.arguments_format(schema),
+            "end": form.call_end,
+        }
+        for name, schema in tools.items()
+    ]
     elements = [
         {"type": "const_string", "value": form.prefix},
         {

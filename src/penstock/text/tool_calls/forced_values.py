@@ -1,0 +1,138 @@
+"""Formats of structural tags for arguments that are not one JSON object: one after the other, each by its schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core import Code, PenstockError
+
+from .values import MAX_REFERENCES, STRING, resolved, types_of
+
+OBJECT_KEYWORDS = frozenset(
+    "type properties required additionalProperties $defs definitions $schema $id $comment title description examples "
+    "default deprecated strict x-guidance".split()
+)
+"""Keywords that arguments written one by one follow, or that do not limit them."""
+KEY = re.compile(r"[^\s<>\"'=()]+")
+
+Format = dict[str, Any]
+"""A format of a structural tag."""
+
+
+def arguments_sequence(schema: Mapping[str, Any], elements: Mapping[str, Format], separator: str = "") -> Format:
+    """Arguments one by one; those that are not required may be left out. They are in the order of their schema's
+    properties, but for a separator between them, with which those that are required come first.
+
+    Args:
+        schema: an object's.
+        elements: format of each argument.
+        separator: text between two arguments.
+
+    Raises ``PenstockError`` (``unsupported``) for what the schema asks for besides.
+    """
+    if other := sorted(schema.keys() - OBJECT_KEYWORDS):
+        raise _unsupported(f"{other[0]} of a tool's parameters")
+    required = [name for name in schema.get("required", ()) if isinstance(name, str)]
+    if unknown := [name for name in required if name not in elements]:
+        raise _unsupported(f"required parameter {unknown[0]!r:.50}, which is not among the properties,")
+    if wrong := [name for name in elements if not KEY.fullmatch(name)]:
+        raise _unsupported(f"the name of the parameter {wrong[0]!r:.50}")
+    if separator:
+        first, others = (
+            [element for name, element in elements.items() if (name in required) == wanted] for wanted in (True, False)
+        )
+        return _joined(first, others, separator)
+    return _sequence([part if name in required else _optional(part) for name, part in elements.items()])
+
+
+def _joined(required: list[Format], others: list[Format], separator: str) -> Format:
+    """Elements with a text between each two that are there; those that are required come first."""
+
+    def following(elements: list[Format]) -> list[Format]:
+        return [_optional(_sequence([_text(separator), element])) for element in elements]
+
+    if required:
+        between = [_text(separator)] * (2 * len(required) - 1)
+        between[::2] = required
+        return _sequence([*between, *following(others)])
+    if not others:
+        return _text("")
+    return _optional(_or([_sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
+
+
+def value_format(schema: Any, root: Mapping[str, Any], text: Format, depth: int = 0) -> Format:
+    """A value: a text without quotes where the schema allows one, otherwise JSON.
+
+    Args:
+        schema: that of the value.
+        root: the schema that it is part of, which has the definitions.
+        text: any text.
+    """
+    found = resolved(schema, root)
+    types = types_of(found, root)
+    if types is None or "string" not in types:
+        return json_format(schema, root)
+    if "const" in found or isinstance(found.get("enum"), list):
+        values = found.get("enum", [found.get("const")])
+        return _or([_text(value if isinstance(value, str) else json.dumps(value)) for value in values])
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(found.get(keyword), list) and depth < MAX_REFERENCES:
+            return _or([value_format(part, root, text, depth + 1) for part in found[keyword]])
+    string = _string(found, text)
+    others = sorted(types - STRING)
+    return _or([string, json_format({**found, "type": others}, root)]) if others else string
+
+
+def json_format(schema: Any, root: Mapping[str, Any]) -> Format:
+    """A JSON value by a schema that may refer to the definitions of the one that it is part of."""
+    if isinstance(schema, Mapping):
+        schema = {name: root[name] for name in ("$defs", "definitions") if name in root} | dict(schema)
+    return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+
+def _string(schema: Mapping[str, Any], text: Format) -> Format:
+    """A text by the keywords for strings. ``format`` is an annotation, as JSON Schema has it by default."""
+    if (pattern := schema.get("pattern")) is not None:
+        begin, end = "" if pattern.startswith("^") else "[^<]*", "" if pattern.endswith("$") else "[^<]*"
+        return {"type": "regex", "pattern": f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}"}
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
+    if not shortest and longest is None:
+        return text
+    return {"type": "regex", "pattern": f"[^<]{{{shortest},{'' if longest is None else longest}}}"}
+
+
+def text_without(end: str) -> Format:
+    """Any text in which ``end`` does not occur. Its first character occurs in it once, so that the search for it
+    starts again wherever that character comes.
+    """
+    first, *rest = map(re.escape, end)
+    again, other, partial = first, f"[^{first}{rest[-1]}]", ""
+    for i in range(len(rest) - 2, -1, -1):
+        again = f"{first}|{rest[i]}({again})"
+        other = f"[^{first}{rest[i]}]|{rest[i]}({other})"
+        partial = f"({rest[i]}{partial})?"
+    return {"type": "regex", "pattern": f"([^{first}]|{first}({again})*({other}))*({first}({again})*{partial})?"}
+
+
+def _text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(elements: list[Format]) -> Format:
+    return {"type": "sequence", "elements": elements} if elements else _text("")
+
+
+def _or(elements: list[Format]) -> Format:
+    return {"type": "or", "elements": elements}
+
+
+def _optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
+
+
+def _unsupported(what: str) -> PenstockError:
+    message = f"tools: {what} is not supported where a call is forced, in the form in which this model calls tools"
+    return PenstockError(Code.UNSUPPORTED, message, "tools")

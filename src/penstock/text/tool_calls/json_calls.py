@@ -1,0 +1,176 @@
+"""Tool calls whose arguments are a JSON object."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .brace_scanner import BraceScanner
+from .format import Schemas, ToolCallFormat
+from .parser import ToolCall, ToolCallParser
+from .values import is_text
+
+NAME_AND_ARGUMENTS = re.compile(
+    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""The beginning of an object of name and arguments, up to the arguments."""
+MAX_NAME_LENGTH = 512
+"""Characters between a start marker and the arguments, where the name is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSONFormat(ToolCallFormat):
+    """Calls whose arguments are a JSON object. The name comes before them, either in one object with them
+    (``{"name": …, "arguments": {…}}``) or by itself."""
+
+    lead: str = " \n\r\t"
+    """Characters allowed between a start marker and the object of name and arguments."""
+    name_pattern: re.Pattern[str] | None = None
+    """The text between a start marker and the arguments, where the name is there; its groups hold the name, and ``id``
+    the call's id where the model writes it."""
+    separators: tuple[str, ...] = ()
+    """Texts after a call that begin another one without a start marker."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the arguments even where braces are open: the markers that cannot be part of JSON."""
+        return tuple(
+            text for text in (*self.start_markers, *self.end_markers, *self.separators) if text not in ("]", ",")
+        )
+
+    def parser(self, schemas: Schemas) -> ToolCallParser:
+        return _JSONCallParser(self)
+
+    def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+    def written_name(self, name: str) -> str:
+        return json.dumps(name, ensure_ascii=False) if self.call_start[0].endswith('": ') else name  # a value of JSON
+
+
+class _JSONCallParser(ToolCallParser):
+    """From the opening brace on, arguments are passed on as they are written: to their closing brace, to the next
+    marker, or to the end of the text. They may be invalid JSON, as they may with OpenAI. An object in which the name
+    does not come first is held back until it is complete.
+    """
+
+    def __init__(self, form: JSONFormat) -> None:
+        super().__init__(form.start_markers, form.allow_unmarked, form.new_id)
+        self._form = form
+        self._scanner = BraceScanner(form.stops)
+        self._scanned = 0
+        """Characters of the held text that were scanned, of an object that is held back as a whole."""
+        self._in_object = False
+        """Whether the arguments are in one object with the name."""
+
+    def _read_start(self, last: bool) -> bool:
+        """Between a start marker and the first brace."""
+        form, ahead = self._form, self._held.lstrip(self._form.lead)
+        if not ahead and not last:
+            return False
+        if ahead.startswith("{"):
+            self._scanned, self._scanner, self._step = 0, BraceScanner(form.stops), self._read_object
+            return True
+        at = self._held.find("{")
+        if form.name_pattern is None:
+            return self._reject()
+        if at < 0 and len(self._held) <= MAX_NAME_LENGTH and not last:
+            return False
+        match = form.name_pattern.fullmatch(self._held, 0, at) if 0 <= at <= MAX_NAME_LENGTH else None
+        if match is None:
+            return self._reject()
+        groups = match.groupdict()
+        call_id = groups.pop("id", "")
+        if call_id in {call.id for call in self.calls}:
+            call_id = f"{call_id.rpartition(':')[0]}:{len(self.calls)}"
+        self._begin(next(name for name in groups.values() if name), in_object=False, call_id=call_id)
+        self._held = self._held[at:]
+        return True
+
+    def _read_object(self, last: bool) -> bool:
+        """In an object of name and arguments, before the arguments."""
+        ahead = self._held.lstrip(self._form.lead)
+        if head := NAME_AND_ARGUMENTS.match(ahead):
+            self._begin(_string(head["name"]), in_object=True)
+            self._held = ahead[head.end() :]
+            return True
+        length, ended = self._scanner.scan(ahead[self._scanned :], last)
+        self._scanned += length
+        if not ended:
+            if last:  # an unclosed object is content as a whole; searching it again would take quadratic time
+                self._content += self._gap + self._marker + self._held
+                self._held, self._step = "", self._read_content
+            return False
+        call = _call(ahead[: self._scanned])
+        if call is None:
+            return self._reject()
+        self.calls.append(ToolCall(self._new_id(), *call))
+        self._held, self._step = ahead[self._scanned :], self._read_end
+        return True
+
+    def _read_arguments(self, last: bool) -> bool:
+        length, ended = self._scanner.scan(self._held, last)
+        self.calls[-1].arguments += self._held[:length]
+        self._held = self._held[length:]
+        if not ended:
+            return False
+        self._scanner = BraceScanner(self._form.stops, depth=1)
+        self._step = self._skip_object_end if self._in_object else self._read_end
+        return True
+
+    def _skip_object_end(self, last: bool) -> bool:
+        """After the arguments, to the end of the object; fields other than name and arguments are ignored."""
+        length, ended = self._scanner.scan(self._held, last)
+        self._held = self._held[length:]
+        if ended:
+            self._step = self._read_end
+        return ended
+
+    def _read_end(self, last: bool) -> bool:
+        form = self._form
+        self._held = self._held.lstrip()
+        for text in (*form.end_markers, *form.separators):
+            if self._held.startswith(text):
+                self._held = self._held[len(text) :]
+                if text in form.separators:
+                    self._gap, self._marker, self._step = "", text, self._read_start
+                return True
+            if not last and text.startswith(self._held):
+                return False
+        if form.allow_unmarked and self._held.startswith("{"):
+            self._gap, self._marker, self._step = "", "", self._read_start
+        else:
+            self._step = self._read_content
+        return True
+
+    def _begin(self, name: str, in_object: bool, call_id: str = "") -> None:
+        self._start_call(name, call_id=call_id)
+        self._in_object, self._scanner, self._step = in_object, BraceScanner(self._form.stops), self._read_arguments
+
+
+def _string(written: str) -> str:
+    """The value of a JSON string; the text itself where it is invalid."""
+    try:
+        name = str(json.loads(f'"{written}"', strict=False))
+        return name if is_text(name) else written
+    except ValueError:
+        return written
+
+
+def _call(written: str) -> tuple[str, str] | None:
+    """Name and arguments of a complete object; None where it is not a call."""
+    try:
+        document = json.loads(written)
+        name = document["tool_name"] if "tool_name" in document else document["name"]
+        arguments = document.get("arguments", document.get("parameters")) or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(arguments, str) and not is_text(text):
+            text = json.dumps(arguments)
+        good = isinstance(name, str) and isinstance(json.loads(text), dict)  # text is JSON within JSON
+        good = good and is_text(name + text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return (name, text) if good else None

@@ -1,0 +1,147 @@
+"""Tool calls that are written as calls in Python: ``[get_weather(city="Paris", days=3)]``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .forced_values import arguments_sequence, json_format
+from .format import Schemas, ToolCallFormat
+from .parser import ToolCallParser
+from .values import literal
+
+NAME = r"[A-Za-z_][\w.-]{0,127}"
+SPACE = r"\s{0,64}"
+CALL = re.compile(rf"{SPACE}({NAME})\({SPACE}(?=\)|{NAME}{SPACE}=[^=])", re.ASCII)
+"""The beginning of a call up to its first argument."""
+CALL_SO_FAR = re.compile(rf"{SPACE}({NAME}(\({SPACE}({NAME}({SPACE}=?)?)?)?)?", re.ASCII)
+"""What may become one."""
+KEY = re.compile(rf"{SPACE}({NAME}){SPACE}=\s*", re.ASCII)
+KEY_SO_FAR = re.compile(rf"{SPACE}({NAME}{SPACE})?", re.ASCII)
+BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonicFormat(ToolCallFormat):
+    """Calls of Python with keyword arguments, in a list or each on a line, whose values are literals of Python or
+    JSON."""
+
+    in_list: bool = True
+    """Whether the calls are in brackets."""
+
+    def parser(self, schemas: Schemas) -> ToolCallParser:
+        return _PythonicCallParser(self)
+
+    def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        elements = {
+            name: {"type": "tag", "begin": f"{name}=", "content": json_format(part, schema), "end": ""}
+            for name, part in schema.get("properties", {}).items()
+        }
+        return arguments_sequence(schema, elements, ", ")
+
+
+class _PythonicCallParser(ToolCallParser):
+    """Writes arguments as JSON, each when it is complete. A value that is no literal is passed on as a text."""
+
+    def __init__(self, form: PythonicFormat) -> None:
+        super().__init__(form.start_markers, form.allow_unmarked, form.new_id)
+        self._form = form
+        self._in_list = self._open = False
+        """Whether the calls are in brackets, and whether another one may follow."""
+        self._key = self._quote = ""
+        self._escaped = False
+        self._depth = self._scanned = 0
+        """Open brackets of the value, and how many of its characters were read."""
+
+    def _read_start(self, last: bool) -> bool:
+        """Up to the first argument, or the end of a call that has none."""
+        ahead = self._held.lstrip()
+        if not ahead and not last:
+            return False
+        self._in_list = ahead.startswith("[")
+        if self._form.in_list and not self._in_list:
+            return self._reject()
+        ahead, self._open = ahead[self._in_list :], True
+        if self._read_call(ahead):
+            return True
+        return False if self._may_be_call(ahead, last) else self._reject()
+
+    def _read_call(self, ahead: str) -> bool:
+        """Begin a call, if there is one ahead."""
+        if (match := CALL.match(ahead)) is None:
+            return False
+        self._start_call(match[1], "{")
+        self._held, self._step = ahead[match.end() :], self._read_key
+        return True
+
+    def _may_be_call(self, ahead: str, last: bool) -> bool:
+        return not last and CALL_SO_FAR.fullmatch(ahead) is not None
+
+    def _read_key(self, last: bool) -> bool:
+        """Before an argument, or behind the last one."""
+        if match := KEY.match(self._held):
+            rest = self._held[match.end() :]
+            if not rest and not last:  # there may be more whitespace
+                return False
+            self._key, self._held = match[1], rest
+            self._quote, self._escaped, self._depth, self._scanned, self._step = "", False, 0, 0, self._read_value
+            return True
+        if KEY_SO_FAR.fullmatch(self._held):
+            return False
+        self._held = self._held.lstrip().removeprefix(")")
+        return self._end_call()
+
+    def _read_value(self, last: bool) -> bool:
+        for at in range(self._scanned, len(self._held)):
+            char = self._held[at]
+            if self._quote:
+                if char == self._quote and not self._escaped:
+                    self._quote = ""
+                self._escaped = char == "\\" and not self._escaped
+            elif char in "\"'":
+                self._quote, self._escaped = char, False
+            elif char in ",)" and not self._depth:
+                return self._end_value(at)
+            else:
+                self._depth = max(self._depth + BRACKETS.get(char, 0), 0)
+        self._scanned = len(self._held)
+        return False
+
+    def _end_value(self, at: int) -> bool:
+        written, end, self._held = self._held[:at].strip(), self._held[at], self._held[at + 1 :]
+        value = literal(written)
+        call = self.calls[-1]
+        call.arguments += ", " * (call.arguments != "{") + json.dumps(self._key) + ": "
+        call.arguments += value.json if value else json.dumps(written, ensure_ascii=False)
+        if end == ")":
+            return self._end_call()
+        self._step = self._read_key
+        return True
+
+    def _end_call(self) -> bool:
+        self.calls[-1].arguments += "}"
+        self._step = self._read_end
+        return True
+
+    def _read_end(self, last: bool) -> bool:
+        """Behind a call: another one, or the end of the list."""
+        self._held = self._held.lstrip()
+        if self._open and self._in_list and self._held.startswith(("]", ",")):
+            self._open, self._held = self._held[0] == ",", self._held[1:]
+            return True
+        for text in self._form.end_markers:
+            if self._held.startswith(text):
+                self._open, self._held = False, self._held[len(text) :]
+                return True
+            if not last and text.startswith(self._held):
+                return False
+        if self._open:
+            if self._read_call(self._held):
+                return True
+            if self._may_be_call(self._held, last):
+                return False
+        self._step = self._read_content
+        return True

@@ -1,0 +1,131 @@
+"""Values of arguments that models write otherwise than in JSON, and the types that a tool's schema gives them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+NAMES = {"true": True, "false": False, "null": None, "none": None}
+"""Constants of JSON and Python, in any case."""
+MAX_REFERENCES = 16
+"""Schemas within schemas that are looked through for a value's type."""
+STRING = frozenset(("string",))
+TYPES: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+"""Types of Python's values → JSON Schema's names."""
+
+Types = frozenset[str] | None
+"""The types of JSON Schema that a value may have; None where nothing is known."""
+
+
+def is_text(text: str) -> bool:
+    """Whether a text can be encoded as UTF-8, that is, has no unpaired surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def to_json(value: Any) -> str:
+    """A value as JSON. Raises ``ValueError`` or ``TypeError`` where it has none."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_text(text) else json.dumps(value, allow_nan=False)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema, or the one in ``$defs`` or ``definitions`` that it refers to; empty where that is not found."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        schema = root
+        for name in reference.removeprefix("#/").split("/"):
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) and "$ref" not in schema else {}
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:
+    """The types that a schema allows.
+
+    Args:
+        root: the schema that it is part of.
+    """
+    schema = resolved(schema, root)
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset((kind,))
+    if isinstance(kind, list):
+        return frozenset(map(str, kind))
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return frozenset(map(type_name, schema.get("enum", [schema.get("const")])))
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list) and depth < MAX_REFERENCES:
+            kinds = [types_of(part, root, depth + 1) for part in schema[keyword]]
+            return None if None in kinds else frozenset().union(*(part for part in kinds if part))
+    if isinstance(schema.get("allOf"), list) and depth < MAX_REFERENCES:
+        return next((found for part in schema["allOf"] if (found := types_of(part, root, depth + 1))), None)
+    return None
+
+
+def type_name(value: Any) -> str:
+    """JSON Schema's name of a value's type."""
+    return TYPES.get(type(value), "null")
+
+
+def typed_value(written: str, types: Types) -> str:
+    """The JSON of a value that was written without quotes around texts.
+
+    A text that reads as a value of another type is that value, unless only texts are allowed.
+    """
+    text = json.dumps(written, ensure_ascii=False)
+    if types == STRING or (value := literal(written)) is None:
+        return text
+    if value.type == "string":
+        return text if types is None or "string" in types else value.json
+    allowed = types is None or value.type in types or (value.type == "integer" and "number" in types)
+    return value.json if allowed or (types and "string" not in types) else text
+
+
+class Literal:
+    """A value that was read: its type by JSON Schema's name, and its JSON."""
+
+    __slots__ = ("json", "type")
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.type = kind
+        self.json = text
+
+
+def literal(written: str) -> Literal | None:
+    """A literal of JSON, which stays as it is written, or of Python; None where it is neither."""
+    written = written.strip()
+    try:
+        value = json.loads(written, parse_constant=_refuse)
+        return Literal(type_name(value), written)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with warnings.catch_warnings():  # of escapes that Python does not know
+            warnings.simplefilter("ignore")
+            tree = _Constants().visit(ast.parse(written, mode="eval"))
+        value = ast.literal_eval(tree)
+        return Literal("array" if isinstance(value, tuple) else type_name(value), to_json(value))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+class _Constants(ast.NodeTransformer):
+    """Replaces the names of constants, as ``true`` in ``{'a': true}``."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        name = node.id.lower()
+        return ast.copy_location(ast.Constant(NAMES[name]), node) if name in NAMES else node

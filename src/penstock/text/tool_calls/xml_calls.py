@@ -1,0 +1,182 @@
+"""Tool calls whose arguments are elements, each with a name and a value: ``<parameter=city>Paris</parameter>``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.text.markers import split_at_marker
+
+from .forced_values import arguments_sequence, text_without, value_format
+from .format import Schemas, ToolCallFormat
+from .parser import ToolCallParser
+from .values import STRING, Types, typed_value, types_of
+
+NAME = re.compile(r"[^\s<>\"'=/]{1,256}")
+MAX_KEY_LENGTH = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class XMLFormat(ToolCallFormat):
+    """Calls of elements. Texts stand in them without quotes, other values as JSON, so that the tool's schema says what
+    ``5`` is."""
+
+    name_start: str = ""
+    """Text between a start marker and the name. A call within the same start marker begins with it, too."""
+    name_end: str = ""
+    """Text after the name; without one, the first parameter or the end of the call follows."""
+    parameter: tuple[str, str]
+    """Text before and after a parameter's name."""
+    value_start: str = ""
+    """Text before a value, after whitespace."""
+    value_end: str
+    close: str
+    """Text that ends a call."""
+    trim_newlines: bool = False
+    """Whether a line break before and one after a value do not belong to it."""
+    line: str = "\n"
+    """Text between the elements of a forced call."""
+
+    def parser(self, schemas: Schemas) -> ToolCallParser:
+        return _XMLCallParser(self, schemas)
+
+    def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        begin, key_end = self.parameter
+        before = f"{self.line}{self.value_start}" if self.value_start else ""
+        around = "\n" if self.trim_newlines else ""
+        elements = {}
+        for name, part in schema.get("properties", {}).items():
+            value = value_format(part, schema, text_without(self.value_end))
+            elements[name] = {
+                "type": "tag",
+                "begin": f"{begin}{name}{key_end}{before}{around}",
+                "content": value,
+                "end": f"{around}{self.value_end}{self.line}",
+            }
+        return arguments_sequence(schema, elements)
+
+
+class _XMLCallParser(ToolCallParser):
+    """Writes arguments as JSON: texts as they come, other values when they are complete."""
+
+    def __init__(self, form: XMLFormat, schemas: Schemas) -> None:
+        super().__init__(form.start_markers, form.allow_unmarked, form.new_id)
+        self._form = form
+        self._schemas = schemas
+        markers = (form.parameter[0], form.close, form.name_start, *form.start_markers, *form.end_markers)
+        self._markers = [*dict.fromkeys(marker for marker in markers if marker)]
+        """What may follow within a call."""
+        self._key = self._value = ""
+        self._types: Types = None
+        self._is_text = self._trim = False
+
+    def _read_start(self, last: bool) -> bool:
+        """Between a start marker and the end of the name."""
+        form, ahead = self._form, self._held.lstrip()
+        if self._marker != form.name_start:
+            if not ahead.startswith(form.name_start):
+                return self._wait(ahead, last, form.name_start)
+            ahead = ahead[len(form.name_start) :].lstrip()
+        match = NAME.match(ahead)
+        rest = ahead[match.end() :] if match else ""
+        if not match or not rest:
+            return False if not last and len(ahead) <= 256 and (match or not ahead.strip()) else self._reject()
+        ends = [form.name_end] if form.name_end else [form.parameter[0], form.close]
+        rest = rest if form.name_end else rest.lstrip()
+        if not any(rest.startswith(end) for end in ends):
+            return self._wait(rest, last, *ends)
+        self._held = rest[len(form.name_end) :]
+        self._start_call(match[0], "{")
+        self._step = self._read_parameters
+        return True
+
+    def _wait(self, ahead: str, last: bool, *texts: str) -> bool:
+        """Wait for one of several texts, of which the beginning is there; otherwise this is no call."""
+        return False if not last and any(text.startswith(ahead) for text in texts) else self._reject()
+
+    def _read_parameters(self, last: bool) -> bool:
+        """Between parameters; what else stands there is ignored."""
+        split = split_at_marker(self._held, self._markers, last)
+        self._held = split.rest
+        if split.marker is None:
+            return False
+        if split.marker == self._form.parameter[0]:
+            self._step = self._read_key
+            return True
+        if split.marker != self._form.close:
+            self._held = split.marker + self._held
+        self.calls[-1].arguments += "}"
+        self._step = self._read_end
+        return True
+
+    def _read_key(self, last: bool) -> bool:
+        form = self._form
+        split = split_at_marker(self._held, form.parameter[1:], last, space="")
+        if "<" in split.before or len(split.before) > MAX_KEY_LENGTH or (last and not split.marker):
+            return self._give_up_key()
+        if not split.marker:
+            return False
+        key, rest = split.before, split.rest.lstrip() if form.value_start else split.rest
+        if not rest.startswith(form.value_start):
+            return False if not last and form.value_start.startswith(rest) else self._give_up_key()
+        self._held, self._key, self._value = rest[len(form.value_start) :], key.strip(), ""
+        self._trim = form.trim_newlines
+        call = self.calls[-1]
+        schema = self._schemas.get(call.name, {})
+        properties = schema.get("properties")
+        self._types = types_of(properties.get(self._key) if isinstance(properties, Mapping) else None, schema)
+        self._is_text = self._types == STRING
+        call.arguments += ", " * (call.arguments != "{") + json.dumps(self._key, ensure_ascii=False) + ": "
+        call.arguments += '"' * self._is_text
+        self._step = self._read_value
+        return True
+
+    def _give_up_key(self) -> bool:
+        self._step = self._read_parameters
+        return True
+
+    def _read_value(self, last: bool) -> bool:
+        if self._trim:
+            if not self._held and not last:
+                return False
+            self._held, self._trim = self._held.removeprefix("\n"), False
+        split = split_at_marker(self._held, [self._form.value_end], last, space="")
+        piece, self._held = split.before, split.rest
+        if self._form.trim_newlines:
+            if split.marker:
+                piece = piece.removesuffix("\n")
+            elif piece.endswith("\n") and not last:  # it may be the one before the end
+                piece, self._held = piece[:-1], "\n" + self._held
+        call = self.calls[-1]
+        if self._is_text:
+            call.arguments += json.dumps(piece, ensure_ascii=False)[1:-1]
+        else:
+            self._value += piece
+        if split.marker is None:
+            return False
+        call.arguments += '"' if self._is_text else typed_value(self._value, self._types)
+        self._step = self._read_parameters
+        return True
+
+    def _read_end(self, last: bool) -> bool:
+        form = self._form
+        self._held = self._held.lstrip()
+        if not self._held and not last:
+            return False
+        for text in form.end_markers:
+            if self._held.startswith(text):
+                self._held = self._held[len(text) :]
+                return True
+            if not last and text.startswith(self._held):
+                return False
+        if form.name_start and self._held.startswith(form.name_start):
+            self._gap, self._marker, self._step = "", form.name_start, self._read_start
+            self._held = self._held[len(form.name_start) :]
+            return True
+        if not last and form.name_start.startswith(self._held):
+            return False
+        self._step = self._read_content
+        return True
