@@ -478,7 +478,8 @@ void attention_task(const Attention& a, int64_t task) {
   for (int r = 0; r < count; r++) {
     const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
     const int64_t own = before + query, from = a.window && own >= a.window ? own - a.window + 1 : 0;
-    const int64_t end = a.lengths[sequence] - 1, seen = a.causal ? own : a.window ? std::min(own + a.window - 1, end) : end;
+    const int64_t end = a.lengths[sequence] - 1, far = a.causal ? own : a.window ? own + a.window - 1 : end;
+    const int64_t seen = std::min<int64_t>(a.key_ends ? a.key_ends[start + query] - 1 : far, end);
     offsets[r] = ((start + query) * a.heads + head) * dim;
     places[r] = (start + query) * a.out_stride + head * dim;
     const T* q = (const T*)a.q + offsets[r];  // a page from the next one's, so that nobody else thinks of asking for it

@@ -555,7 +555,8 @@ def _check_images(request: EngineRequest) -> None:
             raise invalid("images", "must have places in the prompt, one behind the other")
         if (image.continues and not image.offset == end > 0) or not 0 <= image.time < MAX_TIME:
             raise invalid("images", "must have their places in a video")
-        if image.num_frames < 1 or len(image.pixels) != 3 * image.num_frames * image.height * image.width:
+        pictures = image.num_frames * image.tiles
+        if image.num_frames < 1 or len(image.pixels) != 3 * pictures * image.height * image.width:
             raise invalid("images", "must have a byte for each channel of a pixel")
         end = image.end
 

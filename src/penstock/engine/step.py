@@ -34,6 +34,8 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     """``ImageInput.content_hash``."""
     start: int
     end: int
+    bidirectional: bool
+    """As ``ImageInput.bidirectional``."""
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,7 @@ from .generation_config import read_generation_config
 from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, split_media
 from .multimodal.kwargs import image_kwargs, merge_media_kwargs, video_kwargs
 from .multimodal.processor import read_image_processor
+from .multimodal.prompts import Crops, spread_crops
 from .multimodal.python import python_sources
 from .multimodal.video import Video
 from .multimodal.video_config import read_placeholders, read_video_processor
@@ -99,7 +100,8 @@ class InputProcessor:
         other = None if options.generation_config in ("auto", "vllm") else Path(options.generation_config)
         self._defaults = read_generation_config(folder, self.tokenizer, other)
         given = merge_media_kwargs(*options.media_kwargs())
-        images = read_image_processor(folder, image_kwargs(given), options.max_image_pixels)
+        limit, token_id = options.max_image_pixels, self.tokenizer.token_to_id
+        images = read_image_processor(folder, image_kwargs(given), limit, token_id)
         limits = options.max_video_frames, options.max_video_pixels
         videos = read_video_processor(folder, video_kwargs(given), *limits) if images else None
         self._placeholders = read_placeholders(folder, images, videos) if images else None
@@ -158,6 +160,9 @@ class InputProcessor:
                 marks = placeholders.video, placeholders.start, placeholders.end
                 text = placeholders.spread_text(text, media, {mark: tokenizer.id_to_token(mark) for mark in marks})
                 token_ids = tokenizer.encode(text, add_special_tokens)
+        if text is not None and any(isinstance(each, Crops) for each in media):
+            marker = tokenizer.id_to_token(placeholders.image_marker)
+            token_ids = tokenizer.encode(spread_crops(text, marker, media), add_special_tokens)
         return placeholders.place(token_ids, media)
 
     def response_formats(self, template: str | None = None) -> ResponseFormats:

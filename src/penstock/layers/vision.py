@@ -16,21 +16,32 @@ from penstock.quant import PackedMatrix
 
 from .context import BuildContext
 from .linear import ColumnParallelLinear
+from .norm import Norm
 
 MIN_SCORES = 2**16
 """Attention scores of all heads together from which on threads pay."""
 
 
 class Linear:
-    """A linear layer with a bias that every rank computes whole.
+    """A linear layer that every rank computes whole.
 
     Args:
         context: of a single rank.
         name: of the checkpoint's matrix, without ``.weight``.
+        others: of more matrices of the same input and size, whose outputs follow.
     """
 
-    def __init__(self, context: BuildContext, name: str, inputs: int, outputs: int) -> None:
-        self._linear = ColumnParallelLinear(context, [name], inputs, [Shard(0, outputs, outputs)], bias=True)
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        others: Sequence[str] = (),
+    ) -> None:
+        names = [name, *others]
+        self._linear = ColumnParallelLinear(context, names, inputs, [Shard(0, outputs, outputs)] * len(names), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` to ``[rows, outputs]``."""
@@ -42,11 +53,11 @@ class PatchEmbed:
 
     Args:
         name: of the checkpoint's convolution, without ``.weight``.
-        patch: size of a patch: channels, frames, height, width.
+        patch: size of a patch: channels, frames (of a convolution in three dimensions), height, width.
     """
 
     def __init__(
-        self, context: BuildContext, name: str, outputs: int, patch: tuple[int, int, int, int], bias: bool = False
+        self, context: BuildContext, name: str, outputs: int, patch: tuple[int, ...], bias: bool = False
     ) -> None:
         weight = context.read_weight(f"{name}.weight", outputs, *patch).flatten(1)
         biases = context.read_weight(f"{name}.bias", outputs) if bias else None
@@ -92,29 +103,52 @@ class VisionAttention:
     Args:
         name: of the checkpoint's module, above ``qkv`` and ``proj``.
         threads: shared by the layers of a tower.
+        qkv: the module's names of queries, keys and values, where they are three matrices.
+        proj: the module's name of the output's matrix.
+        bias: of queries, keys and values, and of the output.
+        qk_norms: on queries and keys, all heads of a patch together.
     """
 
-    def __init__(self, context: BuildContext, name: str, size: int, heads: int, threads: HeadThreads) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        size: int,
+        heads: int,
+        threads: HeadThreads,
+        *,
+        qkv: Sequence[str] = ("qkv",),
+        proj: str = "proj",
+        bias: tuple[bool, bool] = (True, True),
+        qk_norms: tuple[Norm, Norm] | None = None,
+    ) -> None:
         self._heads = heads
         self._threads = threads
-        self._qkv = Linear(context, f"{name}.qkv", size, 3 * size)
-        self._proj = Linear(context, f"{name}.proj", size, size)
+        self._qk_norms = qk_norms
+        first, *others = [f"{name}.{part}" for part in qkv]
+        self._qkv = Linear(context, first, size, 3 * size // len(qkv), bias[0], others)
+        self._proj = Linear(context, f"{name}.{proj}", size, size, bias[1])
 
-    def __call__(self, x: Tensor, rope: Tensor, segments: Sequence[int]) -> Tensor:
+    def __call__(self, x: Tensor, rope: Tensor | None, segments: Sequence[int]) -> Tensor:
         """Attend.
 
         Args:
             x: ``[patches, size]``.
-            rope: ``[2, patches, head_dim]`` float32: cosines and sines.
+            rope: ``[2, patches, head_dim]`` float32: cosines and sines; None turns nothing.
             segments: lengths of the segments, one after the other.
         """
-        q, k, v = self._qkv(x).view(len(x), 3, self._heads, -1).permute(1, 2, 0, 3)  # [heads, patches, head_dim]
-        q, k = _rotate(q, rope), _rotate(k, rope)
+        parts = self._qkv(x).view(len(x), 3, -1).unbind(1)
+        if self._qk_norms:
+            norms = zip(self._qk_norms, parts, strict=False)
+            parts = (*(norm(part.contiguous()) for norm, part in norms), parts[2])
+        q, k, v = (part.view(len(x), self._heads, -1).transpose(0, 1) for part in parts)  # [heads, patches, head_dim]
+        if rope is not None:
+            q, k = _rotate(q, rope), _rotate(k, rope)
         attended, start = [], 0
         for length, group in groupby(segments):  # those of equal length at once
             end = start + length * sum(1 for _ in group)
-            parts = (each[:, start:end].unflatten(1, (-1, length)).contiguous() for each in (q, k, v))
-            attended.append(self._threads.attend(*parts).flatten(1, 2))
+            own = (each[:, start:end].unflatten(1, (-1, length)).contiguous() for each in (q, k, v))
+            attended.append(self._threads.attend(*own).flatten(1, 2))
             start = end
         whole = torch.cat(attended, 1) if attended[1:] else attended[0]
         return self._proj(whole.transpose(0, 1).flatten(1))

@@ -79,6 +79,8 @@ class QwenVisionTower:
         mrope, embed: of the language model.
     """
 
+    bidirectional = False
+
     def __init__(self, context: BuildContext, config: Qwen2VisionConfig, mrope: MRoPE, embed: Embed) -> None:
         context = replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
         self._config = config

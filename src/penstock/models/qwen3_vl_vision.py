@@ -73,6 +73,8 @@ class Qwen3VisionTower:
         deepstack: as of ``VisionTower``.
     """
 
+    bidirectional = False
+
     def __init__(
         self, context: BuildContext, config: Qwen3VisionConfig, mrope: MRoPE, embed: Embed, deepstack: list[Tensor]
     ) -> None:

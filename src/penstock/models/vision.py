@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.core.multimodal import ImageInput
@@ -38,6 +39,8 @@ class VisionTower(Protocol):
     deepstack: Sequence[Tensor]
     """Of each of the first decoder layers ``[step tokens, hidden]``: what is added to the residual stream behind it for
     the tokens of a step, zeros for those of text (DeepStack, Meng et al., 2024). Most models have none."""
+    bidirectional: bool
+    """Whether the tokens of an image attend to each other in both directions (``AttentionMetadata.key_ends``)."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The language model's embeddings of tokens, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may
@@ -53,3 +56,25 @@ class VisionTower(Protocol):
     def rope_rows(self, positions: np.ndarray) -> Tensor:
         """``Batch.positions`` of tokens with positions ``[3, tokens]`` int64 in time, height and width."""
         ...
+
+
+class TokenPositions:
+    """The part of a ``VisionTower`` whose features have the positions of their tokens.
+
+    Args:
+        embed: of the language model.
+    """
+
+    bidirectional = False
+    deepstack: Sequence[Tensor] = ()
+
+    def __init__(self, embed: Callable[[Tensor], Tensor]) -> None:
+        self._embed = embed
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """As ``VisionTower.embed``."""
+        return self._embed(token_ids)
+
+    def rope_rows(self, positions: np.ndarray) -> Tensor:
+        """As ``VisionTower.rope_rows``."""
+        return torch.from_numpy(positions[0])

@@ -185,6 +185,7 @@ class Ops(Protocol):
         device: torch.device = ...,
         graph_sizes: Sequence[int] = ...,
         sampled: Tensor | None = None,
+        key_ends: bool = False,
     ) -> ForwardFn: ...
 
 

@@ -252,6 +252,7 @@ def attention(
     sinks: int,
     latent: int,
     causal: bool,
+    key_ends: int,
     /,
 ) -> None: ...
 def latent_store(

@@ -22,14 +22,18 @@ class AttentionMetadata:
     """``[sequences]`` int32: tokens of each sequence in the KV cache, this step's included."""
     block_tables: Tensor
     """``[sequences, blocks]`` int32: KV blocks of each sequence, in order."""
+    key_ends: Tensor | None = None
+    """``[queries]`` int32: index after the last key that each query sees, of models that attend in both directions
+    within an image; None where each sees its own and those before. Windows count from a query's own position."""
     plan: Any = None
     """What a backend has derived of the above in the first layer, for the other layers."""
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """The metadata on a device."""
-        return AttentionMetadata(
-            *(each.to(device) for each in (self.query_start_loc, self.seq_lens, self.block_tables))
-        )
+        parts = (self.query_start_loc, self.seq_lens, self.block_tables, self.key_ends)
+        starts, lengths, tables, ends = (None if each is None else each.to(device) for each in parts)
+        assert starts is not None and lengths is not None and tables is not None
+        return AttentionMetadata(starts, lengths, tables, ends)
 
 
 @dataclass(slots=True)

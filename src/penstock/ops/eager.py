@@ -21,6 +21,7 @@ def capture(
     device: torch.device,
     graph_sizes: Sequence[int] = (),
     sampled: Tensor | None = None,
+    key_ends: bool = False,
 ) -> ForwardFn:
     """As ``reference.capture``, for passes that may make any calls, on any device."""
 

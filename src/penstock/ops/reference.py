@@ -514,6 +514,8 @@ def attention(
         at = torch.arange(length, device=q.device)
         position = at[length - len(own) :, None]
         hidden = at > (position if causal else position + window - 1 if window else length)
+        if metadata.key_ends is not None:
+            hidden = at >= metadata.key_ends[rows, None]
         if window:
             hidden |= at <= position - window
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -661,6 +663,7 @@ def capture(
     device: torch.device = CPU,
     graph_sizes: Sequence[int] = (),
     sampled: Tensor | None = None,
+    key_ends: bool = False,
 ) -> ForwardFn:
     """The forward pass in the form that this backend runs fastest: over batches in host memory. Its result is on the
     device, and valid until the next call.
@@ -675,6 +678,7 @@ def capture(
         graph_sizes: numbers of sequences to capture CUDA graphs for.
         sampled: int64 on the device: the tokens that the step before has sampled, to which token ids of a batch may
             refer where the backend is ``ASYNCHRONOUS``.
+        key_ends: whether its batches have ``AttentionMetadata.key_ends``; on CPUs only.
     """
     if device.type == "cpu":
         return forward

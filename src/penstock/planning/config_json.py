@@ -8,6 +8,8 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
+from .composite_config import merge_text_config
+
 CONFIG = "config.json"
 
 
@@ -22,11 +24,4 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise invalid("model", f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
-    if isinstance(text := result.get("text_config"), dict):  # of a model that sees images, where transformers wrote it
-        fields = {name: value for name, value in text.items() if value is not None and name != "model_type"}
-        result = {
-            **fields,
-            **result,
-            "tie_word_embeddings": bool(result.get("tie_word_embeddings") or fields.get("tie_word_embeddings")),
-        }
-    return result
+    return merge_text_config(result)

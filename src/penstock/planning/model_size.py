@@ -198,7 +198,7 @@ TIED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "gem
 """``model_type`` of models whose embedding is their language model head, too, where ``config.json`` does not say."""
 
 
-LOCAL_ROPE = ("gemma3_text", "olmo3")
+LOCAL_ROPE = ("gemma3", "gemma3_text", "olmo3")
 """``model_type`` of models whose windowed layers have rotary positions of their own, which nothing extends."""
 
 

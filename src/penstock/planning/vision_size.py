@@ -7,7 +7,8 @@ from typing import Any
 
 WINDOWED, DEEPSTACK = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, DEEPSTACK)
-"""Architectures that see images."""
+"""Architectures of Qwen that see images."""
+GEMMA3 = "Gemma3ForConditionalGeneration"
 
 
 def vision_weights(config: Mapping[str, Any]) -> int:
@@ -16,6 +17,9 @@ def vision_weights(config: Mapping[str, Any]) -> int:
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a size is wrong.
     """
     architecture = next(iter(config.get("architectures") or [""]))
+    if architecture == GEMMA3:
+        vision = config["vision_config"]
+        return vit_weights(vision) + int(vision["hidden_size"]) * int(config["hidden_size"])
     if architecture not in ARCHITECTURES:
         return 0
     vision = config["vision_config"]
@@ -38,3 +42,23 @@ def vision_weights(config: Mapping[str, Any]) -> int:
     merged = size * merge
     blocks = depth * (4 * size * size + mlp)
     return size * patch * edge**2 + blocks + mergers * merged * (merged + output) + others
+
+
+def vit_weights(vision: Mapping[str, Any], depth: int | None = None, gated: bool = False, others: int = 0) -> int:
+    """Parameters of an encoder's matrices (``models/vit.py``).
+
+    Args:
+        vision: ``vision_config``.
+        depth: layers that are used; None is all.
+        gated: whether MLPs have three matrices.
+        others: rows of the table of positions that are of no patch.
+    """
+    size, edge = int(vision["hidden_size"]), _edge(vision["patch_size"])
+    positions = (_edge(vision["image_size"]) // edge) ** 2 + others
+    block = 4 * size**2 + (3 if gated else 2) * size * int(vision["intermediate_size"])
+    depth = int(vision["num_hidden_layers"]) if depth is None else depth
+    return size * (3 * edge**2 + positions) + depth * block
+
+
+def _edge(size: Any) -> int:
+    return int(size[0] if isinstance(size, list | tuple) else size)

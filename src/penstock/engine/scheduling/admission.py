@@ -115,6 +115,10 @@ class Admission:
         if largest > limit:
             words = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller ones"
             raise invalid("images", words, limit)
+        whole = max((image.length for image in request.images if image.bidirectional), default=0)
+        if whole > (limit := self._options.max_num_batched_tokens):
+            words = f"of this model take {whole} tokens, all in one step, more than max_num_batched_tokens ({limit})"
+            raise invalid("images", words, limit)
 
     def new_sequence(self, request: EngineRequest) -> Sequence:
         """Create the first sequence of a request that ``validate_and_clamp`` has returned.

@@ -36,14 +36,21 @@ class EncoderCache:
         """A step is about to be planned."""
         self._needed.clear()
 
-    def fit(self, request: EngineRequest, start: int, count: int) -> int:
+    def fit(self, request: EngineRequest, start: int, count: int, budget: int) -> int:
         """Make room for the images among tokens ``start`` to ``start + count`` of a request, and have those encoded
-        that are not there. Returns how many of these tokens the step can compute: up to the first image for which there
-        is no room."""
+        that are not there. Returns how many tokens from ``start`` on the step can compute: up to the first image for
+        which there is no room; and no part of an image with attention in both directions, but all of it, for which the
+        step may have more tokens, within ``budget``."""
         for image in request.images:
             if image.offset >= start + count:
                 break
-            if image.end > start and not self._add(image):
+            if image.end <= start:
+                continue
+            if image.bidirectional and image.end > start + count:
+                if image.end > start + budget:
+                    return max(image.offset - start, 0)
+                count = image.end - start
+            if not self._add(image):
                 return max(image.offset - start, 0)
         return count
 

@@ -81,7 +81,7 @@ class Planner:
                 continue  # preempted by one before it; or other sequences are the share
             count = min(self._num_new_tokens(sequence, plan.drafting), budget)
             if sequence.request.images:
-                count = self._encoder_cache.fit(sequence.request, sequence.num_scheduled, count)
+                count = self._encoder_cache.fit(sequence.request, sequence.num_scheduled, count, budget)
             if count and self._allocate_slots(sequence, count, plan):
                 self._schedule(sequence, count, plan)
                 budget -= count
@@ -158,7 +158,7 @@ class Planner:
             remaining = len(sequence.tokens) - hit.num_computed
             count = min(remaining, budget, options.long_prefill_token_threshold or budget)
             if sequence.request.images:
-                count = self._encoder_cache.fit(sequence.request, hit.num_computed, count)
+                count = self._encoder_cache.fit(sequence.request, hit.num_computed, count, budget)
                 if not count:
                     return
             if count < remaining:

@@ -131,6 +131,7 @@ class ModelRunner:
             device=self._device,
             graph_sizes=self._graph_sizes if graph_sizes is None else graph_sizes,
             sampled=self._sampled,
+            key_ends=model.vision is not None and model.vision.bidirectional,
         )
         forward = capture()
         return CapturedModel(model, forward, capture(use_lora=True) if self._lora else forward)

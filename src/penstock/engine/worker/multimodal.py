@@ -43,8 +43,8 @@ class ImageFeatures:
         self._features.clear()
 
     def prepare(self, model: Model, batch: Batch, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Set a batch's inputs: embeddings of its tokens, with images' features in their places, and the rows of the
-        rotary table.
+        """Set a batch's inputs: embeddings of its tokens, with images' features in their places, the rows of the
+        rotary table, and what tokens of images see.
 
         Args:
             rows, starts, lengths: ``[items]``: the tokens of the batch.
@@ -55,6 +55,7 @@ class ImageFeatures:
         for layer in model.vision.deepstack:
             layer[: self._num_deepstack].zero_()
         self._num_deepstack = 0
+        ends = batch.positions.numpy() + 1
         positions = batch.positions.numpy() + self._batch.mrope_deltas[rows].repeat(lengths)
         grid = None
         first = 0
@@ -66,13 +67,19 @@ class ImageFeatures:
                     features = self._features[span.content_hash][begin - span.start : end - span.start]
                     place = slice(first + begin - start, first + end - start)
                     embeddings[place] = features[:, :size]
+                    if span.bidirectional:
+                        ends[place] = span.end
                     for i, layer in enumerate(model.vision.deepstack, 1):
                         layer[place] = features[:, i * size : (i + 1) * size]
                         self._num_deepstack = place.stop
-            if row.image_spans and start < row.mrope_positions.shape[1]:
+            if row.mrope_positions.size and start < row.mrope_positions.shape[1]:
                 grid = np.stack([positions] * 3) if grid is None else grid
                 given = row.mrope_positions[:, start : start + length]
                 grid[:, first : first + given.shape[1]] = given
             first += length
         batch.hidden_states = embeddings
+        if model.vision.bidirectional:
+            key_ends = torch.from_numpy(ends.astype(np.int32))
+            batch.attention.key_ends = key_ends
+            batch.logits_attention.key_ends = key_ends[batch.logits_indices]
         batch.positions = torch.from_numpy(positions) if grid is None else model.vision.rope_rows(grid)

@@ -3,7 +3,7 @@
 from .chat import split_media
 from .media import IMAGE, VIDEO, MediaLoader, MediaSource
 from .placeholders import Media, Placeholders
-from .processor import ImageProcessor
+from .prompts import ImageProcessor
 
 __all__ = [
     "IMAGE",

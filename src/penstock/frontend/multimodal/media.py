@@ -19,7 +19,7 @@ from .decoding import as_image, decode_image, require_pillow
 from .guarded_http import FetchError, ForbiddenAddressError, download
 from .kwargs import image_kwargs, video_kwargs
 from .placeholders import Media
-from .processor import ImageProcessor
+from .prompts import ImageProcessor
 from .video import Video, VideoProcessor
 from .video_decoding import decode_video
 from .video_frames import process_frames

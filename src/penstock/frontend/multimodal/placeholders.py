@@ -9,9 +9,10 @@ import msgspec
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
 
+from .prompts import Crops, TokenizedImage
 from .video import Video
 
-Media = ImageInput | Video
+Media = ImageInput | TokenizedImage | Crops | Video
 """An image or a video, before its place in the prompt is set."""
 
 
@@ -24,10 +25,15 @@ class Placeholders(msgspec.Struct, frozen=True):
     start: int = -1
     end: int = -1
     """Around a placeholder."""
+    image_marker: int = -1
+    """What chat templates write for an image, where it is another token than ``image``."""
 
     def check(self, token_ids: Sequence[int], num_images: int, num_videos: int) -> None:
         """Raise ``PenstockError`` (``invalid``) where there are not as many placeholders as images and videos."""
-        expected = {"images": (self.image, num_images)}
+        self._check(token_ids, self.image if self.image_marker < 0 else self.image_marker, num_images, num_videos)
+
+    def _check(self, token_ids: Sequence[int], image: int, num_images: int, num_videos: int) -> None:
+        expected = {"images": (image, num_images)}
         if self.video >= 0:
             expected["videos"] = (self.video, num_videos)
         for kind, (placeholder, count) in expected.items():
@@ -85,24 +91,36 @@ class Placeholders(msgspec.Struct, frozen=True):
 
         Raises ``PenstockError`` (``invalid``) where there are not as many placeholders as images and frames.
         """
-        images = [each for each in media if isinstance(each, ImageInput)]
+        images = [each for one in media for each in _images(one)]
         groups = [group for video in _videos(media) for group in _placed_together(video)]
-        self.check(token_ids, len(images), len(groups))
+        self._check(token_ids, self.image, len(images), len(groups))
         tokens: list[int] = []
         placed: list[ImageInput] = []
         next_image, next_group = iter(images), iter(groups)
         for token in token_ids:
             if token == self.image:
-                group: Sequence[ImageInput] = [next(next_image)]
+                image = next(next_image)
+                placed.append(msgspec.structs.replace(image.image, offset=len(tokens) + image.first))
+                tokens += image.token_ids or [token] * image.image.length
+                continue
             elif token == self.video:
-                group = next(next_group)
+                group: Sequence[ImageInput] = next(next_group)
             else:
                 tokens.append(token)
                 continue
-            for image in group:
-                placed.append(msgspec.structs.replace(image, offset=len(tokens)))
-                tokens += [token] * image.length
+            for frame in group:
+                placed.append(msgspec.structs.replace(frame, offset=len(tokens)))
+                tokens += [token] * frame.length
         return tokens, tuple(placed)
+
+
+def _images(media: Media) -> list[TokenizedImage]:
+    """The images of something that is no video."""
+    if isinstance(media, Crops):
+        return [TokenizedImage(image) for image in media.images]
+    if isinstance(media, ImageInput):
+        return [TokenizedImage(media)]
+    return [media] if isinstance(media, TokenizedImage) else []
 
 
 def _videos(media: Sequence[Media]) -> Iterator[Video]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,9 @@ from penstock.core.multimodal import ImageInput
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK
 
+from .gemma3 import read_gemma3
+from .prompts import ImageProcessor, Reader
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -25,6 +28,7 @@ PROCESSORS = tuple(
     for suffix in ("", "Fast", "Pil")
 )
 FILES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT_RATIO = 200
 MAX_VALUE = 2**31
@@ -33,9 +37,9 @@ KWARGS = ("min_pixels", "max_pixels", "size")
 
 
 @dataclass(frozen=True)
-class ImageProcessor:
-    """How images are resized and normalized: to multiples of a feature's edge, with about the same aspect ratio, and a
-    number of pixels within limits (``smart_resize`` of Qwen2-VL)."""
+class QwenVLProcessor:
+    """An ``ImageProcessor``: images are resized to multiples of a feature's edge, with about the same aspect ratio, and
+    a number of pixels within limits (``smart_resize`` of Qwen2-VL)."""
 
     placeholder: int
     """The token that stands for a feature in prompts."""
@@ -50,7 +54,12 @@ class ImageProcessor:
     limit: int = 2**26
     """Pixels of an image, before and after it is resized, at most."""
 
-    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ImageProcessor:
+    @property
+    def marker(self) -> int:
+        """As ``ImageProcessor.marker``."""
+        return self.placeholder
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> QwenVLProcessor:
         """The processor with ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and wrong values."""
         if unknown := sorted(kwargs.keys() - set(KWARGS)):
             words = f"{unknown[0]!r:.50} is not supported, only {', '.join(KWARGS)} are"
@@ -105,11 +114,18 @@ def smart_resize(
     return new
 
 
-def read_image_processor(folder: Path, kwargs: Mapping[str, Any], limit: int) -> ImageProcessor | None:
+READERS: dict[str, Reader] = {"Gemma3ForConditionalGeneration": read_gemma3}
+"""By architecture; Qwen's are read here."""
+
+
+def read_image_processor(
+    folder: Path, kwargs: Mapping[str, Any], limit: int, token_id: Callable[[str], int | None]
+) -> ImageProcessor | None:
     """The processor of a checkpoint; None of a model that sees no images.
 
     Args:
         kwargs: ``mm_processor_kwargs``.
+        token_id: the id of a token by its name.
         limit: pixels of an image, at most.
 
     Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` for another kind of processor.
@@ -117,7 +133,10 @@ def read_image_processor(folder: Path, kwargs: Mapping[str, Any], limit: int) ->
     if not (folder / CONFIG).is_file():
         return None
     config = read_config_json(folder)
-    if (architecture := next(iter(config.get("architectures") or [""]))) not in ARCHITECTURES:
+    architecture = next(iter(config.get("architectures") or [""]))
+    if reader := READERS.get(architecture):
+        return _read_processor(reader, folder, config, limit, token_id).with_kwargs(kwargs)
+    if architecture not in ARCHITECTURES:
         return None
     given = _read(folder)
     if (kind := given.get("image_processor_type", PROCESSORS[0])) not in PROCESSORS:
@@ -130,7 +149,7 @@ def read_image_processor(folder: Path, kwargs: Mapping[str, Any], limit: int) ->
         patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture == DEEPSTACK else 14))
         merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
         smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * 1280)
-        processor = ImageProcessor(
+        processor = QwenVLProcessor(
             placeholder=int(config.get("image_token_id", 151655)),
             edge=patch * merge,
             min_pixels=int(smallest),
@@ -145,6 +164,17 @@ def read_image_processor(folder: Path, kwargs: Mapping[str, Any], limit: int) ->
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{folder} has a broken {CONFIG} or image processor: {error}") from error
     return processor.with_kwargs(kwargs)
+
+
+def _read_processor(
+    reader: Reader, folder: Path, config: Mapping[str, Any], limit: int, token_id: Callable[[str], int | None]
+) -> ImageProcessor:
+    path = folder / TOKENIZER_CONFIG
+    try:
+        names = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return reader(folder, config, _read(folder), names, token_id, limit)
+    except (KeyError, AttributeError, TypeError, ValueError, RecursionError, OSError) as error:
+        raise invalid("model", f"{folder} has a broken {CONFIG} or image processor: {error}") from error
 
 
 def _read(folder: Path) -> dict[str, Any]:

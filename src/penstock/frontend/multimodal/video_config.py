@@ -13,7 +13,8 @@ from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, WINDOWED
 
 from .placeholders import Placeholders
-from .processor import CLIP_MEAN, CLIP_STD, ImageProcessor, channels, read_pixel_limits
+from .processor import CLIP_MEAN, CLIP_STD, channels, read_pixel_limits
+from .prompts import ImageProcessor
 from .video import VideoProcessor
 
 PROCESSORS = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor")
@@ -95,5 +96,7 @@ def _read(folder: Path) -> dict[str, Any]:
 def read_placeholders(folder: Path, images: ImageProcessor, videos: VideoProcessor | None) -> Placeholders:
     """The placeholders of a checkpoint's prompts."""
     config = read_config_json(folder)
-    around = (int(config.get(f"vision_{side}_token_id", token)) for side, token in (("start", 151652), ("end", 151653)))
-    return Placeholders(images.placeholder, videos.placeholder if videos else -1, *around)
+    start, end = (
+        int(config.get(f"vision_{side}_token_id", token)) for side, token in (("start", 151652), ("end", 151653))
+    )
+    return Placeholders(images.placeholder, videos.placeholder if videos else -1, start, end, images.marker)

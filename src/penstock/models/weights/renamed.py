@@ -27,6 +27,8 @@ class Stored:
     """Rows of the whole tensor; 0 is those of the matrix."""
     ranges: tuple[tuple[int, int], ...] = ()
     """First and end of the tensor's rows that are the matrix's, in order; empty is all."""
+    other: str = ""
+    """In checkpoints that lack ``name``."""
 
     def rows(self, wanted: tuple[int, int]) -> list[tuple[int, int]]:
         """The tensor's rows of the matrix's rows from ``wanted[0]`` to ``wanted[1]``."""
@@ -56,9 +58,7 @@ class RenamedWeights:
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """As ``layers.Weights.read``."""
-        module, _, suffix = name.rpartition(".")
-        stored = self._find(module)
-        name = f"{stored.name}.{suffix}"
+        stored, name = self._located(name)
         if not stored.ranges:
             return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
         shape = (stored.total, *shape[1:])
@@ -67,8 +67,16 @@ class RenamedWeights:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def has(self, name: str) -> bool:
+        return self._base.has(self._located(name)[1])
+
+    def _located(self, name: str) -> tuple[Stored, str]:
+        """Where a tensor's module lies, and the tensor's name there."""
         module, _, suffix = name.rpartition(".")
-        return self._base.has(f"{self._find(module).name}.{suffix}")
+        stored = self._find(module)
+        stored_name = f"{stored.name}.{suffix}".removeprefix(".")
+        if stored.other and not self._base.has(stored_name):
+            stored_name = f"{stored.other}.{suffix}"
+        return stored, stored_name
 
     def format_of(self, name: str) -> Format:
         """As ``layers.Weights.format_of``."""

@@ -92,13 +92,16 @@ class CapturedGraph:
         max_blocks: int,
         use_lora: bool = False,
         hidden_states: Tensor | None = None,
+        key_ends: bool = False,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
 
         def metadata() -> AttentionMetadata:
             starts, lengths = zeros(max_sequences + 1, dtype=torch.int32), zeros(max_sequences, dtype=torch.int32)
-            return AttentionMetadata(starts, lengths, zeros(max_sequences, max_blocks, dtype=torch.int32))
+            tables = zeros(max_sequences, max_blocks, dtype=torch.int32)
+            ends = zeros(max_tokens, dtype=torch.int32) if key_ends else None
+            return AttentionMetadata(starts, lengths, tables, ends)
 
         self._forward = forward
         self._max_tokens = max_tokens
@@ -169,6 +172,8 @@ def _copy_metadata(own: AttentionMetadata, given: AttentionMetadata) -> int:
     own.query_start_loc[: sequences + 1] = given.query_start_loc
     own.seq_lens[:sequences] = given.seq_lens
     own.block_tables[:sequences, :blocks] = given.block_tables
+    if own.key_ends is not None and given.key_ends is not None:
+        own.key_ends[: len(given.key_ends)] = given.key_ends
     return sequences
 
 
@@ -183,6 +188,7 @@ def capture(
     device: torch.device = CPU,
     graph_sizes: Sequence[int] = (),
     sampled: Tensor | None = None,
+    key_ends: bool = False,
 ) -> ForwardFn:
     """As ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs call by call.
 
@@ -191,4 +197,4 @@ def capture(
     """
     torch.set_num_threads(1)
     tokens = min(max_tokens, MAX_CAPTURED_TOKENS)
-    return CapturedGraph(forward, tokens, max_sequences, max_blocks, use_lora, hidden_states)
+    return CapturedGraph(forward, tokens, max_sequences, max_blocks, use_lora, hidden_states, key_ends)

@@ -129,6 +129,7 @@ def attention(
         0 if sinks is None else sinks.data_ptr(),
         0,
         causal,
+        0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
     )
     return out
 

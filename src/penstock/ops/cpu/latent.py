@@ -119,5 +119,6 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         0,
         latent,
         True,
+        0,
     )
     return out

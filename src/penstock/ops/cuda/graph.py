@@ -317,8 +317,11 @@ def capture(
     device: torch.device = GPU,
     graph_sizes: Sequence[int] = (),
     sampled: Tensor | None = None,
+    key_ends: bool = False,
 ) -> ForwardFn:
-    """As ``reference.capture``."""
+    """As ``reference.capture``. Raises ``ValueError`` for ``key_ends``, which the kernels do not know."""
+    if key_ends:
+        raise ValueError("attention in both directions within images is computed on CPUs only")
     sizes = () if hidden_states is not None else graph_sizes
     given = forward, max_tokens, max_sequences, max_blocks, use_lora, hidden_states
     return CapturedForward(*given, device, sizes, sampled)

@@ -1,0 +1,78 @@
+"""``config.json`` of models that see images: ``text_config``, ``vision_config``, and what both may leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
+GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+TEXT: dict[str, dict[str, Any]] = {"llama": LLAMA, "gemma3_text": GEMMA3}
+"""By ``model_type`` of ``text_config``."""
+SIGLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+VISION: dict[str, dict[str, Any]] = {"siglip_vision_model": SIGLIP}
+"""By ``model_type`` of ``vision_config``."""
+TOP: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "mm_tokens_per_image": 256,
+        "image_token_index": 262_144,
+        "text_config": {"model_type": "gemma3_text"},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+}
+"""By ``model_type``."""
+
+
+def merge_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with the fields of ``text_config`` beside its own, where it has one, and what it leaves out."""
+    top = TOP.get(str(config.get("model_type")), {})
+    config = {**top, **config}
+    if not isinstance(text := config.get("text_config"), dict):
+        return config
+    text = {**top.get("text_config", {}), **text}
+    fields = TEXT.get(str(text.get("model_type")), {}) | {name: each for name, each in text.items() if each is not None}
+    if text.get("model_type") == "gemma3_text" and "rope_parameters" not in fields:
+        fields["rope_parameters"] = _gemma3_rope(fields)
+    fields.pop("model_type", None)
+    if isinstance(vision := config.get("vision_config"), dict):
+        vision = {**top.get("vision_config", {}), **vision}
+        config["vision_config"] = VISION.get(str(vision.get("model_type")), {}) | vision
+    tied = bool(config.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
+    return {**fields, **config, "tie_word_embeddings": tied}
+
+
+def _gemma3_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions by kind of layer, of the older fields."""
+    scaling = text.get("rope_scaling") or {"rope_type": "default"}
+    return {
+        "full_attention": {**scaling, "rope_theta": text.get("rope_theta") or 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": text.get("rope_local_base_freq") or 1e4},
+    }

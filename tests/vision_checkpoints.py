@@ -1,0 +1,171 @@
+"""Small checkpoints of the families that see images by a vision transformer and a projector, and their processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+FIRST = 280
+"""Token of the first mark; those of bytes and some runs of line feeds come before."""
+EOS = FIRST
+RUNS = 4
+TEMPLATE = (
+    "{% for message in messages %}<turn>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<end>\n{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+
+
+def flag(rng: Random) -> bool:
+    return rng.random() < 0.5
+
+
+def draw_text(rng: Random) -> dict[str, Any]:
+    heads, kv_heads = rng.choice([(4, 2), (4, 4), (6, 2), (8, 1)])
+    head_dim = rng.choice([16, 32])
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * head_dim}
+    return TEXT | sizes | {"head_dim": head_dim, "intermediate_size": rng.choice([48, 100])}
+
+
+def draw_vision(rng: Random) -> dict[str, Any]:
+    heads = rng.choice([1, 2, 4])
+    sizes = {"num_attention_heads": heads, "hidden_size": heads * rng.choice([8, 16, 24])}
+    return VISION | sizes | {"num_hidden_layers": rng.randint(1, 3), "intermediate_size": rng.choice([20, 44])}
+
+
+@dataclass
+class Family:
+    """What a test needs to know of a family."""
+
+    marks: tuple[str, ...]
+    """Its own special tokens."""
+    marker: str
+    """What the chat template writes for an image."""
+    model: Callable[[Random | None], PreTrainedModel]
+    """Small, or drawn."""
+    image_processor: Callable[[PreTrainedModel, dict[str, Any]], Any]
+    inputs: Callable[[PreTrainedModel, Any, str, list[Image.Image], dict[str, Any]], dict[str, Any]]
+    """The library's inputs of a text with images: by model, tokenizer, and ``mm_processor_kwargs``."""
+    names: dict[str, str]
+    """Of tokens in the tokenizer's configuration."""
+    kwargs: tuple[dict[str, Any], ...]
+    """``mm_processor_kwargs`` to test."""
+
+    def id(self, mark: str) -> int:
+        return FIRST + 3 + self.marks.index(mark)
+
+
+# --- Gemma 3 ----------------------------------------------------------------------------------------------------------
+
+GEMMA_MARKS = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+
+
+def gemma3(rng: Random | None = None) -> PreTrainedModel:
+    text = TEXT | {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+    vision, edge = VISION | {"image_size": 24}, 3
+    if rng:
+        edge, pooled = rng.choice([2, 3, 4]), rng.choice([1, 2, 3])
+        patch = rng.choice([3, 4])
+        vision = draw_vision(rng) | {"patch_size": patch, "image_size": edge * pooled * patch + rng.choice([0, 1])}
+        text = draw_text(rng) | {"sliding_window": rng.choice([8, 24, 100]), "attention_bias": flag(rng)}
+        text |= {"sliding_window_pattern": rng.choice([2, 3]), "final_logit_softcapping": rng.choice([None, 30.0])}
+    ids = {"boi_token_index": FIRST + 3, "image_token_index": FIRST + 4, "eoi_token_index": FIRST + 5}
+    vision |= {"vision_use_head": False}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=edge**2, **ids)
+    return Gemma3ForConditionalGeneration(config)
+
+
+def gemma3_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> Gemma3ImageProcessorPil:
+    edge = model.config.vision_config.image_size
+    defaults = Gemma3Processor.images_kwargs if kwargs else {}
+    return Gemma3ImageProcessorPil(size={"height": edge, "width": edge}, **defaults | kwargs)
+
+
+def gemma3_inputs(
+    model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    processor = Gemma3Processor(
+        gemma3_processor(model, {}), tokenizer, image_seq_length=model.config.mm_tokens_per_image
+    )
+    return dict(processor(text=text, images=images or None, return_tensors="pt", **kwargs))
+
+
+SCAN = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8}
+FAMILIES = {
+    "gemma3": Family(
+        marks=GEMMA_MARKS,
+        marker=GEMMA_MARKS[0],
+        model=gemma3,
+        image_processor=gemma3_processor,
+        inputs=gemma3_inputs,
+        names=dict(zip(("boi_token", "image_token", "eoi_token"), GEMMA_MARKS, strict=True)),
+        kwargs=({}, SCAN, SCAN | {"pan_and_scan_max_num_crops": 2, "pan_and_scan_min_ratio_to_activate": 2.5}),
+    )
+}
+
+
+def save(family: str, folder: Path, rng: Random | None = None) -> PreTrainedModel:
+    """A checkpoint with weights large enough that positions and pixels matter."""
+    model = FAMILIES[family].model(rng)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        std = 0.5 if name.endswith("bias") else 0.1 if "embed_tokens" in name else 0.2
+        torch.nn.init.normal_(weight, std=std, generator=generator)
+        if "norm" in name:
+            around = 0 if family == "gemma3" and ("language_model" in name or "soft_emb" in name) else 1
+            torch.nn.init.uniform_(weight, around - 0.5, around + 0.5, generator=generator)
+    model.eval().save_pretrained(folder)
+    FAMILIES[family].image_processor(model, {}).save_pretrained(folder)
+    tokenizer_of(family).save_pretrained(folder)
+    return model
+
+
+def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
+    """Bytes, runs of line feeds, and the family's marks."""
+    given = FAMILIES[family]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    runs = ["Ċ" * count for count in range(2, 2 + RUNS)]
+    tokens = [*alphabet, *runs, *(f"<|unused{i}|>" for i in range(FIRST - len(alphabet) - RUNS))]
+    merges = [("Ċ" * (len(run) - 1), "Ċ") for run in runs]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = ("<eos>", "<turn>", "<end>", *given.marks)
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        chat_template=TEMPLATE.replace("MARK", given.marker),
+        extra_special_tokens=given.names,
+    )
