@@ -11,9 +11,17 @@ from typing import Any
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 FIRST = 280
 """Token of the first mark; those of bytes and some runs of line feeds come before."""
@@ -121,6 +129,62 @@ def gemma3_inputs(
     return dict(processor(text=text, images=images or None, return_tensors="pt", **kwargs))
 
 
+# --- Pixtral and Mistral Small 3.1 ------------------------------------------------------------------------------------
+
+PIXTRAL_MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+
+
+def draw_layers(rng: Random | None, depth: int) -> Any:
+    """``vision_feature_layer``."""
+    return rng.choice([-1, -2 if depth > 1 else -1, 1]) if rng else -1
+
+
+def mistral3(rng: Random | None = None) -> PreTrainedModel:
+    text, vision, merge = TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}, 2
+    if rng:
+        text = draw_text(rng) | {"model_type": "mistral", "sliding_window": rng.choice([None, 24])}
+        vision, merge = draw_vision(rng) | {"model_type": "pixtral"}, rng.choice([1, 2, 3])
+        vision |= {"hidden_act": rng.choice(["gelu", "silu"]), "rope_parameters": draw_vision_rope(rng)}
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=FIRST + 3,
+            spatial_merge_size=merge,
+            vision_feature_layer=draw_layers(rng, vision["num_hidden_layers"]),
+            multimodal_projector_bias=bool(rng and flag(rng)),
+            tie_word_embeddings=bool(rng and flag(rng)),
+        )
+    )
+
+
+def draw_vision_rope(rng: Random) -> dict[str, Any]:
+    return {"rope_type": "axial", "rope_theta": rng.choice([100.0, 10_000.0])}
+
+
+def pixtral_edge(model: PreTrainedModel) -> int:
+    return model.config.vision_config.patch_size * getattr(model.config, "spatial_merge_size", 1)
+
+
+def pixtral_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> PixtralImageProcessorPil:
+    edge = pixtral_edge(model)
+    patch = {"patch_size": {"height": edge, "width": edge}}
+    return PixtralImageProcessorPil(**{"size": {"longest_edge": 48}, **patch, **kwargs})
+
+
+def pixtral_inputs(
+    model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """As ``PixtralProcessor``, which takes torchvision."""
+    seen = dict(pixtral_processor(model, kwargs)(images=images, return_tensors="pt")) if images else {}
+    first, *rest = text.split(PIXTRAL_MARKS[0])
+    for (height, width), part in zip(seen.get("image_sizes", []), rest, strict=True):
+        rows, columns = height // pixtral_edge(model), width // pixtral_edge(model)
+        lines = [PIXTRAL_MARKS[0] * columns] * rows
+        first += PIXTRAL_MARKS[1].join(lines) + PIXTRAL_MARKS[2] + part
+    return dict(tokenizer(first, return_tensors="pt")) | seen
+
+
 SCAN = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8}
 FAMILIES = {
     "gemma3": Family(
@@ -131,7 +195,16 @@ FAMILIES = {
         inputs=gemma3_inputs,
         names=dict(zip(("boi_token", "image_token", "eoi_token"), GEMMA_MARKS, strict=True)),
         kwargs=({}, SCAN, SCAN | {"pan_and_scan_max_num_crops": 2, "pan_and_scan_min_ratio_to_activate": 2.5}),
-    )
+    ),
+    "mistral3": Family(
+        marks=PIXTRAL_MARKS,
+        marker=PIXTRAL_MARKS[0],
+        model=mistral3,
+        image_processor=pixtral_processor,
+        inputs=pixtral_inputs,
+        names={},
+        kwargs=({}, {"size": {"longest_edge": 20}}),
+    ),
 }
 
 

@@ -80,6 +80,7 @@ class QwenVisionTower:
     """
 
     bidirectional = False
+    placeholder: int | None = None
 
     def __init__(self, context: BuildContext, config: Qwen2VisionConfig, mrope: MRoPE, embed: Embed) -> None:
         context = replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)

@@ -74,6 +74,7 @@ class Qwen3VisionTower:
     """
 
     bidirectional = False
+    placeholder: int | None = None
 
     def __init__(
         self, context: BuildContext, config: Qwen3VisionConfig, mrope: MRoPE, embed: Embed, deepstack: list[Tensor]

@@ -41,6 +41,8 @@ class VisionTower(Protocol):
     the tokens of a step, zeros for those of text (DeepStack, Meng et al., 2024). Most models have none."""
     bidirectional: bool
     """Whether the tokens of an image attend to each other in both directions (``AttentionMetadata.key_ends``)."""
+    placeholder: int | None
+    """The only token whose embedding features replace, where images have others, too; None where they have not."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The language model's embeddings of tokens, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may
@@ -66,6 +68,7 @@ class TokenPositions:
     """
 
     bidirectional = False
+    placeholder: int | None = None
     deepstack: Sequence[Tensor] = ()
 
     def __init__(self, embed: Callable[[Tensor], Tensor]) -> None:

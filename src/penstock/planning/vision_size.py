@@ -9,6 +9,7 @@ WINDOWED, DEEPSTACK = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForCondition
 ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, DEEPSTACK)
 """Architectures of Qwen that see images."""
 GEMMA3 = "Gemma3ForConditionalGeneration"
+MISTRAL3 = "Mistral3ForConditionalGeneration"
 
 
 def vision_weights(config: Mapping[str, Any]) -> int:
@@ -20,6 +21,8 @@ def vision_weights(config: Mapping[str, Any]) -> int:
     if architecture == GEMMA3:
         vision = config["vision_config"]
         return vit_weights(vision) + int(vision["hidden_size"]) * int(config["hidden_size"])
+    if architecture == MISTRAL3:
+        return _pixtral_weights(config)
     if architecture not in ARCHITECTURES:
         return 0
     vision = config["vision_config"]
@@ -58,6 +61,26 @@ def vit_weights(vision: Mapping[str, Any], depth: int | None = None, gated: bool
     block = 4 * size**2 + (3 if gated else 2) * size * int(vision["intermediate_size"])
     depth = int(vision["num_hidden_layers"]) if depth is None else depth
     return size * (3 * edge**2 + positions) + depth * block
+
+
+def _pixtral_weights(config: Mapping[str, Any]) -> int:
+    vision, depth = config["vision_config"], _depth(config)
+    encoder = vit_weights({**vision, "image_size": 0}, depth, gated=True)
+    merged = int(config["spatial_merge_size"]) ** 2 if config.get("model_type") == "mistral3" else 0
+    return encoder + merged * int(vision["hidden_size"]) ** 2 + _projector_weights(config, int(vision["hidden_size"]))
+
+
+def _depth(config: Mapping[str, Any]) -> int:
+    """Layers that are used, as ``vision_feature_layer`` says."""
+    depth, given = int(config["vision_config"]["num_hidden_layers"]), config["vision_feature_layer"]
+    layers = given if isinstance(given, list | tuple) else [given]
+    return max(int(layer) + depth + 1 if int(layer) < 0 else int(layer) for layer in layers)
+
+
+def _projector_weights(config: Mapping[str, Any], inputs: int) -> int:
+    given, hidden = config["vision_feature_layer"], int(config["hidden_size"])
+    layers = len(given) if isinstance(given, list | tuple) else 1
+    return (layers * inputs + hidden) * hidden
 
 
 def _edge(size: Any) -> int:

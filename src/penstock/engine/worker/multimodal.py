@@ -66,7 +66,11 @@ class ImageFeatures:
                 if begin < end:
                     features = self._features[span.content_hash][begin - span.start : end - span.start]
                     place = slice(first + begin - start, first + end - start)
-                    embeddings[place] = features[:, :size]
+                    if model.vision.placeholder is None:
+                        embeddings[place] = features[:, :size]
+                    else:
+                        own = batch.token_ids[place] == model.vision.placeholder
+                        embeddings[place][own] = features[own]
                     if span.bidirectional:
                         ends[place] = span.end
                     for i, layer in enumerate(model.vision.deepstack, 1):

@@ -17,6 +17,7 @@ from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK
 
 from .gemma3 import read_gemma3
+from .pixtral import read_pixtral
 from .prompts import ImageProcessor, Reader
 
 if TYPE_CHECKING:
@@ -114,7 +115,10 @@ def smart_resize(
     return new
 
 
-READERS: dict[str, Reader] = {"Gemma3ForConditionalGeneration": read_gemma3}
+READERS: dict[str, Reader] = {
+    "Gemma3ForConditionalGeneration": read_gemma3,
+    "Mistral3ForConditionalGeneration": read_pixtral,
+}
 """By architecture; Qwen's are read here."""
 
 
