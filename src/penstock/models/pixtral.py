@@ -1,4 +1,4 @@
-"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with rotary positions in height and width, for images
+"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with rotary positions in two dimensions, for images
 of any size; the latter merges patches."""
 
 from __future__ import annotations
