@@ -21,6 +21,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -61,6 +63,7 @@ IDS = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 PATCH = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
@@ -85,6 +88,16 @@ def qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **IDS))
 
 
+def qwen3_vl_moe(**changes: Any) -> Qwen3VLMoeForConditionalGeneration:
+    """As ``qwen3_vl``, with experts in all layers but one."""
+    vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
+    vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [2, 0]}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    text = TEXT | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope} | EXPERTS | changes
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **IDS)
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
 def draw(family: str, rng: Random) -> PreTrainedModel:
     """A model with other sizes, of one of the three families."""
     heads, kv_heads = rng.choice([(4, 2), (4, 4), (6, 2), (8, 1)])
@@ -93,7 +106,7 @@ def draw(family: str, rng: Random) -> PreTrainedModel:
     patch = {"patch_size": rng.choice([4, 6]), "spatial_merge_size": 2, "temporal_patch_size": rng.choice([1, 2])}
     vision: dict[str, Any] = {"depth": 4, "num_heads": vision_heads, **patch}
     size = vision_heads * rng.choice([8, 16, 20])
-    if family == "qwen3-vl":
+    if "qwen3" in family:
         turns = rng.randint(1, half // 3)
         sections = [half - 2 * turns, turns, turns]
         vision |= {"hidden_size": size, "out_hidden_size": hidden, "intermediate_size": rng.choice([20, 44])}
@@ -111,8 +124,12 @@ def draw(family: str, rng: Random) -> PreTrainedModel:
     text = TEXT | {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     text |= {"num_hidden_layers": depth, "intermediate_size": rng.choice([48, 100])}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}}
-    if family == "qwen3-vl":
+    if "qwen3" in family:
         text |= {"head_dim": head_dim, "attention_bias": rng.random() < 0.5}
+    if family == "qwen3-vl-moe":
+        text |= {"num_experts": rng.choice([4, 7]), "num_experts_per_tok": rng.choice([1, 3])}
+        text |= {"moe_intermediate_size": rng.choice([20, 36]), "decoder_sparse_step": rng.choice([1, 2])}
+        text |= {"mlp_only_layers": rng.choice([None, [0]])}
     config, model = FAMILIES[family]
     return model(config(text_config=text, vision_config=vision, tie_word_embeddings=rng.random() < 0.4, **IDS))
 
@@ -121,6 +138,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2-vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2.5-vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3-vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen3-vl-moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
 }
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import video_library
 from image_checkpoints import PLACEHOLDER, VIDEO, VISION_START, noise, prompt
+from safetensors.torch import load_file, save_file
 from serving import Served, Servers
 from transformers import PreTrainedModel
 
@@ -30,9 +31,16 @@ from penstock.frontend.multimodal import VIDEO as KIND
 from penstock.frontend.multimodal import MediaSource
 from penstock.frontend.multimodal.video import Video
 from penstock.models.patches import normalized_patches
+from penstock.planning.config_json import read_config_json
+from penstock.planning.model_size import model_size_of
 
 av = pytest.importorskip("av", reason="the extra video is not installed")
-MODELS = {"qwen2-vl": checkpoints.qwen2_vl, "qwen2.5-vl": checkpoints.qwen2_5_vl, "qwen3-vl": checkpoints.qwen3_vl}
+MODELS = {
+    "qwen2-vl": checkpoints.qwen2_vl,
+    "qwen2.5-vl": checkpoints.qwen2_5_vl,
+    "qwen3-vl": checkpoints.qwen3_vl,
+    "qwen3-vl-moe": checkpoints.qwen3_vl_moe,
+}
 SMALL = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
 ONE = SamplingParams(temperature=0, max_tokens=1)
 
@@ -152,6 +160,24 @@ def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel]) -> None:
     again = llm.generate(prompts, told.replace(prompt_logprobs=None), use_tqdm=False)
     assert any(output.num_cached_tokens for output in again)
     assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
+
+
+def test_transposed_experts(tmp_path: Path) -> None:
+    """Qwen's own checkpoints have ``[experts, inputs, outputs]``, and those that transformers saves the reverse."""
+    folders = [tmp_path / "saved", tmp_path / "transposed"]
+    for folder in folders:
+        checkpoints.save_random(checkpoints.qwen3_vl_moe(), folder)
+    weights = load_file(folders[1] / "model.safetensors")
+    for name, weight in weights.items():
+        weights[name] = weight.transpose(1, 2).contiguous() if ".experts." in name else weight
+    save_file(weights, folders[1] / "model.safetensors", metadata={"format": "pt"})
+    given = prompt([noise(0, 24, 24)], text=20)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+    saved, transposed = (LLM(folder, **SMALL).generate([given], params, use_tqdm=False)[0] for folder in folders)
+    assert saved.outputs[0].logprobs == transposed.outputs[0].logprobs
+    size = model_size_of(read_config_json(folders[0]))
+    matrices = sum(weight.numel() for weight in weights.values() if weight.dim() > 1)
+    assert size.layer_weights + size.embedding_weights + size.vision_weights == matrices
 
 
 @pytest.mark.parametrize("ids", [False, True])

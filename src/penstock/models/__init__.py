@@ -126,7 +126,7 @@ for family in (
     *qwen2_vl.FAMILIES,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
-    qwen3_vl.FAMILY,
+    *qwen3_vl.FAMILIES,
     seed_oss.FAMILY,
     smollm3.FAMILY,
     starcoder2.FAMILY,

@@ -1,4 +1,5 @@
-"""Qwen3-VL (Qwen Team, 2025): Qwen3 with interleaved M-RoPE, and a vision tower whose features enter several layers."""
+"""Qwen3-VL (Qwen Team, 2025): Qwen3, also with experts, with interleaved M-RoPE, and a vision tower whose features
+enter several layers."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from penstock.ops import Ops
 from . import qwen3
 from .config import ModelConfig
 from .decoder import Decoder
-from .layer import gated_mlp
+from .experts import mixture_of_experts
+from .experts_config import ExpertsConfig, dense_layers_by_step, num_experts_of, read_routing
 from .qwen3_vl_vision import Qwen3VisionTower, read_vision_config
 from .registry import Family
+from .weights import FusedLayout
 from .weights.renamed import Stored
 
 
@@ -52,6 +55,19 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, rope_parameters=rope, has_vision=True)
 
 
+def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """As ``read_config``, with experts as Qwen3-MoE's."""
+    num_experts = num_experts_of(raw)
+    experts = ExpertsConfig(
+        num_experts,
+        int(raw["moe_intermediate_size"]),
+        read_routing(raw, num_experts, renormalize=True),
+        dense_layers=dense_layers_by_step(raw),
+        fused=FusedLayout(transposed=None),  # Qwen's own are, those that transformers saves are not
+    )
+    return replace(read_config(raw), experts=experts)
+
+
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
     vision, dtype = read_vision_config(config.raw), context.dtype
     deepstack = [
@@ -60,7 +76,7 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Dec
     ]
 
     def mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-        made = gated_mlp(context, config, layer, name)
+        made = mixture_of_experts(context, config, layer, name)
         return DeepstackMLP(context.ops, made, deepstack[layer]) if layer < len(deepstack) else made
 
     decoder = Decoder(context, config, num_mtp_heads, mlp=mlp)
@@ -77,9 +93,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return Stored(re.sub(r"^model\.", "model.language_model.", name))
 
 
-FAMILY = Family(
-    architectures=("Qwen3VLForConditionalGeneration",),
-    read_config=read_config,
-    build=build,
-    find_stored=find_stored,
+FAMILIES = (
+    Family(("Qwen3VLForConditionalGeneration",), read_config, build, find_stored=find_stored),
+    Family(("Qwen3VLMoeForConditionalGeneration",), read_moe_config, build, find_stored=find_stored),
 )

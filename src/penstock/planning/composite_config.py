@@ -122,8 +122,7 @@ def merge_text_config(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(vision := config.get("vision_config"), dict):
         vision = {**top.get("vision_config", {}), **vision}
         config["vision_config"] = VISION.get(str(vision.get("model_type")), {}) | vision
-    tied = bool(config.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
-    return {**fields, **config, "tie_word_embeddings": tied}
+    return {**fields, **config}  # where both say whether embeddings are tied, the model's own field decides
 
 
 def _gemma3_rope(text: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-WINDOWED, DEEPSTACK = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
-ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, DEEPSTACK)
+WINDOWED = "Qwen2_5_VLForConditionalGeneration"
+DEEPSTACK = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, *DEEPSTACK)
 """Architectures of Qwen that see images."""
 GEMMA3 = "Gemma3ForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
@@ -32,7 +33,7 @@ def vision_weights(config: Mapping[str, Any]) -> int:
         depth, edge = int(vision.get("depth", 32)), int(vision.get("patch_size", 14))
         size, output = int(vision.get("hidden_size", 3584)), int(vision.get("out_hidden_size", 3584))
         mlp, others = 3 * size * int(vision.get("intermediate_size", 3420)), 0
-    elif architecture == DEEPSTACK:
+    elif architecture in DEEPSTACK:
         depth, edge = int(vision.get("depth", 27)), int(vision.get("patch_size", 16))
         size, output = int(vision.get("hidden_size", 1152)), int(vision.get("out_hidden_size", 3584))
         mlp = 2 * size * int(vision.get("intermediate_size", 4304))

@@ -150,7 +150,7 @@ def read_image_processor(
             raise PenstockError(Code.UNSUPPORTED, f"{folder} has an image processor with {name} false", "model")
     try:
         vision = config["vision_config"]
-        patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture == DEEPSTACK else 14))
+        patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in DEEPSTACK else 14))
         merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
         smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * 1280)
         processor = QwenVLProcessor(

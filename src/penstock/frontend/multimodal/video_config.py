@@ -40,7 +40,7 @@ def read_video_processor(
     config = read_config_json(folder)
     if (architecture := next(iter(config.get("architectures") or [""]))) not in ARCHITECTURES:
         return None
-    given, timestamps = _read(folder), architecture == DEEPSTACK
+    given, timestamps = _read(folder), architecture in DEEPSTACK
     if (kind := given.get("video_processor_type", PROCESSORS[0])) not in PROCESSORS:
         raise PenstockError(Code.UNSUPPORTED, f"{folder} has the video processor {kind!r:.50}", "model")
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from penstock.core import PenstockError
 from penstock.core.quantization import Format
 from penstock.layers import Weights
 from penstock.ops import QuantizedWeight
@@ -20,8 +21,8 @@ class FusedLayout:
     """How matrices lie in ``experts.gate_up_proj`` and ``experts.down_proj``, where a checkpoint has such: those of
     transformers are ``[experts, outputs, inputs]``, all outputs of the gate before those of up."""
 
-    transposed: bool = False
-    """Whether they are ``[experts, inputs, outputs]``; quantized ones never are."""
+    transposed: bool | None = False
+    """Whether they are ``[experts, inputs, outputs]``; quantized ones never are. None is where their shape is that."""
     interleaved: bool = False
     """Whether outputs of gate and up take turns, the gate's first."""
 
@@ -65,10 +66,19 @@ class FusedExperts:
             return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
         tensor, own = part.tensor if kind == "weight" else f"{part.tensor}_{kind}", (part.expert, part.expert + 1)
         outputs, *inputs = shape[0] * part.projections, *shape[1:]
-        transposed = self._layout.transposed and bool(inputs)
-        sizes = (*inputs, outputs) if transposed else (outputs, *inputs)
-        whole = self._base.read(tensor, self._num_experts, *sizes, rows=own, as_stored=as_stored)[0]
-        matrix = (whole.T if transposed else whole)[self._outputs(part, shape[0])]
+
+        def whole(transposed: bool) -> Tensor:
+            sizes = (*inputs, outputs) if transposed else (outputs, *inputs)
+            read = self._base.read(tensor, self._num_experts, *sizes, rows=own, as_stored=as_stored)[0]
+            return read.T if transposed else read
+
+        try:
+            matrix = whole(bool(self._layout.transposed and inputs))
+        except PenstockError:
+            if self._layout.transposed is not None or not inputs:
+                raise
+            matrix = whole(transposed=True)
+        matrix = matrix[self._outputs(part, shape[0])]
         return matrix if rows is None else matrix[rows[0] : rows[1]]
 
     def has(self, name: str) -> bool:
