@@ -356,6 +356,11 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
     kv_cache.export_kv(again[1], slots, read, places, layout)
     assert torch.equal(read, buffers[0])
 
+    free = torch.tensor([slot for slot in range(blocks * block_size) if slot not in slots][:tokens])
+    kv_cache.copy_slots(again[1], slots, free)
+    kv_cache.export_kv(again[1], free, read.fill_(99), places, layout)
+    assert torch.equal(read, buffers[0])
+
     again[1].pool.fill_(5)
     kv_cache.copy_blocks(caches, again, [(0, 2), (1, 3), (3, 0)])
     assert torch.equal(again[0].pool[[2, 3, 0]], caches[0].pool[[0, 1, 3]]) and again[0].pool[1].eq(5).all()

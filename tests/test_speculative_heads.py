@@ -380,7 +380,8 @@ def test_ranks_accept_the_same_drafts(simple: tuple[Path, dict[str, Path]], with
     folder, heads = simple
     stats = []
     for size in (1, 2):
-        given = speculative(heads[method], method)
+        tree = {"medusa_choices": [[0, 0], [0, 1], [1, 0]]} if method == "medusa" else {}
+        given = speculative(heads[method], method, **tree)
         llm = LLM(folder, speculative_config=given, tensor_parallel_size=size, **OPTIONS)
         with closing(llm.engine):
             assert answers(llm, 60) == without
@@ -512,7 +513,8 @@ def test_mtp_layers_of_checkpoints(config: PreTrainedConfig, layer: int, names: 
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
-    llm = LLM(tmp_path, speculative_config={"method": "mtp", "adaptive": False}, **OPTIONS)
+    tree = {"speculative_token_tree": "[(0, 0), (0, 1), (1,)]"} if names is DEEPSEEK else {}
+    llm = LLM(tmp_path, speculative_config={"method": "mtp", "adaptive": False, **tree}, **OPTIONS)
     assert answers(llm) == answers(LLM(tmp_path, **OPTIONS))
     stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
-    assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 20
+    assert stats.accepted_tokens > (0.4 if tree else 0.9) * stats.draft_tokens > 20

@@ -178,7 +178,7 @@ def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], reposit
                 f"{method}_choices",
                 "{0}, {0, 0, 0}, {0, 1}",
                 "speculative_config",
-                f'{{"method": "{method}", "num_speculative_tokens": 3}}',
+                f'{{"method": "{method}", "{method}_choices": [[0], [0, 0, 0], [0, 1]]}}',
             )
             for method in ("medusa", "eagle")
         ],

@@ -218,6 +218,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0
 
     @property
+    def needs_token_values(self) -> bool:
+        """Whether sampling needs the values of all earlier tokens: for bad words and penalties."""
+        penalties = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return bool(self.bad_word_ids) or penalties
+
+    @property
     def banned_token_ids(self) -> set[int]:
         """Tokens that are never sampled: the entries of ``bad_word_ids`` with a single token."""
         return {word[0] for word in self.bad_word_ids if len(word) == 1}

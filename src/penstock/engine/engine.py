@@ -124,7 +124,7 @@ class Engine:
         except WorkerLostError as error:
             raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
         lora_slots = {"": NO_ADAPTER}
-        device_pool = BlockPool(blocks, options.block_size)
+        device_pool = BlockPool(blocks - _scratch_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading = (
             start_offloading(options, block_layouts, self.info.fingerprint, device_pool, host_tier)
             if host_tier
@@ -188,7 +188,9 @@ class Engine:
         if speculative:
             ngram = NGramDrafter(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
             drafter = None if self.info.drafts else ngram
-            self.speculation = Speculation(drafter, speculative.num_speculative_tokens, speculative.adaptive)
+            self.speculation = Speculation(
+                drafter, speculative.max_draft_len, speculative.adaptive, speculative.tree, options.block_size
+            )
             self.scheduler.speculation = self.speculation
         logger.info(
             "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
@@ -528,6 +530,18 @@ class Engine:
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     sequence.guide = make_guide(sequence.request, grammar)
+
+
+def _scratch_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:
+    """KV blocks for trees of draft tokens, which no sequence gets.
+
+    Raises ``PenstockError`` (``invalid``) where they leave none.
+    """
+    count = speculative.tree.scratch_blocks(options.block_size) if speculative and speculative.tree else 0
+    if count >= blocks:
+        words = f"the tree of draft tokens takes {count} KV blocks, and there are {blocks}"
+        raise invalid("speculative_config", words, blocks)
+    return count
 
 
 def _check_vision(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:

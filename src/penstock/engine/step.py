@@ -129,6 +129,9 @@ class StepInput(msgspec.Struct, omit_defaults=True):
     """``[items]``: number of draft tokens; empty where no item has any."""
     draft_token_ids: np.ndarray = EMPTY
     """``[drafts.sum()]``: the draft tokens of all items, concatenated."""
+    draft_parents: np.ndarray = EMPTY
+    """``[drafts.sum()]``: index of the draft token before each among those of its item, -1 for the item's last token.
+    Draft tokens are in depth-first order; empty where each follows the one before it."""
     has_grammar_bitmask: bool = False
     """Whether a grammar bitmask follows (``Executor.submit``)."""
     export_places: np.ndarray = EMPTY
@@ -189,7 +192,10 @@ class Propose(msgspec.Struct, array_like=True, tag=True):
     lengths: np.ndarray
     """``[rows]``: tokens of each row, after which its draft begins."""
     counts: np.ndarray
-    """``[rows]``: maximum number of draft tokens for each row."""
+    """``[rows]``: maximum number of draft tokens for each row; of a tree, its depth."""
+    trees: np.ndarray = EMPTY
+    """``[rows]``: 1 where the draft is a tree, of the shape that was configured, else 0; empty where none is. A tree is
+    answered whole, with negative numbers for tokens that there are not."""
 
 
 class LoadLoRA(msgspec.Struct, array_like=True, tag=True):

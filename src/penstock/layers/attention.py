@@ -129,6 +129,8 @@ class Attention:
     ) -> Tensor:
         metadata, lora_slots = batch.attention, batch.lora_slots
         q = self._store(*self._project(x, lora_slots), cache, batch)
+        if batch.slot_copies:
+            self._ops.copy_slots(cache, *batch.slot_copies)
         if export is not None and batch.export_places is not None:
             self._ops.export_kv(
                 cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress

@@ -92,6 +92,8 @@ class LatentAttention:
         """As ``AttentionLayer.__call__``."""
         metadata, lora_slots = batch.attention, batch.lora_slots
         queries = self._store(x, cache, batch)
+        if batch.slot_copies:
+            self._ops.copy_slots(cache, *batch.slot_copies)
         if export is not None and batch.export_places is not None:
             self._ops.export_kv(
                 cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress

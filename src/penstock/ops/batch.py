@@ -65,6 +65,9 @@ class Batch:
     index``; -1 for none. None where no token is exported."""
     export_step: int = 0
     """Number of the step in ``LayerExport.progress``, where tokens are exported."""
+    slot_copies: tuple[Tensor, Tensor] | None = None
+    """Sources and targets of ``ops.copy_slots``, made in each layer once its tokens' keys and values are stored: paths
+    of token trees share tokens, and each has them in its own blocks. None where no sequence has a tree."""
     aux_hidden_states: tuple[Tensor, ...] = ()
     """Filled by the forward pass: the residual stream ``[tokens, hidden]`` before each of the model's
     ``aux_hidden_state_layers``; valid until the next forward pass."""
@@ -87,6 +90,7 @@ class Batch:
             lora_slots=moved(self.lora_slots),
             logits_lora_slots=moved(self.logits_lora_slots),
             hidden_states=moved(self.hidden_states),
+            slot_copies=self.slot_copies and (self.slot_copies[0].to(device), self.slot_copies[1].to(device)),
         )
 
 

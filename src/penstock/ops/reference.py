@@ -652,6 +652,16 @@ def copy_blocks(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) 
         other[:, goals] = layer[:, origins].to(other.device)
 
 
+def copy_slots(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy keys and values of tokens within a layer's cache, as they are stored.
+
+    Args:
+        sources, targets: ``[tokens]`` int64, as ``Batch.slot_mapping``; no slot is in both.
+    """
+    slots = cache.flatten(1, 2)
+    slots[:, targets] = slots[:, sources]
+
+
 def capture(
     forward: ForwardFn,
     max_tokens: int,

@@ -197,13 +197,13 @@ def _settings(files: list[File]) -> dict[str, Any]:
 
 
 def _drafts(flags: Flags) -> dict[str, Any]:
-    """Settings in which the depths of trees of draft tokens have become part of ``speculative_config``."""
+    """Settings in which trees of draft tokens have become part of ``speculative_config``."""
     result = {name: value for name, value in flags.items() if name not in CHOICES}
     for name in CHOICES.keys() & flags:
         given = json.loads(result.get("speculative_config", "{}"))
         if given.get("method", CHOICES[name]) != CHOICES[name]:
             raise invalid(name, f"is for the decoding_mode {CHOICES[name]}")
-        result["speculative_config"] = json.dumps({"method": CHOICES[name], "num_speculative_tokens": flags[name]})
+        result["speculative_config"] = json.dumps({"method": CHOICES[name], name: flags[name]})
     return result
 
 

@@ -79,11 +79,11 @@ def _decoding(text: str) -> Flags:
     return must_be(DECODING, "each request selects its decoding").flags(text)
 
 
-def _depth(text: str) -> int:
-    """Tokens of the longest branch of a tree of choices. One draft is verified in a step, the first choice of each."""
+def _tree(text: str) -> list[list[int]]:
+    """The branches of a tree of draft tokens."""
     if not re.fullmatch(rf"\s*{BRANCH}(?:\s*,\s*{BRANCH})*\s*", text):
         raise ValueError("it is no tree of choices such as {0, 0, 0}, {0, 1}")
-    return max(len(branch.split(",")) for branch in re.findall(BRANCH, text))
+    return [[int(number) for number in re.findall(r"\d+", branch)] for branch in re.findall(BRANCH, text)]
 
 
 TOKENIZER = {
@@ -121,7 +121,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
                 "the draft length adapts to the acceptance rate, up to the limit of --speculative-config"
             ),
         ),
-        **{name: setting(name, _depth) for name in CHOICES},
+        **{name: setting(name, _tree) for name in CHOICES},
         "max_attention_window_size": must_be((), "a model's attention is its own"),
         "sink_token_length": must_be(("0",), "a model's attention is its own"),
         "gpu_device_ids": ParameterTranslation(_instances),

@@ -134,7 +134,7 @@ class Planner:
             sampling = (sequence, *self._fork(sequence))
             for one in sampling:
                 one.num_pending += 1
-        plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, []))
+        plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, [], []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
         """Fork and start the request's other sequences, now that ``first`` samples its first token. Returns them."""
@@ -192,6 +192,7 @@ class Planner:
         """Add draft tokens to decoding sequences, within the rest of the token budget. They take free blocks only: no
         sequence is preempted for drafts."""
         budget = self._options.max_num_batched_tokens - plan.tokens
+        scratch = speculation.num_scratch_blocks
         for item in plan.scheduled:
             sequence = item.sequence
             if (
@@ -202,13 +203,17 @@ class Planner:
             ):
                 continue
             max_len = min(budget, sequence.max_len - len(sequence.tokens) - 1)
-            draft = speculation.draft_token_ids(sequence, max_len) if max_len > 0 else []
-            num_blocks = self._kv.num_blocks_to_allocate(sequence, len(draft))
-            if not draft or num_blocks > self._device_pool.num_free:
+            draft = speculation.draft(sequence, max_len, budget, scratch) if max_len > 0 else None
+            if not draft or not draft.token_ids:
+                continue
+            num_blocks = self._kv.num_blocks_to_allocate(sequence, draft.length)
+            if num_blocks > self._device_pool.num_free:
                 continue
             if num_blocks:
                 plan.copies += self._kv.append_slots(sequence, num_blocks)
-            item.draft.extend(draft)
-            sequence.num_draft_tokens = len(draft)
-            sequence.num_scheduled += len(draft)
-            budget -= len(draft)
+            item.draft.extend(draft.token_ids)
+            item.parents.extend(draft.parents)
+            sequence.num_draft_tokens = draft.length
+            sequence.num_scheduled += draft.length
+            budget -= len(draft.token_ids)
+            scratch -= draft.num_scratch_blocks

@@ -52,7 +52,7 @@ class StepBuilder:
         plan once, and send the messages in this order."""
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
-        sequences, starts, lengths, sampling, _ = zip(*plan.scheduled, strict=True)
+        sequences, starts, lengths, sampling, *_ = zip(*plan.scheduled, strict=True)
         evicted, encoded = self._encoder_cache.take() if self._encoder_cache else ([], [])
         if self._send_sampled:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True):
@@ -138,6 +138,9 @@ def add_drafts(step: StepInput, plan: Plan) -> None:
     if any(drafts):
         step.drafts = _array([len(draft) for draft in drafts])
         step.draft_token_ids = _array([token for draft in drafts for token in draft])
+    if any([item.parents for item in plan.scheduled]):
+        parents = [item.parents or range(-1, len(item.draft) - 1) for item in plan.scheduled]
+        step.draft_parents = _array([parent for each in parents for parent in each])
 
 
 def _segment(segments: list[int], row: int, first: int, values: list[int]) -> None:

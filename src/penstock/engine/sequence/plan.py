@@ -19,6 +19,9 @@ class ScheduledSequence(NamedTuple):
     and in a request's first sampling step also those forked from it."""
     draft: list[int]
     """Draft token ids that follow these tokens, verified in the same step."""
+    parents: list[int]
+    """Of a tree of draft tokens in depth-first order: index of the one before each, -1 for these tokens' last; empty
+    where each follows the one before it."""
 
 
 class OffloadedBlock(NamedTuple):

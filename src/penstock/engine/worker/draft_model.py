@@ -58,7 +58,9 @@ class DraftModel:
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
             self._computed[row] = self._computed[parent]
 
-    def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
+    def propose(
+        self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, trees: np.ndarray
+    ) -> list[list[int] | None]:
         drafts = DraftBuilder(len(rows))
         budget, drafting = self._max_tokens, list[int]()
         np.minimum.at(self._computed, rows, lengths - 1)  # the last token's hidden state is needed

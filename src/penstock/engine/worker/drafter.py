@@ -32,6 +32,8 @@ class VerifiedStep(NamedTuple):
     """``[tokens, hidden]`` in the model's dtype: the last hidden states of all tokens of all items, draft tokens
     included, where the drafter ``needs_all_hidden_states``; else only those that sampling needed. Of a model with
     ``aux_hidden_state_layers`` the hidden states of these, one beside the other, of all tokens."""
+    accepted: dict[int, list[int]]
+    """By row, where its draft was a tree: indices of the accepted ones among its draft tokens."""
 
 
 class DraftBuilder:
@@ -78,7 +80,9 @@ class WorkerDrafter(Protocol):
         """Apply changes of rows, which are applied to the batch already."""
         ...
 
-    def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
+    def propose(
+        self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, trees: np.ndarray
+    ) -> list[list[int] | None]:
         """Draft tokens: arguments and result are those of the message ``step.Propose``."""
         ...
 

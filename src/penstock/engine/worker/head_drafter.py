@@ -3,18 +3,22 @@ EAGLE and Medusa."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.models import DraftHead
+from penstock.config.token_tree import TokenTree
 
-from ..step import RowUpdates, SampledTokens
+from ..step import RowUpdates
 from .drafter import DraftBuilder, VerifiedStep
+from .head_runner import HeadRunner
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
+from .tree_drafter import TreeDrafter
+from .tree_rows import TreeRows
 
 MAX_PENDING = 16
 """Tokens of a row that wait for the next draft, which reads them with one call. While there are no drafts, a head costs
@@ -35,8 +39,7 @@ class Pending(NamedTuple):
 
 
 class HeadDrafter:
-    """Drafts with the model's ``draft_heads``, which read its hidden states. The first head drafts the first token, and
-    the last one all that are left, if it is ``recurrent``.
+    """Drafts with the model's ``draft_heads``, which read its hidden states.
 
     Heads have keys and values of their own in the model's KV cache. They are missing for the last tokens of a cached
     prefix, and in one that comes from a lower tier, which only lowers acceptance.
@@ -44,11 +47,16 @@ class HeadDrafter:
     Args:
         runner: of the model.
         batch: the worker's rows.
+        tree: shape of trees of draft tokens; None where drafts are chains.
+        new_rows: gives rows and scratch blocks for the paths of trees.
     """
 
-    def __init__(self, runner: ModelRunner, batch: InputBatch) -> None:
-        self._runner = runner
+    def __init__(
+        self, runner: ModelRunner, batch: InputBatch, tree: TokenTree | None, new_rows: Callable[[], TreeRows]
+    ) -> None:
+        self._heads = HeadRunner(runner, batch)
         self._batch = batch
+        self._trees = TreeDrafter(self._heads, tree, new_rows) if tree else None
         self.needs_all_hidden_states = not runner.model.aux_hidden_state_layers
         self._pending: dict[int, Pending] = {}
         """By row number."""
@@ -62,7 +70,9 @@ class HeadDrafter:
         for row in updates.forks[::3].tolist():
             self._pending.pop(row, None)
 
-    def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
+    def propose(
+        self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, trees: np.ndarray
+    ) -> list[list[int] | None]:
         drafts = DraftBuilder(len(rows))
         drafting = [
             i
@@ -71,17 +81,45 @@ class HeadDrafter:
         ]
         if not drafting:
             return drafts.token_ids
-        heads = self._runner.model.draft_heads
-        longest = int(counts[drafting].max())
         states = self._read_pending(rows[drafting].tolist())
-        for place in range(longest if heads[-1].recurrent else min(longest, len(heads))):
-            head = heads[min(place, len(heads) - 1)]
+        if self._trees and len(trees) and (chosen := np.flatnonzero(trees[drafting])).size:
+            own = np.array(drafting)[chosen]
+            for i, tree in zip(
+                own.tolist(), self._trees.propose(rows[own], lengths[own], counts[own], states[chosen]), strict=True
+            ):
+                drafts.token_ids[i] = tree
+            chains = np.flatnonzero(trees[drafting] == 0)
+            states, drafting = states[chains], [drafting[at] for at in chains.tolist()]
+        self._draft_chains(drafts, drafting, states, rows, lengths, counts)
+        return drafts.token_ids
+
+    def _draft_chains(
+        self,
+        drafts: DraftBuilder,
+        drafting: list[int],
+        states: Tensor,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        """Draft one token after the other.
+
+        Args:
+            drafting: indices of the rows.
+            states: ``[drafting, hidden]``, of the first head.
+        """
+        longest = int(counts[drafting].max(initial=0))
+        for place in range(longest if self._heads.recurrent else min(longest, self._heads.count)):
             if place:
                 starts = lengths[drafting] + place - 2
-                states = self._forward(min(place, len(heads) - 1), rows[drafting], starts, np.ones_like(starts), states)
+                states = self._heads.forward(place, rows[drafting], starts, np.ones_like(starts), states)
             going = list[int]()
             for at, (i, result) in enumerate(
-                zip(drafting, self._sample(head, states, rows[drafting], lengths[drafting] + place), strict=True)
+                zip(
+                    drafting,
+                    self._heads.sample(place, states, rows[drafting], lengths[drafting] + place),
+                    strict=True,
+                )
             ):
                 if (token := drafts.add(i, result)) is not None:
                     self._batch.tokens[rows[i], lengths[i] + place] = token
@@ -91,7 +129,6 @@ class HeadDrafter:
                 break
             if len(going) < len(drafting):
                 states, drafting = states[going], [drafting[at] for at in going]
-        return drafts.token_ids
 
     def after_step(self, step: VerifiedStep) -> None:
         """Keep the hidden states of the step's tokens for the next draft, and have the first head read those of rows
@@ -109,7 +146,11 @@ class HeadDrafter:
                 count = length + (len(result.token_ids) - 1 if result else 0)
                 first = 0 if own == row else count - 1  # forked rows share the blocks of all tokens but the last
                 items.append((own, start + first, count - first))
-                states += range(begin + first, begin + count)
+                if own in step.accepted:
+                    computed = [*range(length), *(length + node for node in step.accepted[own])]
+                    states += [begin + i for i in computed[first:count]]
+                else:
+                    states += range(begin + first, begin + count)
         if not items:
             return
         own_states = step.hidden[states].split([count for _, _, count in items])
@@ -128,9 +169,9 @@ class HeadDrafter:
         """Have the first head read the pending tokens of rows, which must have some. Returns its hidden state at each
         row's last one, ``[rows, hidden]``."""
         pending = [self._pending.pop(row) for row in rows]
-        combined = self._runner.model.draft_heads[0].combine_hidden_states(torch.cat([each.states for each in pending]))
+        combined = self._heads.combine_hidden_states(torch.cat([each.states for each in pending]))
         starts, counts = np.array([(each.start, len(each.states)) for each in pending]).T
-        return self._forward(0, np.array(rows), starts, counts, combined)
+        return self._heads.forward(0, np.array(rows), starts, counts, combined)
 
     def _read_all_but_last(self, rows: list[int]) -> None:
         """Have the first head read the pending tokens of rows but for the newest, which a draft begins with."""
@@ -141,26 +182,3 @@ class HeadDrafter:
             self._pending[row] = Pending(start, states[:-1])
         self._read_pending(rows)
         self._pending |= newest
-
-    def _forward(self, number: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor) -> Tensor:
-        """Compute ``counts`` positions from ``starts`` on of each row with head ``number``. Returns its hidden state at
-        each row's last position, ``[rows, hidden]``.
-
-        Args:
-            states: ``[counts.sum(), hidden]``: hidden states at these positions, of the model or of the head before.
-        """
-        batch = self._batch.flatten(rows, starts, counts, np.ones_like(counts), shift=1)
-        model = self._runner.model
-        head = model.draft_heads[number]
-        cache = self._runner.cache[model.config.num_layers + number] if head.attention else None
-        return head.forward(batch.to(states.device), states, cache)
-
-    def _sample(self, head: DraftHead, states: Tensor, rows: np.ndarray, lengths: np.ndarray) -> list[SampledTokens]:
-        """Sample a token after the first ``lengths`` tokens of each row.
-
-        Args:
-            states: ``[rows, hidden]``, of ``head``.
-        """
-        own = zip(rows.tolist(), lengths.tolist(), strict=True)
-        positions = [self._batch.row(row).draft_position(length) for row, length in own]
-        return self._runner.sample(states, positions, head=head).result()

@@ -17,7 +17,7 @@ class InputBatch:
     """The rows of a worker.
 
     Args:
-        rows: number of rows, at least the maximum number of running sequences.
+        rows: number of rows, at least the maximum number of running sequences, with those of ``copy_row``.
         max_len: maximum number of tokens of a sequence.
         block_size: tokens of a KV block.
     """
@@ -81,6 +81,12 @@ class InputBatch:
             self.lora_slots[child], self.prompt_outputs[child] = self.lora_slots[parent], False
             self.mrope_deltas[child] = self.mrope_deltas[parent]
             self.rows[child] = self.row(parent).fork(index, self.tokens[child])
+
+    def copy_row(self, row: int, source: int) -> None:
+        """Have a row that the engine does not know stand for another, with the same blocks, for a path of a token
+        tree."""
+        self.tables[row], self.lora_slots[row] = self.tables[source], self.lora_slots[source]
+        self.mrope_deltas[row], self.rows[row] = self.mrope_deltas[source], self.rows[source]
 
     def set_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:
         """Say which tokens the device is sampling: those at ``positions`` of ``rows``, in the order in which they are

@@ -141,6 +141,11 @@ def load_models(
             draft.folder, draft.method, model, backend, device=device, quantization=quantized, group=group
         )
         heads.attach(model)
+    if speculative and speculative.tree and model.draft_heads:
+        depth, count = speculative.tree.depth, len(model.draft_heads)
+        if depth > count and not model.draft_heads[-1].recurrent:
+            words = f"the tree of draft tokens is {depth} deep, and there are {count} heads"
+            raise invalid("speculative_config", words, count)
     dtype = str(model.dtype).removeprefix("torch.")
     specs = model.kv_specs(options.block_size, quantization)
     info = ModelInfo(
@@ -239,6 +244,10 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
             words = "heads draft with our own implementations; use ngram, or a draft model, with one of transformers"
             raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
         return Draft(folder, method, None)
+    if speculative.tree:
+        raise PenstockError(
+            Code.UNSUPPORTED, "draft models draft no trees, only heads do (EAGLE, Medusa, MTP)", "speculative_config"
+        )
     config = read_config(folder, options.model_impl)
     if config.has_vision:
         raise PenstockError(Code.UNSUPPORTED, "the draft model sees images; name one of text", "speculative_config")

@@ -204,6 +204,15 @@ class ModelRunner:
         ):
             self._ops.copy_blocks(source, target, [(a, b) for a, b in pairs.reshape(-1, 2).tolist()])
 
+    def copy_slots(self, sources: np.ndarray, targets: np.ndarray, layers: slice = slice(None)) -> None:
+        """Copy keys and values within the cache of some layers; slots are ``[copies]`` int64, as of
+        ``ops.copy_slots``."""
+        if not len(sources):
+            return
+        slots = [torch.from_numpy(each).to(self._device) for each in (sources, targets)]
+        for cache in self.cache[layers]:
+            self._ops.copy_slots(cache, *slots)
+
     def forward(self, batch: Batch) -> Tensor:
         """Run the forward pass over a batch. Returns the last hidden states of the tokens in ``batch.logits_indices``,
         ``[tokens, hidden]``. Layer by layer, keys and values of tokens with ``batch.export_places`` are copied to the
@@ -260,6 +269,15 @@ class ModelRunner:
             return [by_position[i] for i in range(len(positions))]
 
         return PendingSamples(token_ids, finish)
+
+    def sample_and_rank(
+        self, hidden: Tensor, positions: Sequence[Position], count: int, head: LanguageModelHead
+    ) -> tuple[list[SampledTokens], list[list[int]]]:
+        """``sample``, and the ``count`` likeliest tokens at each position by the head's own logits, the likeliest
+        first."""
+        logits = head.logits(hidden)
+        likeliest = self._ops.topk(logits, min(count, logits.shape[1]))[1].tolist()
+        return sample(logits, positions, None, self._ops).result(), likeliest
 
     def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None, head: LanguageModelHead) -> PendingSamples:
         """Sample the argmax, without storing logits."""

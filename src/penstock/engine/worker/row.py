@@ -74,10 +74,8 @@ class Row:
 
     @property
     def needs_token_values(self) -> bool:
-        """Whether sampling needs the values of all earlier tokens on the host: for bad words and penalties."""
-        p = self.params
-        penalties = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
-        return bool(p.bad_word_ids) or penalties
+        """``SamplingParams.needs_token_values``."""
+        return self.params.needs_token_values
 
     def position(self, length: int) -> Position:
         """The position after the first ``length`` tokens."""

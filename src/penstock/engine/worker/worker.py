@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
+from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.models import LoRAAdapter, Model, load_lora
 from penstock.ops import LayerExport
@@ -61,6 +62,7 @@ from .multimodal import ImageFeatures
 from .pending_step import PendingStep
 from .row import Position, Row
 from .transfer_memory import layer_exports
+from .tree_rows import TreePaths, TreeRows, joined, with_paths
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ class Worker:
         self._runners: list[ModelRunner] = []
         """Of the model, and of the draft model if there is one."""
         self._forks: dict[int, list[int]] = defaultdict(list)
+        self._trees: dict[int, TreePaths] = {}
+        """The trees of draft tokens that the step verifies, by row."""
         self._drafter: WorkerDrafter | None = None
         self._drafter_errors = 0
         self._loader = ThreadPoolExecutor(1, "read-weights")
@@ -118,7 +122,11 @@ class Worker:
         options, loaded = self._options, load_models(self._options, self._group, self._stage, weights)
         self._ops, self._device = loaded.ops, loaded.device
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
-        self._batch = InputBatch(rows, loaded.max_model_len, options.block_size)
+        speculative = SpeculativeConfig.read(options.speculative_config)
+        tree = speculative.tree if speculative else None
+        self._num_scratch_blocks = tree.scratch_blocks(options.block_size) if tree else 0
+        self._path_rows = range(rows, rows + self._num_scratch_blocks)  # each path takes a block or more
+        self._batch = InputBatch(self._path_rows.stop, loaded.max_model_len, options.block_size)
         self._images = ImageFeatures(self._batch) if loaded.model.vision else None
 
         def runner(model: Model, lora: bool) -> ModelRunner:
@@ -154,7 +162,7 @@ class Worker:
             self._runners.append(runner(loaded.draft, False))
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
         elif loaded.model.draft_heads:
-            self._drafter = HeadDrafter(self._runner, self._batch)
+            self._drafter = HeadDrafter(self._runner, self._batch, tree, self._tree_rows)
         waits = self._drafter or self._images  # embeddings are made of tokens that the host knows
         self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not waits
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
@@ -285,6 +293,7 @@ class Worker:
             self._stage.pass_on()
             return lambda: (StepOutput([]), None)
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
+        self._trees.clear()
         if len(step.drafts):
             self._write_drafts(step)
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
@@ -310,7 +319,8 @@ class Worker:
                 return output, None
             drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
             states = torch.cat(aux_hidden_states, -1) if aux_hidden_states else hidden
-            return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, states)
+            accepted = {row: tree.accepted for row, tree in self._trees.items()}
+            return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, states, accepted)
 
         return finish
 
@@ -366,6 +376,11 @@ class Worker:
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 
+    def _tree_rows(self) -> TreeRows:
+        """Rows and scratch blocks for trees: the last blocks of the KV cache, which are of no sequence."""
+        blocks = range(self._num_blocks[0] - self._num_scratch_blocks, self._num_blocks[0])
+        return TreeRows(self._batch, self._options.block_size, self._path_rows, blocks)
+
     def _apply(self, updates: RowUpdates) -> None:
         """Apply updates: to rows first, which cannot fail. Where moving blocks fails, the rows are up to date."""
         self._forks.clear()
@@ -389,7 +404,15 @@ class Worker:
         first_states = None
         if self._batch.any_prompt_outputs:
             first_states = np.array([self._batch.row(row).pooling == "cls" for row in step.rows.tolist()])
-        batch = self._batch.flatten(step.rows, step.starts, num_tokens, num_states, first_states=first_states)
+        rows, starts, lengths = step.rows, step.starts, num_tokens
+        if self._trees:
+            rows, starts, lengths, num_states, first_states = with_paths(
+                self._trees, rows, starts, lengths, num_states, first_states
+            )
+        batch = self._batch.flatten(rows, starts, lengths, num_states, first_states=first_states)
+        if self._trees:
+            copies = joined([c for tree in self._trees.values() for c in (tree.prefix_copies(), tree.node_copies())])
+            batch.slot_copies = torch.from_numpy(copies.sources), torch.from_numpy(copies.targets)
         if len(step.export_places):
             batch.export_step = step.export_step
             batch.export_places = torch.from_numpy(_export_places(step, num_tokens))
@@ -398,14 +421,21 @@ class Worker:
             hidden = self._stage.receive(model.config.hidden_size, model.dtype)
             batch.hidden_states = hidden
         if self._images:
-            self._images.prepare(self._runner.model, batch, step.rows, step.starts, num_tokens)
+            self._images.prepare(self._runner.model, batch, rows, starts, lengths)
         return self._runner.forward(batch), batch.aux_hidden_states
 
     def _write_drafts(self, step: StepInput) -> None:
-        at = 0
+        """Write the draft tokens to the rows; those of trees to rows of their paths, which are kept in ``_trees``."""
+        at, rows = 0, self._tree_rows() if len(step.draft_parents) else None
         for i in np.flatnonzero(step.drafts).tolist():
-            first, count = int(step.starts[i] + step.lengths[i]), int(step.drafts[i])
-            self._batch.tokens[step.rows[i], first : first + count] = step.draft_token_ids[at : at + count]
+            row, first, count = int(step.rows[i]), int(step.starts[i] + step.lengths[i]), int(step.drafts[i])
+            tokens = step.draft_token_ids[at : at + count]
+            parents = step.draft_parents[at : at + count].tolist()
+            if rows and parents != list(range(-1, count - 1)):
+                self._trees[row] = rows.add(row, parents, first)
+                self._trees[row].write(tokens.tolist(), first)
+            else:
+                self._batch.tokens[row, first : first + count] = tokens
             at += count
 
     def _prompt_states(self, step: StepInput, num_states: np.ndarray) -> dict[int, int]:
@@ -488,8 +518,9 @@ class Worker:
             for own in (number, *forks[number]) if number in forks else (number,):
                 row = self._batch.row(own)
                 sampling.append((own, length, drafted))
-                for place in range(drafted + 1):
-                    positions.append(row.position(length + place))
+                tree = self._trees.get(own)
+                for place, depth in enumerate((0, *tree.depths) if tree else range(drafted + 1)):
+                    positions.append(row.position(length + depth))
                     states.append(end - 1 - drafted + place)
         if not positions:
             return dict
@@ -511,16 +542,28 @@ class Worker:
         tokens, by_row, at = self._batch.tokens, dict[int, SampledTokens](), 0
         for row_number, length, drafted in sampling:
             result = sampled[at]
+            tree = self._trees.get(row_number)
             if drafted:
-                result = _verify(sampled[at : at + drafted + 1], tokens[row_number, length : length + drafted].tolist())
+                draft = tree.token_ids if tree else tokens[row_number, length : length + drafted].tolist()
+                parents = tree.parents if tree else range(-1, drafted - 1)
+                result, path = _verify(sampled[at : at + drafted + 1], draft, parents)
+                if tree:
+                    tree.accepted = path
                 if counts := self._batch.row(row_number).counts:
                     counts.rewind(length)
             tokens[row_number, length : length + len(result.token_ids)] = result.token_ids
             by_row[row_number] = result
             at += drafted + 1
+        self._copy_accepted()
         if self.asynchronous:
             self._batch.clear_in_flight([row for row, _, _ in sampling], [length for _, length, _ in sampling])
         return by_row
+
+    def _copy_accepted(self) -> None:
+        """Copy keys and values of accepted draft tokens to the blocks of their sequences, where a path has them."""
+        if not self._trees:
+            return
+        self._runner.copy_slots(*joined([tree.accepted_copies() for tree in self._trees.values()]))
 
     # --- KV transfers -----------------------------------------------------------------------------------------------
 
@@ -554,7 +597,7 @@ class Worker:
             self._apply(op.updates)
         try:
             with self._step():
-                return self._drafter.propose(op.rows, op.lengths, op.counts)
+                return self._drafter.propose(op.rows, op.lengths, op.counts, op.trees)
         except Exception:
             logger.warning("the drafter has failed", exc_info=True)
             return [None] * len(op.rows)
@@ -643,26 +686,33 @@ def _export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:
     return places
 
 
-def _verify(sampled: list[SampledTokens], draft: list[int]) -> SampledTokens:
-    """Accept the leading draft tokens that equal what the row sampled.
+def _verify(
+    sampled: list[SampledTokens], draft: Sequence[int], parents: Sequence[int]
+) -> tuple[SampledTokens, list[int]]:
+    """Accept draft tokens as far as they equal what the row sampled.
 
     Args:
         sampled: what was sampled after the row's tokens, and after each draft token.
         draft: the draft tokens.
+        parents: index of the draft token before each; -1 for the row's last token.
 
     Returns:
-        The accepted tokens, and the one sampled after them.
+        The accepted tokens and the one sampled after them; and the indices of the accepted ones.
     """
     first, *later = sampled
     if first.failure:
-        return first
+        return first, []
+    path, children = list[int](), {pair: i for i, pair in enumerate(zip(parents, draft, strict=True))}
     token_ids, logprobs, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
-    for drafted, result in zip(draft, later, strict=True):
-        if token_ids[-1] != drafted or result.failure:  # the next step samples there again, and reports the failure
+    while (node := children.get((path[-1] if path else -1, token_ids[-1]))) is not None:
+        result = later[node]
+        if result.failure:  # the next step samples there again, and reports the failure
             break
+        path.append(node)
         token_ids += result.token_ids
         logprobs += result.logprobs or []
         logits += result.logits or []
-    return SampledTokens(
+    accepted = SampledTokens(
         token_ids, None if first.logprobs is None else logprobs, None if first.logits is None else logits
     )
+    return accepted, path

@@ -133,7 +133,7 @@ class CapturedGraph:
 
     def __call__(self, batch: Batch) -> Tensor:
         tokens, rows = batch.token_ids.shape[0], batch.logits_indices.shape[0]
-        if tokens > self._max_tokens:
+        if tokens > self._max_tokens or batch.slot_copies:
             return self._forward(batch)
         own = self._batch
         own.token_ids[:tokens] = batch.token_ids

@@ -185,6 +185,16 @@ def _exchange(
     )
 
 
+def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
+    """As ``reference.copy_slots``, by way of a transfer buffer of one slot."""
+    spec, count = cache.spec, len(sources)
+    size = count * spec.bytes_per_token
+    layout = TransferLayout(count, size, 0, spec.kv_heads, spec.bytes_per_vector, vectors=spec.vectors)
+    buffer, places = torch.empty(size, dtype=torch.uint8), torch.arange(count)
+    export_kv(cache, sources, buffer, places, layout)
+    import_kv(cache, targets, buffer, places, layout)
+
+
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
     """As ``reference.copy_blocks``."""
     if not pairs:

@@ -28,7 +28,7 @@ from .elementwise import (
 )
 from .experts import combine_experts, experts_activation_and_mul, experts_linear, select_experts, stack_experts
 from .graph import capture
-from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
+from .kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
 from .launch import INTERPRETED
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
@@ -64,6 +64,7 @@ __all__ = [
     "clone",
     "combine_experts",
     "copy_blocks",
+    "copy_slots",
     "embedding",
     "empty",
     "experts_activation_and_mul",

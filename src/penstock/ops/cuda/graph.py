@@ -135,7 +135,7 @@ class CapturedForward:
         """Compute a batch in host memory; the result is on the device, and valid until the next call."""
         sequences = len(batch.attention.seq_lens)
         decodes = sequences == len(batch.token_ids) == len(batch.logits_indices)
-        if decodes and batch.hidden_states is None and batch.export_places is None:
+        if decodes and batch.hidden_states is None and batch.export_places is None and not batch.slot_copies:
             for size in self._sizes:
                 if size >= sequences:
                     return self._graphs[size](batch)
@@ -153,6 +153,8 @@ class CapturedForward:
         memory = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
         self._staging.send(layout.size, memory)
         moved = _with_tensors(batch, layout.views(memory))
+        if batch.slot_copies:
+            moved.slot_copies = batch.slot_copies[0].to(self._device), batch.slot_copies[1].to(self._device)
         moved.hidden_states = None if batch.hidden_states is None else batch.hidden_states.to(self._device)
         return moved
 

@@ -196,6 +196,15 @@ def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[
         goal[other : other + count].copy_(origin[start : start + count], non_blocking=True)
 
 
+def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
+    """As ``reference.copy_slots``."""
+    size = cache.spec.block_size
+    origin, goal = ((slots // size, slice(None), slice(None), slots % size) for slots in (sources, targets))
+    for part in (cache.values.view(torch.uint8), cache.scales):
+        if part is not None:
+            part[goal] = part[origin]
+
+
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Runs of blocks that are copied to a run of blocks: ``(from, to, blocks)``."""
     runs: list[tuple[int, int, int]] = []

@@ -1,0 +1,166 @@
+"""Drafts trees of tokens with draft heads (Cai et al., 2024, Medusa; Li et al., 2024, EAGLE)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from penstock.config.token_tree import TokenTree
+from penstock.core import Code
+
+from .head_runner import HeadRunner
+from .tree_rows import TreePaths, TreeRows, joined
+
+MISSING = -1
+"""Token of a node that could not be drafted."""
+
+
+class Parent(NamedTuple):
+    """A node whose children are drafted next."""
+
+    tree: int
+    """Index of its tree among those that are drafted."""
+    node: int
+    """-1 is the root."""
+
+
+class Trees(NamedTuple):
+    """The trees that one call drafts, with an entry for each in every list."""
+
+    shapes: list[TokenTree]
+    token_ids: list[list[int]]
+    failed: set[int]
+    """Indices of trees whose drafter has failed."""
+
+    def add(self, tree: int, ranked: list[int], nodes: list[int]) -> None:
+        """Set nodes of a tree to the tokens of their ranks among ``ranked``."""
+        for node in nodes:
+            if (rank := self.shapes[tree].nodes[node][-1]) < len(ranked):
+                self.token_ids[tree][node] = ranked[rank]
+
+
+class TreeDrafter:
+    """Drafts the trees of some rows, all nodes of one depth together.
+
+    The token of rank 0 is what a chain would have there, drawn with the row's sampling parameters and random numbers;
+    the others are the likeliest ones beside it.
+
+    Args:
+        tree: shape of the trees.
+        new_rows: gives rows and scratch blocks for the paths of trees.
+    """
+
+    def __init__(self, heads: HeadRunner, tree: TokenTree, new_rows: Callable[[], TreeRows]) -> None:
+        self._heads = heads
+        self._tree = tree
+        self._new_rows = new_rows
+
+    def propose(
+        self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray, states: Tensor
+    ) -> list[list[int] | None]:
+        """Draft a tree for each row. Returns the tokens of its nodes, or None where the head has failed.
+
+        Args:
+            rows, lengths, depths: ``[rows]``, as of ``step.Propose``.
+            states: ``[rows, hidden]``, of the first head at each row's last token but one.
+        """
+        shapes = [self._tree.up_to(depth) for depth in depths.tolist()]
+        trees = Trees(shapes, [[MISSING] * len(shape.nodes) for shape in shapes], set())
+        draft = self._draft_levels if self._heads.recurrent else self._draft_ranks
+        draft(trees, rows, lengths, states)
+        return [None if i in trees.failed else token_ids for i, token_ids in enumerate(trees.token_ids)]
+
+    def _draft_ranks(self, trees: Trees, rows: np.ndarray, lengths: np.ndarray, states: Tensor) -> None:
+        """Draft with a head for each depth, all of which read the same states (Medusa): the tokens at a depth do not
+        depend on those before."""
+        for depth in range(1, max(shape.depth for shape in trees.shapes) + 1):
+            found = [[i for i, node in enumerate(shape.nodes) if len(node) == depth] for shape in trees.shapes]
+            parents = [Parent(i, -1) for i, nodes in enumerate(found) if nodes]
+            for parent, ranked in self._ranked(depth, parents, trees, states, rows, lengths):
+                trees.add(parent.tree, ranked, found[parent.tree])
+
+    def _draft_levels(self, trees: Trees, rows: np.ndarray, lengths: np.ndarray, states: Tensor) -> None:
+        """Draft with heads that read the tokens before (EAGLE, MTP layers), which are computed depth by depth."""
+        new_rows = self._new_rows()
+        items = zip(rows.tolist(), trees.shapes, lengths.tolist(), strict=True)
+        paths = [new_rows.add(row, shape.parents, length - 1) for row, shape, length in items]
+        children = [_children(shape.parents) for shape in trees.shapes]
+        parents = [Parent(i, -1) for i in range(len(rows))]
+        for depth in range(1, max(shape.depth for shape in trees.shapes) + 1):
+            read, read_from = list[Parent](), list[int]()
+            ranking = self._ranked(depth, parents, trees, states, rows, lengths)
+            for at, (parent, ranked) in enumerate(ranking):
+                nodes = children[parent.tree][parent.node]
+                trees.add(parent.tree, ranked, nodes)
+                for node in nodes:
+                    if trees.token_ids[parent.tree][node] != MISSING and children[parent.tree].get(node):
+                        read.append(Parent(parent.tree, node))
+                        read_from.append(at)
+            if not read:
+                return
+            states = self._read(depth, read, paths, trees, lengths, states[read_from])
+            parents = read
+
+    def _ranked(
+        self,
+        depth: int,
+        parents: list[Parent],
+        trees: Trees,
+        states: Tensor,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+    ) -> list[tuple[Parent, list[int]]]:
+        """The tokens after each parent by their rank; none where a row cannot sample. Those of rank 0 come first.
+
+        Args:
+            states: ``[parents, hidden]``, of the head that drafts this depth.
+        """
+        own = [parent.tree for parent in parents]
+        if len(states) != len(own):  # of all trees, and some are not that deep
+            states = states[own]
+        count = max(node[-1] + 1 for i in own for node in trees.shapes[i].nodes if len(node) == depth)
+        sampled, likeliest = self._heads.sample_and_rank(depth - 1, states, rows[own], lengths[own] + depth - 1, count)
+        result: list[tuple[Parent, list[int]]] = []
+        for parent, first, others in zip(parents, sampled, likeliest, strict=True):
+            if first.failure:
+                if first.failure.code is Code.INTERNAL:
+                    trees.failed.add(parent.tree)
+                result.append((parent, []))
+            else:
+                (token,) = first.token_ids
+                result.append((parent, [token, *(other for other in others if other != token)]))
+        return result
+
+    def _read(
+        self,
+        depth: int,
+        nodes: list[Parent],
+        paths: list[TreePaths],
+        trees: Trees,
+        lengths: np.ndarray,
+        states: Tensor,
+    ) -> Tensor:
+        """Have the head of the next depth read nodes of this one. Returns its states, ``[nodes, hidden]``.
+
+        Args:
+            states: ``[nodes, hidden]``, of the head that drafted them.
+        """
+        for i in {node.tree for node in nodes}:
+            paths[i].write(trees.token_ids[i], int(lengths[i]))
+        if depth <= self._heads.count:  # the first that this head reads
+            self._heads.copy_slots(depth, joined([each.prefix_copies() for each in paths]))
+        rows = np.array([paths[tree].row(node) for tree, node in nodes])
+        starts = np.array([paths[tree].position(node) for tree, node in nodes])
+        states = self._heads.forward(depth, rows, starts, np.ones_like(starts), states)
+        self._heads.copy_slots(depth, joined([each.node_copies(depth) for each in paths]))
+        return states
+
+
+def _children(parents: list[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        found.setdefault(parent, []).append(node)
+    return found
