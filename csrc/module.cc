@@ -296,6 +296,23 @@ void route(Address logits, Address bias, Address ids, Address weights, int64_t t
                    top_groups, scale, least_sum, sigmoid, best_two, renormalize});
 }
 
+void count_experts(Address ids, Address counts, int64_t tokens, int64_t top_k) {
+  make({tokens, 0}, [=](Size size) {
+    for (int64_t i = 0; i < size.tokens * top_k; i++) at<int64_t>(counts)[at<int64_t>(ids)[i]]++;
+  });
+}
+
+// `places`: for each expert the number of its replicas and then their places, in rows of `width`.
+void place_experts(Address ids, Address places, Address out, int64_t tokens, int64_t top_k, int64_t width) {
+  make({tokens, 0}, [=](Size size) {
+    for (int64_t token = 0; token < size.tokens; token++)
+      for (int64_t i = token * top_k; i < (token + 1) * top_k; i++) {
+        const int64_t* own = at<int64_t>(places) + at<int64_t>(ids)[i] * width;
+        at<int64_t>(out)[i] = own[1 + token % own[0]];
+      }
+  });
+}
+
 void combine(Address x, Address weights, Address shared, Address gate, Address out, int64_t tokens, int64_t top_k,
              int64_t width, int64_t shared_stride, int64_t out_stride, int type) {
   make_rows(tokens, &Kernels::combine,
@@ -667,6 +684,8 @@ NB_MODULE(_kernels, m) {
   m.def("expert_products", &expert_products<&Kernels::expert>, free);
   m.def("gated_expert_products", &expert_products<&Kernels::gated_expert>, free);
   m.def("route", &route, free);
+  m.def("count_experts", &count_experts, free);
+  m.def("place_experts", &place_experts, free);
   m.def("combine", &combine, free);
   m.def("likeliest", &likeliest, free);
   m.def("sketch", &sketch, free);

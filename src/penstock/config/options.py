@@ -263,6 +263,26 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             le=32,
         ),
     ] = 0
+    expert_placement: Annotated[
+        str,
+        option(
+            "File of penstock plan experts that says which experts each rank has, with enable_expert_parallel; empty "
+            "gives ranks neighbours. Results do not depend on it."
+        ),
+    ] = ""
+    num_redundant_experts: Annotated[
+        int,
+        option(
+            "Replicas of experts in each layer, besides the first of each, with enable_expert_parallel. Without "
+            "expert_placement of the first experts; with it, 0 is as many as it has.",
+            ge=0,
+            le=8192,
+        ),
+    ] = 0
+    expert_load: Annotated[
+        bool,
+        option("Count the tokens of each expert in each layer, for /expert_load, /metrics and penstock plan experts."),
+    ] = False
     data_parallel_size: Annotated[
         int,
         option("Engines with the whole model, behind one address; each request is computed by one.", ge=1, le=64),

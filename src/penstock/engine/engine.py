@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import ModelConfig, read_config
 from penstock.planning.engine_config import DECIDED, engine_config_of
+from penstock.planning.expert_placement import check_sizes, read_placement
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
@@ -52,7 +53,7 @@ from .sequence.sequence import Sequence
 from .sleep import SleepManager
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
-from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propose
+from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propose, ReadExpertLoad
 from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
@@ -181,6 +182,9 @@ class Engine:
         self.weights = WeightsManager(self._executor, self.scheduler, weights)
         self.sleeper = SleepManager(self._executor, self.scheduler, self.weights)
         self._gpu_memory = 0
+        self._counts_experts = options.expert_load
+        self._expert_load: dict[int, list[int]] = {}
+        self._expert_load_answer: Future[dict[int, list[int]]] | None = None
         self._failed_steps = 0
         self.failure: Failure | None = None
         """Why the engine has failed; it then accepts no requests. None while it works."""
@@ -230,6 +234,8 @@ class Engine:
             for delta in self.step():
                 if delta.failure:
                     raise PenstockError.of(delta.failure)
+        if self._counts_experts:
+            self._executor.wait(self._executor.call(ReadExpertLoad(reset=True)))
         logger.info("warmed up with %d tokens in %.1f seconds", tokens, time.monotonic() - begun)
 
     def _log_memory(
@@ -333,6 +339,24 @@ class Engine:
             return 0
         self._gpu_memory = answer.result()
         return self._gpu_memory
+
+    @property
+    def expert_load(self) -> dict[int, list[int]]:
+        """Tokens that chose each expert since the start, by layer; empty without the option. While steps are in flight,
+        as the workers said last: they answer between two steps. Where a worker is lost, the last answer, too."""
+        if not self._counts_experts:
+            return {}
+        try:
+            if self._expert_load_answer is None:
+                self._expert_load_answer = self._executor.call(ReadExpertLoad())
+            if not self._in_flight:
+                self._executor.wait(self._expert_load_answer)
+            self._executor.poll()
+        except WorkerLostError:  # which ``gpu_memory`` or ``step`` handles
+            return self._expert_load
+        if self._expert_load_answer.done():
+            self._expert_load, self._expert_load_answer = self._expert_load_answer.result(), None
+        return self._expert_load
 
     @property
     def busy(self) -> bool:
@@ -590,11 +614,24 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         words = f"is {ranks}, the ranks of tensor_parallel_size, with enable_expert_parallel; or 0"
         raise invalid("expert_parallel_size", words, ranks)
     if ranks > 1:
-        from penstock.parallel import SingleRank, shard_experts, shard_heads  # which bring PyTorch
+        from penstock.parallel import SingleRank, shard_heads  # which brings PyTorch
 
         shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
-        if expert_parallel and config.experts:
-            shard_experts(SingleRank(size=ranks), config.experts.num_experts)
+    _check_experts(options, config.experts.num_experts if config.experts else 0)
+
+
+def _check_experts(options: EngineOptions, num_experts: int) -> None:
+    """Refuse experts that ranks cannot have. Raises ``PenstockError``."""
+    ranks, redundant = options.tensor_parallel_size, options.num_redundant_experts
+    if ranks > 1 and options.enable_expert_parallel and num_experts:
+        check_sizes(num_experts, ranks, redundant)
+        if options.expert_placement:
+            read_placement(options.expert_placement, num_experts, ranks, redundant)
+        return
+    for name in ("expert_placement", "num_redundant_experts"):
+        if getattr(options, name):
+            words = "is for several ranks (tensor_parallel_size) of a model with experts, with enable_expert_parallel"
+            raise invalid(name, words)
 
 
 def _validate_pooling(pooling: PoolingParams, info: ModelInfo) -> None:

@@ -246,6 +246,14 @@ class DeviceMemory(msgspec.Struct, array_like=True, tag=True):
     """Answered with the bytes allocated on the GPU; 0 on CPUs."""
 
 
+class ReadExpertLoad(msgspec.Struct, array_like=True, tag=True):
+    """Answered with the tokens that chose each expert since the start, by layer: ``{layer: [experts]}``; of a pipeline
+    stage those of its layers."""
+
+    reset: bool = False
+    """Whether they are counted from 0 afterwards."""
+
+
 class ExportKV(msgspec.Struct, array_like=True, tag=True):
     """Copy keys and values from the KV cache to the transfer buffer. Answered with None."""
 
@@ -289,6 +297,7 @@ Op = (
     | FreeMemory
     | AllocateCache
     | DeviceMemory
+    | ReadExpertLoad
     | ExportKV
     | ImportKV
 )

@@ -3,6 +3,7 @@
 from .attention import Attention, AttentionLayer, QKNormLayers
 from .context import BuildContext, PackedWeights, Weights
 from .encoder import BidirectionalAttention
+from .expert_load import ExpertLoad
 from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
@@ -20,6 +21,7 @@ __all__ = [
     "BuildContext",
     "ColumnParallelLinear",
     "Embedding",
+    "ExpertLoad",
     "GatedMLP",
     "LatentAttention",
     "LayerNorm",

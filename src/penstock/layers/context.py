@@ -17,8 +17,10 @@ from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format, Scheme
 from penstock.ops import Ops, QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Group, Shard
+from penstock.planning.expert_placement import Ranks, even_placement
 from penstock.quant import Matrix, PackedMatrix, StackedMatrix
 
+from .expert_load import ExpertLoad
 from .lora import LoRALayer, LoRATarget
 from .rope import rope_table
 
@@ -99,6 +101,12 @@ class BuildContext:
     """Numbers of the layers of this pipeline stage; None for all."""
     expert_parallel: bool = False
     """Whether ranks have whole experts, not shares of each."""
+    expert_placement: Mapping[int, Ranks] = field(default_factory=dict)
+    """The experts of each rank, by layer; others are as ``even_placement`` says. With ``expert_parallel``."""
+    num_redundant_experts: int = 0
+    """Of layers without a placement."""
+    expert_load: ExpertLoad | None = None
+    """Counts the tokens of experts; None does not."""
     scheme: Scheme = field(default_factory=Scheme)
     weight_cache: PackedWeights | None = None
     output: PackedOutput | None = None
@@ -139,6 +147,11 @@ class BuildContext:
         if self.check_finite and tensor.is_floating_point() and not is_finite(tensor):
             raise invalid("model", f"tensor {name} has values that are not finite numbers")
         return tensor
+
+    def experts_of_ranks(self, layer: int, num_experts: int) -> Ranks:
+        """The experts that each rank has of a layer, with ``expert_parallel``."""
+        placed = self.expert_placement.get(layer)
+        return placed or even_placement(num_experts, self.group.size, self.num_redundant_experts)
 
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
         """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it. With

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock.core.quantization import UNQUANTIZED
 from penstock.ops import Routing
-from penstock.parallel import SINGLE_RANK, Shard, shard_experts, shard_outputs
+from penstock.parallel import SINGLE_RANK, Shard, shard_outputs
+from penstock.planning.expert_placement import Ranks, places_of
 from penstock.quant import ExpertMatrices, Matrix
 
 from .context import BuildContext
@@ -34,6 +35,7 @@ class MixtureOfExperts:
         router_bias: ``[experts]`` float32, as of ``reference.select_experts``.
         router_float32: whether the router's matrix is float32 in a model of any dtype.
         projections: names of an expert's gate, up and down projections.
+        layer: number of the layer, under which ``context.expert_load`` counts.
         shared: an expert that every token has, besides.
         shared_gate: name of the matrix ``[1, hidden]`` whose output's sigmoid is the weight of ``shared``, below
             ``name``; "" is a weight of 1.
@@ -55,6 +57,7 @@ class MixtureOfExperts:
         router_bias: Tensor | None = None,
         router_float32: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        layer: int = 0,
         shared: MLPLayer | None = None,
         shared_gate: str = "",
     ) -> None:
@@ -70,6 +73,8 @@ class MixtureOfExperts:
         of_logits = of_router.read_weight(f"{matrix}.bias", num_experts) if router_matrix_bias else None
         self._router = of_router.matrix([matrix], hidden_size, [all_experts], UNQUANTIZED, of_logits)
         self._bias = router_bias
+        self._load = context.expert_load
+        self._counts = self._load.of_layer(layer, num_experts, context.device) if self._load else None
         self._shared = shared
         self._shared_gate = (
             context.matrix([f"{name}.{shared_gate}"], hidden_size, [Shard(0, 1, 1)], UNQUANTIZED)
@@ -77,7 +82,13 @@ class MixtureOfExperts:
             else None
         )
         by_expert = context.expert_parallel and context.group.size > 1
-        self._experts = shard_experts(context.group, num_experts) if by_expert else all_experts
+        numbers, self._experts, self._places = list(range(num_experts)), all_experts, None
+        if by_expert:
+            of_ranks = context.experts_of_ranks(layer, num_experts)
+            numbers = of_ranks[context.group.rank]
+            first = sum(map(len, of_ranks[: context.group.rank]))
+            self._experts = Shard(first, first + len(numbers), sum(map(len, of_ranks)))
+            self._places = _place_table(of_ranks, num_experts, context.device)
         self._by_expert = by_expert
         group = SINGLE_RANK if by_expert else context.group
         self._shard, self._out_shard = (shard_outputs(group, size) for size in (intermediate_size, hidden_size))
@@ -90,7 +101,7 @@ class MixtureOfExperts:
                 added = torch.cat(biases) if biases else None
                 return context.matrix(own, inputs, [shard] * len(own), context.scheme.layers, added)
 
-            packed = [expert(number) for number in range(*self._experts.rows)]
+            packed = [expert(number) for number in numbers]
             return ExpertMatrices(context.ops, packed, self._experts.first, context.dtype)
 
         self._gate_up = matrices([gate, up], hidden_size, self._shard)
@@ -99,6 +110,8 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         logits = self._router.linear(self._ops.to_float32(x) if self._to_float32 else x, True)
         ids, weights = self._ops.select_experts(logits, self._routing, self._bias)
+        if self._load and self._counts is not None:
+            self._ops.count_experts(ids, self._counts, self._load.num_tokens)
         shared = None if self._shared is None else self._shared(x, lora_slots)
         gate = None if self._shared_gate is None else self._shared_gate.linear(x, True)
         if self._by_expert:
@@ -111,6 +124,8 @@ class MixtureOfExperts:
     def _by_experts(self, x: Tensor, ids: Tensor) -> Tensor:
         """Outputs of each token's experts, ``[tokens, top_k, hidden]``, of which each rank computes its experts'."""
         tokens, top_k = ids.shape
+        if self._places is not None:
+            ids = self._ops.place_experts(ids, self._places)
 
         def compute(out: Tensor | None) -> Tensor:
             own = None if out is None else out.unflatten(0, (tokens, top_k))
@@ -138,3 +153,12 @@ class MixtureOfExperts:
             return self._ops.combine_experts(outputs, weights, own, gate, out)
 
         return self._group.all_gather(down, tokens, self._out_shard, self._dtype)
+
+
+def _place_table(of_ranks: Ranks, num_experts: int, device: torch.device) -> Tensor | None:
+    """As of ``reference.place_experts``; None where experts have the places of their numbers."""
+    places = places_of(of_ranks, num_experts)
+    if places == [[expert] for expert in range(num_experts)]:
+        return None
+    width = max(map(len, places))
+    return torch.tensor([[len(own), *own, *[0] * (width - len(own))] for own in places], device=device)

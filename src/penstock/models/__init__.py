@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -12,10 +12,11 @@ import torch
 
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
-from penstock.layers import BuildContext, PackedWeights, Weights
+from penstock.layers import BuildContext, ExpertLoad, PackedWeights, Weights
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
 from penstock.planning.engine_config import read_engine_config
+from penstock.planning.expert_placement import Ranks
 from penstock.quant import read_quantization_config
 
 from . import (
@@ -155,6 +156,9 @@ def load_model(
     group: Group = SINGLE_RANK,
     layers: range | None = None,
     expert_parallel: bool = False,
+    expert_placement: Mapping[int, Ranks] | None = None,
+    num_redundant_experts: int = 0,
+    expert_load: ExpertLoad | None = None,
     check_finite: bool = False,
     output: Callable[[Weights], EngineOutput] | None = None,
 ) -> Model:
@@ -176,6 +180,8 @@ def load_model(
         group: the rank whose part of the model is built.
         layers: numbers of the layers of the pipeline stage that is built; None for all.
         expert_parallel: whether ranks have whole experts, not shares of each.
+        expert_placement, num_redundant_experts: as of ``BuildContext``.
+        expert_load: counts the tokens of experts; None does not.
         check_finite: refuse weights with values that are not finite, where they are not in the cache.
         output: makes what gets all weights of the checkpoint; the model then keeps none of them, and cannot compute.
 
@@ -213,7 +219,7 @@ def load_model(
             if layers:
                 packing += f" layers {layers.start} to {layers.stop}"
             if expert_parallel and group.size > 1:
-                packing += " by experts"
+                packing += f" by experts {num_redundant_experts} {expert_placement}"
             cache = WeightCache(weight_cache_dir, folder, packing, checkpoint.state, weight_cache_size)
     context = BuildContext(
         ops,
@@ -224,6 +230,9 @@ def load_model(
         group=group,
         layers=layers,
         expert_parallel=expert_parallel,
+        expert_placement=expert_placement or {},
+        num_redundant_experts=num_redundant_experts,
+        expert_load=expert_load,
         scheme=scheme,
         weight_cache=cache,
         output=output(weights) if output else None,

@@ -55,6 +55,7 @@ class Decoder:
             return DecoderLayer(context, config, number, attention, mlp)
 
         self._ops = context.ops
+        self._expert_load = context.expert_load
         self._embedding_scale = float(torch.tensor(config.options.embedding_scale, dtype=context.dtype))
         self._first_kv_head = shard_heads(context.group, config.num_heads, config.num_kv_heads)[1].first
         self.layers = context.layers or range(config.num_layers)
@@ -96,6 +97,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
         x, residual = batch.hidden_states, None
+        if self._expert_load:
+            self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         if x is None:
             x = self._embed(batch.token_ids)
         exports, aux_hidden_states = export or repeat(None), list[Tensor]()

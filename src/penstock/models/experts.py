@@ -36,6 +36,7 @@ def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, n
         router_bias=_router_bias(context, experts, name) if experts.router_bias else None,
         router_float32=experts.router_float32,
         projections=experts.projections,
+        layer=layer,
         shared=shared,
         shared_gate=experts.shared_gate,
     )

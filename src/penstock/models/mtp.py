@@ -38,6 +38,7 @@ class DecoderMTPHead:
     ) -> None:
         name, size, eps = f"model.layers.{number}", config.hidden_size, config.rms_norm_eps
         self._ops = context.ops
+        self._expert_load = context.expert_load
         self._model = model
         self._token_norm = RMSNorm(context, f"{name}.enorm", size, eps)
         self._state_norm = RMSNorm(context, f"{name}.hnorm", size, eps)
@@ -54,6 +55,8 @@ class DecoderMTPHead:
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
         """As ``DraftHead.forward``."""
+        if self._expert_load:
+            self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         token = self._token_norm(self._model.embed(batch.token_ids))
         x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers change it
         x, residual = self._layer(x, None, cache, batch)

@@ -53,6 +53,33 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
     return ids, weights * routing.scale
 
 
+def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None) -> None:
+    """Count how many tokens chose each expert.
+
+    Args:
+        ids: ``[tokens, top_k]`` int64, as of ``select_experts``.
+        counts: ``[experts]`` int64, which are raised.
+        num_tokens: ``[1]`` int32: tokens to count, from the first one on; None is all.
+    """
+    one = torch.ones_like(ids)
+    if num_tokens is not None:
+        one *= (torch.arange(len(ids), device=ids.device) < num_tokens)[:, None]
+    counts.scatter_add_(0, ids.flatten(), one.flatten())
+
+
+def place_experts(ids: Tensor, places: Tensor) -> Tensor:
+    """The place of each token's experts, among those of all ranks: ``[tokens, top_k]`` int64. The replicas of an expert
+    take turns by the tokens' numbers in the batch.
+
+    Args:
+        ids: ``[tokens, top_k]`` int64, as of ``select_experts``.
+        places: ``[experts, 1 + most replicas]`` int64: the number of an expert's replicas, and their places.
+    """
+    own = places[ids]
+    turns = torch.arange(len(ids), device=ids.device)[:, None] % own[..., 0]
+    return own.gather(-1, 1 + turns[..., None])[..., 0]
+
+
 def combine_experts(
     x: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:

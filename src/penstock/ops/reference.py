@@ -23,6 +23,8 @@ from .activations import activation as activation
 from .activations import activation_and_mul as activation_and_mul
 from .batch import AttentionMetadata, Batch, ForwardFn, QKNorms
 from .experts import combine_experts as combine_experts
+from .experts import count_experts as count_experts
+from .experts import place_experts as place_experts
 from .experts import select_experts as select_experts
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight

@@ -152,17 +152,6 @@ def shard_outputs(group: Group, total: int) -> Shard:
     return Shard(first, end, total)
 
 
-def shard_experts(group: Group, num_experts: int) -> Shard:
-    """A rank's experts, which are neighbours.
-
-    Raises ``PenstockError`` (``invalid``) where there are fewer than ranks.
-    """
-    if num_experts < group.size:
-        raise invalid("enable_expert_parallel", f"{group.size} ranks cannot share {num_experts} experts", num_experts)
-    first, end = (num_experts * rank // group.size for rank in (group.rank, group.rank + 1))
-    return Shard(first, end, num_experts)
-
-
 def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard, Shard]:
     """A rank's shard of attention heads: queries, and the keys and values that they attend to. Where there are fewer
     of the latter than ranks, several ranks keep the same ones.

@@ -19,6 +19,8 @@ from penstock.core import Failure, SamplingParams
 from penstock.engine.service.messages import Stats
 from penstock.frontend.outputs import RequestOutput
 
+from .expert_load import expert_metrics
+
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -445,3 +447,4 @@ class _EngineMetrics:
             for place, count in enumerate(stats.accepted_at):
                 by_place.add_metric([model, str(place)], count)
         yield by_place
+        yield from expert_metrics(self._engines)

@@ -8,6 +8,7 @@ from importlib import import_module
 KINDS = {
     "memory": ("memory", "tell what weights and KV cache take, and what the cache is then good for"),
     "block-bs": ("block_bs", "compare PaddleNLP's recommended BLOCK_BS with the sums"),
+    "experts": ("experts", "plan from their load which experts to replicate, and which rank has which"),
 }
 
 

@@ -112,7 +112,7 @@ class CallReply(msgspec.Struct, tag=True):
     """The answer to ``Call``."""
 
     number: int
-    value: list[list[int] | None] | int | str | None = None
+    value: list[list[int] | None] | dict[int, list[int]] | int | str | None = None
     failed: Failed | None = None
 
 

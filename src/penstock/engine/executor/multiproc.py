@@ -26,6 +26,7 @@ from ..step import (
     ModelInfo,
     Op,
     Propose,
+    ReadExpertLoad,
     StepInput,
     StepOutput,
     TransferMemory,
@@ -354,6 +355,9 @@ def _settle(pending: _PendingCall) -> None:
         what, field = ("adapters", "lora_path") if isinstance(pending.op, LoadLoRA) else ("weights", "path")
         words = f"the ranks have read different {what} from {pending.op.path}: put the same files on all nodes"
         pending.future.set_exception(invalid(field, words))
+    elif isinstance(pending.op, ReadExpertLoad):  # pipeline stages have different layers
+        by_stage = [each.value for each in pending.answers if isinstance(each.value, dict)]
+        pending.future.set_result({layer: counts for layers in by_stage for layer, counts in layers.items()})
     else:
         pending.future.set_result(first.value)
 

@@ -4,6 +4,7 @@ among themselves."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import queue
@@ -37,6 +38,8 @@ SAME_OPTIONS = (
     "nnodes",
     "tensor_parallel_size",
     "enable_expert_parallel",
+    "num_redundant_experts",
+    "expert_load",
     "pipeline_parallel_size",
     "pipeline_parallel_layers",
     "dtype",
@@ -48,8 +51,20 @@ SAME_OPTIONS = (
     "seed",
 )
 """Options that must be the same on all nodes. Of the others, those of node 0 hold, but for ``OWN_OPTIONS``."""
-OWN_OPTIONS = ("model", "weight_cache_dir", "weight_cache_size", "cpu_binding", "threads", "device", "ops", "node_rank")
+OWN_OPTIONS = (
+    "model",
+    "weight_cache_dir",
+    "weight_cache_size",
+    "cpu_binding",
+    "threads",
+    "device",
+    "ops",
+    "node_rank",
+    "expert_placement",
+)
 """Options that each node has for itself."""
+PLACEMENT = "expert_placement"
+"""Name of its file among the digests."""
 PROGRESS = 10.0
 """Seconds between two lines in the log about what is waited for."""
 LINK_TIMEOUT = 60.0
@@ -69,8 +84,11 @@ class UnreachableError(OSError):
 
 
 def model_digests(options: EngineOptions) -> dict[str, str]:
-    """Identifies the contents of a checkpoint's files, wherever they lie."""
-    return file_digests(Path(options.model) if options.model else demo.CHAT)
+    """Identifies the contents of a checkpoint's files and of the placement of experts, wherever they lie."""
+    digests = file_digests(Path(options.model) if options.model else demo.CHAT)
+    if options.expert_placement:
+        digests[PLACEMENT] = hashlib.sha256(Path(options.expert_placement).read_bytes()).hexdigest()
+    return digests
 
 
 def check_nodes(options: EngineOptions) -> None:
@@ -325,6 +343,8 @@ def _refusal(
             return f"{name} is {other!r} there and {own!r} on node 0: give all nodes the same"
     if not 0 < join.node_rank < options.nnodes:
         return f"node_rank is {join.node_rank}, and must be from 1 to {options.nnodes - 1}"
+    if join.model.get(PLACEMENT) != digests.get(PLACEMENT):
+        return "its expert_placement has other contents than that of node 0: give all nodes the same file"
     if any(join.model[name] != digest for name, digest in digests.items() if name in join.model):
         return "its checkpoint has other contents than that of node 0"
     return _taken(joined, join)

@@ -169,7 +169,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
         return self.state.weights_version
 
 
-NOT_SUMMED = ("accepted_at", "replicas", "address", "role", "state")
+NOT_SUMMED = ("accepted_at", "expert_load", "replicas", "address", "role", "state")
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -267,6 +267,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of damaged files, and of reads that took too long."""
     offload_disk_write_failures: int = 0
     """Counter of blocks that could not be written."""
+    expert_load: dict[int, list[int]] = {}
+    """Counters of the tokens that chose each expert, by layer; empty without the option ``expert_load``."""
     replicas: list[Stats] = []
     """Of several engines: each one's; filled in by the client."""
     address: str = ""
@@ -288,7 +290,12 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
             name: max(getattr(one, name) for one in replicas) for name in ("longest_step", "heartbeat_age", "clock")
         }
         accepted_at = [sum(counts) for counts in zip_longest(*(one.accepted_at for one in replicas), fillvalue=0)]
-        return cls(**sums, accepted_at=accepted_at, replicas=replicas, state=replicas[0].state)
+        expert_load = {
+            layer: [sum(counts) for counts in zip(*(one.expert_load[layer] for one in having), strict=True)]
+            for layer in sorted({layer for one in replicas for layer in one.expert_load})
+            if (having := [one for one in replicas if layer in one.expert_load])
+        }
+        return cls(**sums, accepted_at=accepted_at, expert_load=expert_load, replicas=replicas, state=replicas[0].state)
 
 
 class Deltas(msgspec.Struct, tag=True, frozen=True):

@@ -487,6 +487,7 @@ class EngineServer:
             gpu_memory=self._engine.gpu_memory,
             longest_step=self._step_times.longest,
             clock=time.monotonic(),
+            expert_load=self._engine.expert_load,
             **draft_counts,
             **kv_counts,
             **offload_counts,

@@ -17,6 +17,7 @@ from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
+from penstock.layers import ExpertLoad
 from penstock.models import (
     HEAD_METHODS,
     Model,
@@ -28,6 +29,7 @@ from penstock.models import (
 )
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
+from penstock.planning.expert_placement import read_placement
 from penstock.planning.kv_spec import KV_QUANTIZATION, KVSpec
 from penstock.planning.model_size import model_size_of, quantization_config_of
 from penstock.planning.pipeline import split_layers
@@ -46,6 +48,8 @@ class LoadedModels(NamedTuple):
     max_model_len: int
     max_loras: int
     info: ModelInfo
+    expert_load: ExpertLoad
+    """Counts the tokens of the served model's experts; empty where nothing is counted."""
     reload: Callable[[Path | None], Model]
     """Builds the served model again, with the weights of another folder; None for the folder of the start. Raises
     ``PenstockError`` where the folder is of another model, or its weights are missing, damaged or not finite."""
@@ -86,6 +90,11 @@ def load_models(
     speculative = SpeculativeConfig.read(options.speculative_config)
     mtp = bool(speculative and speculative.method == "mtp")
 
+    expert_load, placement = ExpertLoad(), None
+    if options.expert_placement and config.experts:
+        numbers = config.experts.num_experts, group.size, options.num_redundant_experts
+        placement = read_placement(options.expert_placement, *numbers).layers
+    max_len = options.max_model_len or None
     layers, split = None, options.pipeline_parallel_layers
     if stage.size > 1 or split:
         size = model_size_of(config.raw)
@@ -98,6 +107,7 @@ def load_models(
         max_loras: int = 0,
         check: bool = False,
         other: bool = False,
+        served: bool = True,
     ) -> Model:
         return load_model(
             folder,
@@ -119,12 +129,15 @@ def load_models(
             group=group,
             layers=layers,
             expert_parallel=options.enable_expert_parallel,
+            expert_placement=placement if served else None,
+            num_redundant_experts=options.num_redundant_experts if served else 0,
+            expert_load=expert_load if served and options.expert_load else None,
             check_finite=check,
         )
 
     def read_model(other: Path | None) -> Model:
         own = _config_of(other, config) if other else config
-        return load(other or folder, own, options.max_model_len or None, max_loras, check=True, other=bool(other))
+        return load(other or folder, own, max_len, max_loras, check=True, other=bool(other))
 
     def reload(other: Path | None) -> Model:
         result = read_model(other)
@@ -133,7 +146,7 @@ def load_models(
         return result
 
     draft = _draft(speculative, options, config)
-    model = read_model(Path(weights)) if weights else load(folder, config, options.max_model_len or None, max_loras)
+    model = read_model(Path(weights)) if weights else load(folder, config, max_len, max_loras)
     heads = None
     if draft and not draft.config:
         quantized = options.quantization
@@ -164,8 +177,8 @@ def load_models(
         heads=tuple(model.heads),
         embedding_size=model.heads["dense"].outputs if "dense" in model.heads else config.hidden_size,
     )
-    draft_model = load(draft.folder, draft.config, max_model_len) if draft and draft.config else None
-    return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, reload)
+    draft_model = load(draft.folder, draft.config, max_model_len, served=False) if draft and draft.config else None
+    return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, expert_load, reload)
 
 
 def _config_of(folder: Path, config: ModelConfig) -> ModelConfig:

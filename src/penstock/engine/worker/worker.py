@@ -42,6 +42,7 @@ from ..step import (
     ModelInfo,
     Op,
     Propose,
+    ReadExpertLoad,
     RowUpdates,
     SampledTokens,
     StepInput,
@@ -120,7 +121,7 @@ class Worker:
         Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
         """
         options, loaded = self._options, load_models(self._options, self._group, self._stage, weights)
-        self._ops, self._device = loaded.ops, loaded.device
+        self._ops, self._device, self._expert_load = loaded.ops, loaded.device, loaded.expert_load
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
         speculative = SpeculativeConfig.read(options.speculative_config)
         tree = speculative.tree if speculative else None
@@ -218,9 +219,11 @@ class Worker:
 
     def _allocate_cache(self) -> None:
         blocks, host_blocks = self._num_blocks
+        load = self._expert_load.read()  # a GPU computes some steps while it captures graphs
         self._runner.init_cache(blocks, host_blocks, self._exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
+        self._expert_load.write(load)
 
     @property
     def _local_ranks(self) -> int:
@@ -354,6 +357,10 @@ class Worker:
             case ImportKV(first, last, slots, places):
                 self._copy_kv(self._ops.import_kv, first, last, slots, places)
                 done.set_result(None)
+            case ReadExpertLoad(reset):
+                done.set_result(self._expert_load.read())
+                if reset:
+                    self._expert_load.write({})
             case DeviceMemory():
                 done.set_result(torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
         return done

@@ -20,7 +20,15 @@ from .elementwise import (
     scale,
     to_float32,
 )
-from .experts import combine_experts, experts_activation_and_mul, experts_linear, select_experts, stack_experts
+from .experts import (
+    combine_experts,
+    count_experts,
+    experts_activation_and_mul,
+    experts_linear,
+    place_experts,
+    select_experts,
+    stack_experts,
+)
 from .graph import capture, empty
 from .kv_cache import attention, copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
@@ -60,6 +68,7 @@ __all__ = [
     "combine_experts",
     "copy_blocks",
     "copy_slots",
+    "count_experts",
     "embedding",
     "empty",
     "experts_activation_and_mul",
@@ -84,6 +93,7 @@ __all__ = [
     "pack_lora",
     "pack_quantized",
     "packed_tensors",
+    "place_experts",
     "quantize",
     "rms_norm",
     "rope",

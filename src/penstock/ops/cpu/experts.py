@@ -64,6 +64,18 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
     return ids, weights
 
 
+def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None) -> None:
+    """As ``reference.count_experts``. No batch has padding on CPUs, so that all tokens count."""
+    _kernels.count_experts(ids.data_ptr(), counts.data_ptr(), len(ids), ids.shape[1])
+
+
+def place_experts(ids: Tensor, places: Tensor) -> Tensor:
+    """As ``reference.place_experts``."""
+    out = empty(ids.shape, torch.int64)
+    _kernels.place_experts(ids.data_ptr(), places.data_ptr(), out.data_ptr(), len(ids), ids.shape[1], places.shape[1])
+    return out
+
+
 def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.experts_linear``."""
     out = empty((*ids.shape, experts.matrices[0].outputs), x.dtype) if out is None else out

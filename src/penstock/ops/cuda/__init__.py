@@ -26,7 +26,15 @@ from .elementwise import (
     scale,
     to_float32,
 )
-from .experts import combine_experts, experts_activation_and_mul, experts_linear, select_experts, stack_experts
+from .experts import (
+    combine_experts,
+    count_experts,
+    experts_activation_and_mul,
+    experts_linear,
+    place_experts,
+    select_experts,
+    stack_experts,
+)
 from .graph import capture
 from .kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
@@ -65,6 +73,7 @@ __all__ = [
     "combine_experts",
     "copy_blocks",
     "copy_slots",
+    "count_experts",
     "embedding",
     "empty",
     "experts_activation_and_mul",
@@ -88,6 +97,7 @@ __all__ = [
     "pack_lora",
     "pack_quantized",
     "packed_tensors",
+    "place_experts",
     "rms_norm",
     "rope",
     "rope_and_store",

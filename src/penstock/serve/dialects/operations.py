@@ -14,11 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock import demo
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.modes import Running
 from penstock.engine.service.control import ModelOperation, UpdateWeights
 from penstock.engine.service.operations import EngineState
 
+from ..expert_load import expert_report
 from ..http.body import convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
@@ -110,8 +112,16 @@ def add_routes(routes: Routes, operator: Operator) -> None:
     async def paused(request: Request) -> Response:
         return JSONResponse({"is_paused": is_paused(operator.models(request))})
 
+    async def experts(request: Request) -> Response:
+        service = operator.served_models.find(request.query_params.get("model"))
+        stats, options = operator.served_models.engine_stats[service.name]
+        if not options.expert_load:
+            raise PenstockError(Code.UNSUPPORTED, "the load of experts is not counted: start with --expert-load")
+        return JSONResponse(expert_report(service.name, stats, options))
+
     for path, state, summary in (
         ("/v1/weights", weights, "Weights of the models, and whether they sleep"),
+        ("/expert_load", experts, "Tokens that chose each expert, by layer"),
         ("/is_sleeping", sleeping, "Whether KV cache or weights are freed"),
         ("/is_paused", paused, "Whether nothing is computed"),
     ):

@@ -1,0 +1,124 @@
+"""``penstock plan experts``: which experts to replicate, and which rank has which, from how many tokens they got."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.planning.expert_placement import (
+    ExpertLoadReport,
+    ExpertPlacement,
+    balancedness,
+    neighbours,
+    plan,
+    rank_loads,
+    read_load,
+)
+
+BAR = 24
+"""Characters of the longest bar."""
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("load", metavar="LOAD", help="file with the answer of GET /expert_load")
+    parser.add_argument(
+        "--expert-parallel-size", type=int, required=True, metavar="RANKS", help="ranks that have whole experts"
+    )
+    parser.add_argument(
+        "--num-redundant-experts", type=int, default=0, metavar="N", help="replicas of experts in each layer (0)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the placement, for --expert-placement")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    ranks, redundant = args.expert_parallel_size, args.num_redundant_experts
+    if ranks < 1:
+        raise invalid("expert_parallel_size", "must be at least 1", 1)
+    if redundant < 0:
+        raise invalid("num_redundant_experts", "must not be negative", 0)
+    report = read_load(args.load)
+    placement = plan(report, ranks, redundant)
+    if args.output:
+        _write(Path(args.output), placement)
+    rows = [_row(report, placement, layer, ranks) for layer in report.layers]
+    if args.json:
+        json.dump(rows, sys.stdout, indent=1)
+        print()
+        return 0
+    _print_table(rows, ranks, redundant)
+    worst = min(rows, key=lambda row: row["balance_before"])
+    _print_bars(worst)
+    if args.output:
+        print(f"\nWritten to {args.output}; serve it with")
+        options = f"--enable-expert-parallel --tensor-parallel-size {ranks} --expert-placement {args.output}"
+        print(f"  penstock serve --model MODEL {options}")
+    return 0
+
+
+def _write(path: Path, placement: ExpertPlacement) -> None:
+    try:
+        path.write_bytes(msgspec.json.encode(placement) + b"\n")
+    except OSError as error:
+        raise invalid("output", f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error
+
+
+def _row(report: ExpertLoadReport, placement: ExpertPlacement, layer: int, ranks: int) -> dict[str, Any]:
+    """Facts of a layer, by name."""
+    load, placed = report.layers[layer], placement.layers[layer]
+    before, after = rank_loads(load, neighbours(len(load), ranks)), rank_loads(load, placed)
+    busiest = max(range(len(load)), key=load.__getitem__)
+    replicas = [sum(expert in own for own in placed) for expert in range(len(load))]
+    return {
+        "layer": layer,
+        "tokens": sum(load),
+        "busiest_expert": busiest,
+        "busiest_expert_of_mean": round(load[busiest] * len(load) / max(sum(load), 1), 2),
+        "balance_before": round(balancedness(before), 4),
+        "balance_after": round(balancedness(after), 4),
+        "replicas": {str(expert): count for expert, count in enumerate(replicas) if count > 1},
+        "ranks_before": [round(own) for own in before],
+        "ranks_after": [round(own) for own in after],
+    }
+
+
+def _print_table(rows: list[dict[str, Any]], ranks: int, redundant: int) -> None:
+    words = f", {redundant} redundant experts a layer" if redundant else ""
+    print(f"Balance of {ranks} ranks, mean over maximum of their tokens{words}")
+    print(f"{'layer':>5} {'tokens':>12} {'busiest expert':>20} {'neighbours':>11} {'planned':>8}  replicated")
+    for row in rows:
+        busiest = f"{row['busiest_expert']} ({row['busiest_expert_of_mean']:.1f} x mean)"
+        numbers = f"{row['balance_before']:>11.2f} {row['balance_after']:>8.2f}"
+        print(f"{row['layer']:>5} {row['tokens']:>12,} {busiest:>20} {numbers}  {_replicated(row)}".rstrip())
+    means = [sum(row[name] for row in rows) / len(rows) for name in ("balance_before", "balance_after")]
+    print(f"{'mean':>5} {'':>12} {'':>20} {means[0]:>11.2f} {means[1]:>8.2f}")
+
+
+def _replicated(row: dict[str, Any], most: int = 8) -> str:
+    """The experts that have replicas, those with the most first."""
+    replicas = sorted(row["replicas"].items(), key=lambda item: -item[1])
+    named = [f"{expert} x {count}" for expert, count in replicas[:most]]
+    return ", ".join(named) + (f" and {len(replicas) - most} more" if replicas[most:] else "")
+
+
+def _print_bars(row: dict[str, Any]) -> None:
+    before, after = row["ranks_before"], row["ranks_after"]
+    most = max(*before, *after, 1)
+    print(f"\nLayer {row['layer']}, the least even one: tokens of each rank")
+    print(f"{'rank':>5}  {'neighbours':<{BAR + 12}}  planned")
+    for rank, pair in enumerate(zip(before, after, strict=True)):
+        left, right = (f"{_bar(count / most)} {count:>11,}" for count in pair)
+        print(f"{rank:>5}  {left}  {right}")
+
+
+def _bar(share: float) -> str:
+    """A bar, filled up with blanks to ``BAR`` characters."""
+    eighths = round(share * BAR * 8)
+    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(BAR)
