@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import interpreted  # noqa: F401  # first: it says how kernels run
 import pytest
 import torch
+from checkpoints import SMALL, save
 from test_cuda_matrix import FORMATS, STORED, draw_quantized, randn, tolerance
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
+from penstock import LLM, SamplingParams
 from penstock.core import PenstockError
 from penstock.ops import Format, Routing, cuda, reference
 
@@ -79,3 +83,22 @@ def test_orders_of_their_own_are_refused() -> None:
     weight = draw_quantized(0, 64, 64, Format(4, 32), torch.arange(64))
     with pytest.raises(PenstockError, match="desc_act"):
         cuda.stack_experts([cuda.pack_quantized([weight], torch.float16)] * 2)
+
+
+def test_load_without_the_padding_of_graphs(tmp_path: Path) -> None:
+    """Three sequences decode in a graph of four: experts of the fourth do not count."""
+    config = Qwen3MoeConfig(
+        **SMALL | {"num_hidden_layers": 2}, moe_intermediate_size=32, num_local_experts=8, num_experts_per_tok=2
+    )
+    save(config, tmp_path)
+    llm = LLM(
+        tmp_path,
+        dtype="float32",
+        device="cpu",
+        ops="cuda",
+        cudagraph_capture_sizes=(4,),
+        expert_load=True,
+        num_gpu_blocks_override=20,
+    )
+    llm.generate([[5, 6, 7]] * 3, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert sum(llm.engine.expert_load[0]) == 2 * 3 * (3 + 3)

@@ -168,6 +168,18 @@ def test_some_of_the_experts(instruction_set: None) -> None:
     torch.testing.assert_close(reference_out[ids >= 3], whole[ids >= 3], atol=1e-5, rtol=1e-5)
 
 
+def test_places_of_replicas_and_counts() -> None:
+    ids = torch.tensor([[0, 2], [2, 1], [2, 0], [1, 2]])
+    places = torch.tensor([[1, 4, 0, 0], [1, 1, 0, 0], [3, 0, 2, 3]])
+    for ops in (cpu, reference):
+        assert torch.equal(ops.place_experts(ids, places), torch.tensor([[4, 0], [2, 1], [3, 4], [1, 0]]))
+        counts = torch.zeros(3, dtype=torch.int64)
+        ops.count_experts(ids, counts)
+        assert counts.tolist() == [2, 2, 4]
+    reference.count_experts(ids, counts, torch.tensor([2], dtype=torch.int32))
+    assert counts.tolist() == [3, 3, 6]
+
+
 def test_experts_of_several_shapes_are_refused() -> None:
     with pytest.raises(PenstockError, match="differ in shape or format"):
         cpu.stack_experts([cpu.pack([randn(0, 64, 32)]), cpu.pack([randn(0, 64, 64)])])
@@ -348,7 +360,7 @@ def test_routers_in_float32(config: str, ops: str, tmp_path: Path) -> None:
     bring_rows_together(model)
     model.save_pretrained(tmp_path)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    (output,) = LLM(tmp_path, dtype="bfloat16", ops=ops).generate([PROMPTS[3]], params, use_tqdm=False)
+    (output,) = LLM(tmp_path, dtype="bfloat16", ops=ops, **TIGHT).generate([PROMPTS[3]], params, use_tqdm=False)
     rows = zip(output.prompt_logprobs[1:], PROMPTS[3][1:], strict=True)
     got = torch.tensor([row[token].logprob for row, token in rows])
     with torch.inference_mode():
