@@ -19,7 +19,9 @@ from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from penstock import LLM, SamplingParams
 from penstock.cli.main import main
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
+from penstock.engine.engine import Engine
 from penstock.planning.expert_placement import (
     Ranks,
     balancedness,
@@ -183,6 +185,8 @@ def test_what_is_refused(
         LLM(folder, tensor_parallel_size=2, num_redundant_experts=2)
     with pytest.raises(PenstockError, match=r"expert_placement: .* with enable_expert_parallel"):
         LLM(folder, expert_placement="placement.json")
+    with pytest.raises(PenstockError, match="do not share experts"):
+        Engine(EngineOptions(model=str(folder), enable_expert_parallel=True, data_parallel_size=2))
     with pytest.raises(PenstockError, match="room for 8 replicas more"):
         LLM(folder, **ranks, num_redundant_experts=9)
     with pytest.raises(PenstockError, match="cannot be read: no such file"):

@@ -142,6 +142,17 @@ def test_expert_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     assert configured(capsys, "--compat", "vllm", "-ep")["enable_expert_parallel"] is True
 
 
+@pytest.mark.row("vllm", "--eplb-config", "--enable-eplb", "--expert-placement-strategy", "--all2all-backend")
+def test_load_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    given = '{"num_redundant_experts": 3, "log_balancedness": true}'
+    found = configured(capsys, "--eplb-config", given, "--all2all-backend", "naive")
+    assert found["num_redundant_experts"] == 3 and found["expert_load"] is True
+    assert configured(capsys, "--expert-placement-strategy", "linear")["expert_placement"] == ""
+    for flags in (["--enable-eplb"], ["--eplb-config", '{"step_interval": 3000}']):
+        assert main(["config", *flags])
+    assert "experts are not moved while they serve" in capsys.readouterr().err
+
+
 @pytest.mark.row("vllm", "--enable-auto-tool-choice", "--enable-prompt-tokens-details", "--enable-request-id-headers")
 @pytest.mark.row("vllm", "--async-scheduling", "--attention-backend")
 @pytest.mark.row("vllm", "--calculate-kv-scales", "--prefix-caching-hash-algo", "--disable-hybrid-kv-cache-manager")

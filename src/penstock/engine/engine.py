@@ -623,6 +623,12 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
 def _check_experts(options: EngineOptions, num_experts: int) -> None:
     """Refuse experts that ranks cannot have. Raises ``PenstockError``."""
     ranks, redundant = options.tensor_parallel_size, options.num_redundant_experts
+    if options.enable_expert_parallel and ranks == 1 and options.data_parallel_size > 1 and num_experts:
+        words = (
+            "engines of data_parallel_size do not share experts: each has all of them, or its ranks of "
+            "tensor_parallel_size have; raise the latter, or leave out enable_expert_parallel"
+        )
+        raise PenstockError(Code.UNSUPPORTED, words, "enable_expert_parallel")
     if ranks > 1 and options.enable_expert_parallel and num_experts:
         check_sizes(num_experts, ranks, redundant)
         if options.expert_placement:

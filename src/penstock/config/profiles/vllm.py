@@ -162,6 +162,15 @@ def _compilation(text: str) -> Mapping[str, Any]:
     return {} if re.fullmatch(r"\d", text) else cuda_graphs.read_json(text, "cudagraph_mode", ("none", "0"))
 
 
+def _eplb(text: str) -> Mapping[str, Any]:
+    """Replicas of experts, and counters of their load."""
+    names = {"num_redundant_experts": "num_redundant_experts", "log_balancedness": "expert_load"}
+    given = _object(text)
+    if unknown := set(given) - set(names):
+        raise ValueError(f"{min(unknown)} has no counterpart; {' and '.join(names)} have")
+    return {names[name]: value for name, value in given.items()}
+
+
 def _also(table: Mapping[str, str]) -> Callable[[str], str]:
     """A reader with other names for some values; the setting checks the rest."""
     return lambda text: table.get(text, text)
@@ -205,6 +214,14 @@ FLAGS: Mapping[str, Alias] = {
     "middleware": refused(NO_CODE),
     "enable_sleep_mode": ignored("every engine can sleep; --server-dev-mode lets clients ask for it", switch=True),
     "enable_expert_parallel": Alias("enable_expert_parallel", on, switch=True, short="-ep"),
+    "enable_eplb": refused(
+        "experts are not moved while they serve: --expert-load counts their tokens, penstock plan experts plans where "
+        "they should be, and --expert-placement places them",
+        switch=True,
+    ),
+    "eplb_config": Alias(read=_eplb),
+    "expert_placement_strategy": only_value("linear", "--expert-placement places experts otherwise"),
+    "all2all_backend": ignored(COLLECTIVES),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
     "disable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
     "fully_sharded_loras": ignored(COLLECTIVES, switch=True),
