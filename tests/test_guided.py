@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import re
+import resource
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -17,8 +20,9 @@ import pytest
 from serving import Served, Servers
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
-from penstock.core import Code
+from penstock.core import Code, Vocabulary
 from penstock.core.guided import disallow_additional_properties
+from penstock.engine.guided import GrammarCompiler
 
 PERSON = {
     "type": "object",
@@ -421,6 +425,57 @@ def test_a_form_that_is_too_much_to_follow_ends_its_request_alone(llm: LLM) -> N
     assert fine.text in ("yes", "no")
     assert failed.failure and "takes too long" in failed.failure.message
     assert not llm.engine.busy
+
+
+def test_as_many_choices_as_are_allowed(llm: LLM) -> None:
+    choices = [f"choice {i}" for i in range(4096)]
+    with pytest.raises(PenstockError, match="at most 4096"):
+        guided(choice=[*choices, "one more"])
+    for made in llm.generate("x", sampling(guided(choice=choices), temperature=2, seed=1, n=3))[0].outputs:
+        assert made.finish_reason == "stop" and made.text in choices, made
+
+
+@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)
+def test_a_form_that_takes_too_much_memory_is_refused_and_nothing_kept(llm: LLM) -> None:
+    llm.generate("x", sampling(guided(regex="a")), use_tqdm=False)
+    before = resident_bytes()
+    with pytest.raises(PenstockError, match="guided_regex: not supported: compiling it takes more than"):
+        llm.generate("x", sampling(guided(regex="b((a{1000}){1000}){5}")))
+    assert resident_bytes() - before < 2**24
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)
+def test_forms_that_take_long_wait_for_each_other_alone_and_end_with_their_requests(llm: LLM) -> None:
+    before = children(os.getpid())
+    compiler = GrammarCompiler("llguidance", llm.engine.info.vocab_size)
+    compiler.set_vocabulary(lambda: Vocabulary((Path(demo.CHAT) / "tokenizer.json").read_text(), [0]))
+    assert compiler.compile(guided(choice=["first"])).result(60)
+    slow = [compiler.compile(guided(json=endless(seed))) for seed in range(6)]
+    for choice in "abc":
+        assert compiler.compile(guided(choice=[choice])).result(60)
+    assert not slow[-1].done()
+    for future in slow:
+        future.cancel()
+    (process,) = children(os.getpid()) - before
+    while children(process):  # which nothing but the end of their requests ends as soon
+        os.sched_yield()
+    assert compiler.compile(guided(choice=["d"])).result(60)
+
+
+def endless(seed: int) -> dict[str, Any]:
+    """A schema that takes llguidance twice the time and memory with each pattern."""
+    patterns = [{"pattern": f"[a-z]{{{i}}}.*[0-9]"} for i in range(1, 40)]
+    return {"type": "string", "description": str(seed), "allOf": patterns}
+
+
+def children(pid: int) -> set[int]:
+    """Process ids of a process's children."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return {int(child) for line in lists for child in line.split()}
 
 
 def test_a_backend_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.core import Failure, GuidedDecodingParams
+from penstock.core import Failure, GuidedDecodingParams, Vocabulary
 
 from .added_tokens import AddedTokens
+from .compile_process import CompileProcess, CompileResult
 
 
 class Guide(Protocol):
@@ -68,7 +69,7 @@ class Grammar(Protocol):
     """A compiled grammar."""
 
     size: int
-    """Bytes of memory; 0 where the backend does not tell."""
+    """Bytes of memory."""
 
     def new_guide(self) -> Guide:
         """A guide for a new sequence, before its first token."""
@@ -78,16 +79,20 @@ class Grammar(Protocol):
 class Backend(Protocol):
     """Compiles grammars for the vocabulary of one model."""
 
-    def set_vocabulary(self, tokenizer: Any, added_tokens: AddedTokens) -> None:
-        """Set the vocabulary; called once, before ``compile``.
+    def set_vocabulary(self, vocabulary: Vocabulary, tokenizer: Any, added_tokens: AddedTokens) -> CompileProcess:
+        """Set the vocabulary; called once, before ``request``. Returns the process that compiles for it.
 
         Args:
-            tokenizer: llguidance's ``LLTokenizer`` (``load_tokenizer``).
+            tokenizer: llguidance's ``LLTokenizer`` of ``vocabulary`` (``load_tokenizer``).
             added_tokens: the tokenizer's added tokens, which no text is tokenized into piece by piece.
         """
         ...
 
-    def compile(self, params: GuidedDecodingParams) -> Grammar:
-        """Compile a grammar. Raises ``PenstockError``: ``invalid`` for a wrong one, ``unsupported`` for one that the
-        backend does not support."""
+    def request(self, params: GuidedDecodingParams) -> bytes:
+        """Translate a constraint for the process. Raises ``UnsupportedError`` where the backend does not support it,
+        ``ValueError`` or ``RecursionError`` where it is wrong."""
+        ...
+
+    def grammar(self, request: bytes, result: CompileResult) -> Grammar:
+        """The grammar of a ``request``, of the result that the process has come to."""
         ...

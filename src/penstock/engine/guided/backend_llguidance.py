@@ -7,16 +7,18 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, grammar_from
 
-from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError
-from penstock.core.errors import invalid
+from penstock.core import Code, Failure, GuidedDecodingParams, Vocabulary
 from penstock.core.guided import LLGUIDANCE_OPTIONS
 
 from .added_tokens import AddedTokens
 from .backend import Backend, Grammar, Guide
-from .errors import MAX_WHITESPACE, UnsupportedError, first_line
+from .compile_process import CompileProcess, CompileResult
+from .errors import MAX_WHITESPACE, TOO_LONG, UnsupportedError, first_line
+from .llguidance_process import VocabularyMessage, compile_grammar
 from .structural_tag import (
     ConstStringFormat,
     Format,
@@ -28,6 +30,7 @@ from .structural_tag import (
     TriggeredTagsFormat,
     parse_structural_tag,
 )
+from .token_time import TokenTime
 
 NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 """Keywords of JSON Schema whose numbers bound a value."""
@@ -43,73 +46,82 @@ class LLGuide(Guide):
 
     is_unconstrained = False
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, time: TokenTime | None = None) -> None:
         self._matcher = matcher
+        self._time = time or TokenTime()
 
     def copy(self) -> LLGuide:
-        return LLGuide(self._matcher.deep_copy())
+        return LLGuide(self._matcher.deep_copy(), self._time.copy())
 
     def replace_eos(self, eos_token_id: int) -> int:
         return eos_token_id  # the bitmask has EOS only where the grammar is complete
 
     def accept_token(self, token: int) -> bool:
-        return bool(self._matcher.consume_token(token))
+        self._time.add_token()
+        with self._time:
+            accepted = bool(self._matcher.consume_token(token))
+        return accepted and not self._time.is_exceeded
 
     @property
     def failure(self) -> Failure | None:
-        if not self._matcher.is_error():
+        if self._matcher.is_error():
+            error = first_line(self._matcher.get_error())
+        elif self._time.is_exceeded:
+            error = TOO_LONG
+        else:
             return None
-        return Failure(Code.UNSUPPORTED, f"the grammar cannot be followed: {first_line(self._matcher.get_error())}")
+        return Failure(Code.UNSUPPORTED, f"the grammar cannot be followed: {error}")
 
     @property
     def is_terminated(self) -> bool:
         return bool(self._matcher.is_stopped())
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        return int(self._matcher.validate_tokens(tokens))
+        with self._time:
+            return int(self._matcher.validate_tokens(tokens))
 
     def fill_bitmask(self, row: np.ndarray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        with self._time:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
     def jump_forward_tokens(self) -> list[int]:
-        return list(self._matcher.compute_ff_tokens())
+        with self._time:
+            return list(self._matcher.compute_ff_tokens())
 
 
 class LLGrammar(Grammar):
     """A grammar that llguidance has compiled."""
 
-    size = 0
-
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, size: int) -> None:
         self._matcher = matcher
+        self.size = size
 
     def new_guide(self) -> Guide:
         return LLGuide(self._matcher.deep_copy())
 
 
 class LLGuidance(Backend):
-    """Compiles grammars lazily, as sequences reach new states."""
+    """Compiles grammars lazily, as sequences reach new states, once a process has tried them
+    (``llguidance_process.py``)."""
 
     _tokenizer: Any
     _added_tokens: AddedTokens
 
-    def set_vocabulary(self, tokenizer: Any, added_tokens: AddedTokens) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary, tokenizer: Any, added_tokens: AddedTokens) -> CompileProcess:
         self._tokenizer = tokenizer
         self._added_tokens = added_tokens
+        process = CompileProcess("llguidance_process")
+        process.set_vocabulary(msgspec.json.encode(VocabularyMessage(vocabulary, tokenizer.vocab_size)))
+        return process
 
-    def compile(self, params: GuidedDecodingParams) -> Grammar:
-        try:
-            matcher = LLMatcher(self._tokenizer, _grammar(params, self._added_tokens), log_level=0)
-        except UnsupportedError as error:
-            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: not supported: {error}", params.field) from error
-        except (ValueError, TypeError, AttributeError, AssertionError) as error:
-            raise invalid(params.field, f"is wrong: {first_line(str(error))}") from error
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # compiles the first state here, off the engine's thread, and finds its errors
+    def request(self, params: GuidedDecodingParams) -> bytes:
+        return msgspec.json.encode(_grammar(params, self._added_tokens))
+
+    def grammar(self, request: bytes, result: CompileResult) -> Grammar:
+        matcher = compile_grammar(self._tokenizer, json.loads(request))
         if matcher.is_error():
-            words = first_line(matcher.get_error()).replace("NoExtensionBias", "no output matches it")
-            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: not supported: {words}", params.field)
-        return LLGrammar(matcher)
+            raise RuntimeError(f"the grammar failed after it had been compiled: {first_line(matcher.get_error())}")
+        return LLGrammar(matcher, result.size)
 
 
 def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:
@@ -122,7 +134,8 @@ def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:
     if params.regex is not None:
         return str(grammar_from("regex", params.regex))
     if params.choice is not None:
-        return str(grammar_from("choice", json.dumps(params.choice)))
+        # As one terminal: llguidance's parser follows 2,000 alternatives of a rule at most.
+        return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, params.choice))}\n"
     if params.grammar is not None:
         lark = params.grammar
     else:

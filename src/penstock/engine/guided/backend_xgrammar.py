@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-import weakref
 from collections.abc import Iterable
-from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import msgspec
 import numpy as np
 from xgrammar import CompiledGrammar, GrammarMatcher
 
-from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError
-from penstock.core.errors import invalid
+from penstock.core import Code, Failure, GuidedDecodingParams, Vocabulary
 
 from .added_tokens import AddedTokens
 from .backend import Backend, Grammar, Guide
-from .errors import UnsupportedError
+from .compile_process import CompileProcess, CompileResult
+from .errors import TOO_LONG, UnsupportedError
 from .json_schema import rewrite_schema
 from .regex_to_ebnf import choice_to_ebnf, regex_to_ebnf
 from .structural_tag import (
@@ -34,11 +30,9 @@ from .structural_tag import (
     TriggeredTagsFormat,
     parse_structural_tag,
 )
-from .xgrammar_process import CompileRequest, CompileResult, TokenizerTable
+from .token_time import TokenTime
+from .xgrammar_process import CompileRequest, TokenizerTable
 
-MAX_TOKEN_TIME = 0.25
-"""Seconds of processor time for one token of one sequence; a grammar that takes longer fails its sequence, as it would
-delay the others, and takes longer with every token."""
 DEAD_END = "it allows no next token"
 
 
@@ -60,10 +54,11 @@ class XGrammarGuide(Guide):
         """Bitmask of the next token; None until it is computed."""
         self._error = ""
         """Why the sequence cannot continue; empty while it can."""
+        self._time = TokenTime()
 
     def copy(self) -> XGrammarGuide:
         copy = XGrammarGuide(self._matcher.fork(), self._eos_mask, self._excluded)
-        copy._bitmask, copy._error = self._bitmask, self._error
+        copy._bitmask, copy._error, copy._time = self._bitmask, self._error, self._time.copy()
         return copy
 
     def replace_eos(self, eos_token_id: int) -> int:
@@ -73,10 +68,12 @@ class XGrammarGuide(Guide):
 
     def accept_token(self, token: int) -> bool:
         self._bitmask = None
-        started = time.thread_time()
-        if not self._matcher.accept_token(token):
+        self._time.add_token()
+        with self._time:
+            accepted = self._matcher.accept_token(token)
+        if not accepted:
             self._error = DEAD_END
-        self._check_time(started)
+        self._check_time()
         return not self._error
 
     @property
@@ -89,14 +86,17 @@ class XGrammarGuide(Guide):
         return bool(self._matcher.is_completed()) and not (self._next_bitmask() & ~self._eos_mask).any()
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        count, started = 0, time.thread_time()
-        while (
-            count < len(tokens) and not self._is_excluded(tokens[count]) and self._matcher.accept_token(tokens[count])
-        ):
-            count += 1
-        if count:
-            self._matcher.rollback(count)
-        self._check_time(started)
+        count = 0
+        with self._time:
+            while (
+                count < len(tokens)
+                and not self._is_excluded(tokens[count])
+                and self._matcher.accept_token(tokens[count])
+            ):
+                count += 1
+            if count:
+                self._matcher.rollback(count)
+        self._check_time()
         return count
 
     def _is_excluded(self, token: int) -> bool:
@@ -113,15 +113,16 @@ class XGrammarGuide(Guide):
 
     def _next_bitmask(self) -> np.ndarray:
         if self._bitmask is None:
-            bitmask, started = np.zeros_like(self._eos_mask), time.thread_time()
-            self._matcher.fill_next_token_bitmask(bitmask)
+            bitmask = np.zeros_like(self._eos_mask)
+            with self._time:
+                self._matcher.fill_next_token_bitmask(bitmask)
             self._bitmask = bitmask & ~self._excluded
-            self._check_time(started)
+            self._check_time()
         return self._bitmask
 
-    def _check_time(self, started: float) -> None:
-        if time.thread_time() - started > MAX_TOKEN_TIME:
-            self._error = "it takes too long"
+    def _check_time(self) -> None:
+        if self._time.is_exceeded:
+            self._error = TOO_LONG
 
 
 class XGrammarGrammar(Grammar):
@@ -141,7 +142,6 @@ class XGrammar(Backend):
     """Compiles the whole grammar at once, in another process (``xgrammar_process.py``)."""
 
     _added_tokens: AddedTokens
-    _table: TokenizerTable
     _info: Any
     """xgrammar's ``TokenizerInfo``."""
     _eos_mask: np.ndarray
@@ -151,35 +151,28 @@ class XGrammar(Backend):
     """Added tokens but EOS."""
 
     def __init__(self) -> None:
-        self._process = _CompilerProcess()
+        self._process = CompileProcess("xgrammar_process")  # which loads xgrammar for seconds
 
-    def set_vocabulary(self, tokenizer: Any, added_tokens: AddedTokens) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary, tokenizer: Any, added_tokens: AddedTokens) -> CompileProcess:
         self._added_tokens = added_tokens
         size = tokenizer.vocab_size
         token_bytes = [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in range(size)]
         for token in added_tokens.tokens.values():  # 0xFF is in no text; xgrammar needs some bytes
             token_bytes[token] = b"\xff" + token_bytes[token]
-        self._table = TokenizerTable(token_bytes, tokenizer.eos_tokens)
-        self._info = self._table.info()
+        table = TokenizerTable(token_bytes, tokenizer.eos_tokens)
+        self._process.set_vocabulary(msgspec.json.encode(table))
+        self._info = table.info()
         self._eos_mask = _bitmask(tokenizer.eos_tokens, size)
         self._padding_mask = _bitmask(range(size, -(-size // 32) * 32), size)
         self._added_mask = _bitmask(set(added_tokens.tokens.values()) - added_tokens.eos_token_ids, size)
+        return self._process
 
-    def compile(self, params: GuidedDecodingParams) -> Grammar:
-        field = params.field
-        try:
-            request = _compile_request(params, self._added_tokens)
-            result = self._process.compile(self._table, request)
-        except UnsupportedError as error:
-            raise PenstockError(Code.UNSUPPORTED, f"{field}: not supported by xgrammar: {error}", field) from error
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise invalid(field, f"is wrong: {error}") from error
-        if not result.supported:
-            raise PenstockError(Code.UNSUPPORTED, f"{field}: not supported by xgrammar: {result.error}", field)
-        if result.error:
-            raise invalid(field, f"is wrong: {result.error}")
+    def request(self, params: GuidedDecodingParams) -> bytes:
+        return msgspec.json.encode(_compile_request(params, self._added_tokens))
+
+    def grammar(self, request: bytes, result: CompileResult) -> Grammar:
         excluded = self._padding_mask
-        if request.format.get("type") == "triggered_tags":
+        if msgspec.json.decode(request, type=CompileRequest).format.get("type") == "triggered_tags":
             excluded = excluded | self._added_mask  # between tags xgrammar allows any bytes
         return XGrammarGrammar(CompiledGrammar.deserialize_json(result.compiled, self._info), self._eos_mask, excluded)
 
@@ -189,54 +182,6 @@ def _bitmask(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-class _CompilerProcess:
-    """The process that compiles; started with the engine, and restarted where it has died."""
-
-    def __init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        command = [sys.executable, "-m", "penstock.engine.guided.xgrammar_process"]
-        self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-        self._has_table = False
-        self._kill = weakref.finalize(self, _kill, self._process)
-
-    def compile(self, table: TokenizerTable, request: CompileRequest) -> CompileResult:
-        """Compile a grammar. Raises ``PenstockError`` (``internal``) where the process dies twice."""
-        line = msgspec.json.encode(request) + b"\n"
-        for _ in range(2):  # it may have died since the last request
-            if self._process.poll() is not None:
-                self._kill()
-                self._start()
-            if result := self._send(table, line):
-                return msgspec.json.decode(result, type=CompileResult)
-            self._process.kill()
-            self._process.wait()
-        raise PenstockError(Code.INTERNAL, "the process in which xgrammar compiles has died twice")
-
-    def _send(self, table: TokenizerTable, line: bytes) -> bytes:
-        """The reply to a line; empty where the process has died."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin and stdout
-        try:
-            if not self._has_table:
-                stdin.write(msgspec.json.encode(table) + b"\n")
-                self._has_table = True
-            stdin.write(line)
-            stdin.flush()
-            return stdout.readline()
-        except BrokenPipeError:
-            return b""
-
-
-def _kill(process: Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe:
-            pipe.close()
 
 
 def _compile_request(params: GuidedDecodingParams, added_tokens: AddedTokens) -> CompileRequest:

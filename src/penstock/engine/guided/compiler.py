@@ -1,10 +1,11 @@
-"""The grammar compiler: compiles with the selected backend in a thread, and caches compiled grammars."""
+"""The grammar compiler: compiles with the selected backend, in other processes, and caches compiled grammars."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +17,8 @@ from penstock.core.errors import invalid
 
 from .added_tokens import AddedTokens
 from .backend import Backend, Grammar
+from .compile_process import STACK_SIZE, CompileProcess, CompileResult
+from .errors import UnsupportedError, first_line
 from .vocabulary import check_no_added_tokens, load_tokenizer, read_added_tokens
 
 logger = logging.getLogger(__name__)
@@ -26,12 +29,14 @@ BACKENDS = {
     "xgrammar": (".backend_xgrammar", "XGrammar"),
 }
 """Module and class of each backend; only the selected one is imported."""
-MAX_CACHED = 256
-"""Compiled grammars that are cached."""
-MAX_CACHED_BYTES = 2**30
+MAX_CACHED_BYTES = 2**28
 """Memory of the cached grammars, bytes."""
-STACK_SIZE = 256 * 2**20
-"""Stack of the compiler thread, bytes: recursion is as deep as a schema's references. Only used pages take memory."""
+MIN_CACHED_SIZE = 2**16
+"""Bytes that a cached grammar counts at least, with what belongs to it."""
+QUICK_TIME = 0.5
+"""Seconds after which a grammar is one of the slow ones, which wait for each other and not the others for them."""
+NUM_THREADS = 2
+"""Grammars that are compiled at the same time, of the quick ones and of the slow ones."""
 
 
 def check_backend(name: str) -> None:
@@ -41,7 +46,10 @@ def check_backend(name: str) -> None:
 
 
 class GrammarCompiler:
-    """Compiles grammars in a thread, and caches them.
+    """Compiles grammars in processes that end with limits of time and memory, and caches them. Nothing is kept of one
+    that failed, or of one whose request has ended.
+
+    A grammar that is not compiled within ``QUICK_TIME`` begins anew among the slow ones, at the lowest priority.
 
     Args:
         backend: a name of ``BACKENDS``, or ``off`` to refuse all grammars.
@@ -50,21 +58,22 @@ class GrammarCompiler:
 
     def __init__(self, backend: str, vocab_size: int) -> None:
         self._off = backend == "off"
+        self._name = backend
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._added_tokens: AddedTokens | None = None
         """None until the backend has the vocabulary."""
         self._vocabulary_failure: Failure | None = None
         """Why the backend cannot use the vocabulary."""
+        self._vocabulary_lock = threading.Lock()
+        self._process: CompileProcess | None = None
         self._preload: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "compile")
-        default_stack_size = threading.stack_size(STACK_SIZE)
-        try:
-            # Imported now: it can take seconds.
-            self._backend = self._thread.submit(_load, *BACKENDS["llguidance" if self._off else backend])
-        finally:
-            threading.stack_size(default_stack_size)
-        self._cache: OrderedDict[GuidedDecodingParams, Future[Grammar]] = OrderedDict()
+        self._quick = _executor("compile")
+        self._slow = _executor("compile-slow", _lower_priority)
+        # Imported now: it can take seconds.
+        self._backend = self._quick.submit(_load, *BACKENDS["llguidance" if self._off else backend])
+        self._cache = GrammarCache()
+        self._compiling: dict[GuidedDecodingParams, Future[Grammar]] = {}
 
     def set_vocabulary(self, get_vocabulary: Callable[[], Vocabulary]) -> None:
         """Set the model's vocabulary; ``get_vocabulary`` is called where none is set yet."""
@@ -77,11 +86,11 @@ class GrammarCompiler:
         To be called while the engine is idle: with 150,000 tokens, llguidance holds the GIL for one or two seconds.
         """
         if self._vocabulary and not self._off and self._preload is None:
-            self._preload = self._thread.submit(self._load_vocabulary)
+            self._preload = self._quick.submit(self._load_vocabulary)
 
     def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
-        """Compile a grammar, or take it from the cache. The future raises ``PenstockError`` where it is wrong or not
-        supported.
+        """Compile a grammar, or take it from the cache. The future raises ``PenstockError`` where it is wrong, takes
+        too much or is not supported; cancelling it ends the work.
 
         Raises ``PenstockError``: ``unsupported`` where guided decoding is off, ``unavailable`` without a vocabulary.
         """
@@ -89,57 +98,142 @@ class GrammarCompiler:
             raise PenstockError(Code.UNSUPPORTED, "guided decoding is off (guided_decoding_backend)", params.field)
         if self._vocabulary is None:
             raise PenstockError(Code.UNAVAILABLE, "the engine has no vocabulary for guided decoding yet")
-        if (grammar := self._cache.get(params)) is None or grammar.cancelled() or _failed_internally(grammar):
-            self._evict()
-            grammar = self._cache[params] = self._thread.submit(self._compile, params)
-        self._cache.move_to_end(params)
-        return grammar
+        if (future := self._compiling.get(params)) and not future.done():
+            return future
+        future = Future()
+        if grammar := self._cache.get(params):
+            future.set_result(grammar)
+            return future
+        self._compiling[params] = future
+        self._quick.submit(self._run, params, future, QUICK_TIME)
+        return future
 
-    def _evict(self) -> None:
-        """Remove the least recently used grammars until there is room for one more."""
-        size = sum(map(_size, self._cache.values()))
-        while len(self._cache) >= MAX_CACHED or size > MAX_CACHED_BYTES:
-            size -= _size(self._cache.popitem(last=False)[1])
+    def _run(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> None:
+        """Compile a grammar for a future, in a thread; among the slow ones where it takes longer than ``timeout``."""
+        try:
+            grammar = None if future.cancelled() else self._compile(params, future, timeout)
+        except TimeoutError:
+            self._slow.submit(self._run, params, future, None)
+            return
+        except Exception as error:
+            self._forget(params, future)
+            if future.set_running_or_notify_cancel():
+                # Without the traceback, whose variables would stay as long as the future.
+                future.set_exception(error.with_traceback(None))
+            return
+        if grammar:
+            self._cache.add(params, grammar)
+        self._forget(params, future)
+        if future.set_running_or_notify_cancel():
+            assert grammar
+            future.set_result(grammar)
 
-    def _compile(self, params: GuidedDecodingParams) -> Grammar:
+    def _forget(self, params: GuidedDecodingParams, future: Future[Grammar]) -> None:
+        if self._compiling.get(params) is future:  # not another one since it was cancelled
+            del self._compiling[params]
+
+    def _compile(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
+        """Raises ``TimeoutError`` where it takes longer than ``timeout`` seconds, None: as long as it may."""
+        field = params.field
         self._load_vocabulary()
         if self._added_tokens is None:
             assert self._vocabulary_failure
-            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: {self._vocabulary_failure.message}", params.field)
+            raise PenstockError(Code.UNSUPPORTED, f"{field}: {self._vocabulary_failure.message}", field)
+        backend = self._backend.result()
         try:
             check_no_added_tokens(params, self._added_tokens.tokens)
-            return self._backend.result().compile(params)
+            request = backend.request(params)
+        except UnsupportedError as error:
+            raise self._unsupported(field, str(error)) from error
         except RecursionError as error:
-            raise invalid(params.field, "is nested too deeply") from error
+            raise invalid(field, "is nested too deeply") from error
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise invalid(field, f"is wrong: {first_line(str(error))}") from error
+        result = self._compile_in_process(request, future, timeout)
+        if not result.supported:
+            raise self._unsupported(field, result.error)
+        if result.error:
+            raise invalid(field, f"is wrong: {result.error}")
+        return backend.grammar(request, result)
+
+    def _compile_in_process(self, request: bytes, future: Future[Grammar], timeout: float | None) -> CompileResult:
+        assert self._process
+        compilation = self._process.compile(request)
+        try:
+            future.add_done_callback(lambda _: compilation.cancel())
+            if timeout is None:
+                compilation.lower_priority()
+            return compilation.wait(timeout)
+        finally:
+            compilation.close()
+
+    def _unsupported(self, field: str, words: str) -> PenstockError:
+        backend = " by xgrammar" if self._name == "xgrammar" else ""
+        return PenstockError(Code.UNSUPPORTED, f"{field}: not supported{backend}: {words}", field)
 
     def _load_vocabulary(self) -> None:
         """Give the backend the vocabulary, once, even where that fails."""
-        if self._added_tokens or self._vocabulary_failure:
-            return
-        assert self._vocabulary is not None
-        started = time.monotonic()
-        try:
-            added_tokens = read_added_tokens(self._vocabulary)
-            tokenizer = load_tokenizer(self._vocabulary, self._vocab_size)
-            self._backend.result().set_vocabulary(tokenizer, added_tokens)
-        except PenstockError as error:
-            self._vocabulary_failure = error.failure
-        else:
-            self._added_tokens = added_tokens
-            logger.info("guided decoding has read the vocabulary in %.2f seconds", time.monotonic() - started)
+        with self._vocabulary_lock:
+            if self._added_tokens or self._vocabulary_failure:
+                return
+            assert self._vocabulary is not None
+            started = time.monotonic()
+            try:
+                added_tokens = read_added_tokens(self._vocabulary)
+                tokenizer = load_tokenizer(self._vocabulary, self._vocab_size)
+                self._process = self._backend.result().set_vocabulary(self._vocabulary, tokenizer, added_tokens)
+            except PenstockError as error:
+                self._vocabulary_failure = error.failure
+            else:
+                self._added_tokens = added_tokens
+                logger.info("guided decoding has read the vocabulary in %.2f seconds", time.monotonic() - started)
+
+
+class GrammarCache:
+    """Compiled grammars, the least recently used of which go once they take too much memory together."""
+
+    def __init__(self) -> None:
+        self._grammars: OrderedDict[GuidedDecodingParams, Grammar] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def get(self, params: GuidedDecodingParams) -> Grammar | None:
+        with self._lock:
+            if params in self._grammars:
+                self._grammars.move_to_end(params)
+            return self._grammars.get(params)
+
+    def add(self, params: GuidedDecodingParams, grammar: Grammar) -> None:
+        with self._lock:
+            if params in self._grammars:
+                return
+            self._grammars[params] = grammar
+            self._size += _size(grammar)
+            while self._size > MAX_CACHED_BYTES:
+                self._size -= _size(self._grammars.popitem(last=False)[1])
+
+
+def _size(grammar: Grammar) -> int:
+    return max(grammar.size, MIN_CACHED_SIZE)
+
+
+def _executor(name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
+    """Threads with a stack for schemas as deep as they are allowed to be."""
+    default_stack_size = threading.stack_size(STACK_SIZE)
+    try:
+        executor = ThreadPoolExecutor(NUM_THREADS, name, initializer)
+        started = threading.Barrier(NUM_THREADS)
+        for _ in range(NUM_THREADS):
+            executor.submit(started.wait)
+    finally:
+        threading.stack_size(default_stack_size)
+    return executor
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _load(module: str, name: str) -> Backend:
     backend: Backend = getattr(importlib.import_module(module, __package__), name)()
     return backend
-
-
-def _failed_internally(grammar: Future[Grammar]) -> bool:
-    """Whether compilation failed for another reason than the grammar, so that it may succeed the next time."""
-    error = grammar.exception() if grammar.done() else None
-    return error is not None and (not isinstance(error, PenstockError) or error.failure.code is Code.INTERNAL)
-
-
-def _size(grammar: Future[Grammar]) -> int:
-    """Bytes of a compiled grammar; 0 for one that is not compiled yet, or failed."""
-    return grammar.result().size if grammar.done() and not grammar.cancelled() and not grammar.exception() else 0

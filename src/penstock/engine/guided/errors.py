@@ -6,6 +6,9 @@ MAX_WHITESPACE = 32
 """Characters of whitespace between the parts of JSON, where a request does not set it. Without a limit, a model may
 generate whitespace until its tokens run out."""
 
+TOO_LONG = "it takes too long"
+"""Of a grammar that one cannot go on to follow."""
+
 
 class UnsupportedError(ValueError):
     """A grammar needs a feature that the backend does not support; the message names it."""

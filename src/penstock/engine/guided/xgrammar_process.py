@@ -1,39 +1,24 @@
-"""The process that compiles grammars with xgrammar: ``python -m penstock.engine.guided.xgrammar_process``.
-
-It reads ``TokenizerTable`` and then one ``CompileRequest`` a line on standard input, and writes one ``CompileResult`` a
-line on standard output. Compiling has no upper limit in xgrammar, so every grammar is compiled in a forked child, which
-inherits the loaded library and is killed by a timer.
-"""
+"""The process that compiles grammars with xgrammar: ``python -m penstock.engine.guided.xgrammar_process``."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
-import signal
-import sys
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..lean_torch import import_torch
+from .compile_process import LIMIT_EXCEEDED, Compile, CompileResult, serve
 from .errors import MAX_WHITESPACE, first_line
 
 import_torch()  # which xgrammar imports
 
 import xgrammar  # noqa: E402
 
-MAX_CPU_TIME = 10.0
-"""Seconds of processor time to compile one grammar."""
-MAX_WALL_TIME = 60.0
-"""Seconds to compile one grammar, whatever the processor time."""
-MAX_MEMORY = 4 * 2**30
-"""Memory to compile one grammar, bytes (``RLIMIT_DATA``)."""
-MAX_COMPILED_SIZE = 2**26
-"""Bytes of a serialized grammar."""
-LIMIT_EXCEEDED = f"compiling it takes more than {MAX_CPU_TIME:g} seconds, or too much memory"
+MAX_MEMORY = 2**31
+"""Bytes to compile one grammar."""
 LOOSE_CHARACTER, STRICT_CHARACTER = r"::= (([^\"\\\r\n]))", r"::= (([^\0-\x1f\"\\]))"
 """xgrammar's rule for a character of a string of bounded length, which allows control characters, and the right one."""
 SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -69,17 +54,6 @@ class CompileRequest(msgspec.Struct):
     """xgrammar's structural tag format, with schemas as text, and their ``separators``."""
     compact: bool = False
     """No whitespace between the parts of JSON."""
-
-
-class CompileResult(msgspec.Struct):
-    """The compiled grammar, or the error."""
-
-    compiled: str = ""
-    """Serialized by xgrammar."""
-    error: str = ""
-    """Why compilation failed; empty where it succeeded."""
-    supported: bool = True
-    """With ``error``: False where the grammar is right but not supported."""
 
 
 def _compile(compiler: Any, request: CompileRequest) -> Any:
@@ -134,39 +108,15 @@ def _result(compiler: Any, request: CompileRequest, vocab_size: int) -> CompileR
         if "bad_alloc" in str(error):
             return CompileResult(error=LIMIT_EXCEEDED, supported=False)
         return CompileResult(error=first_line(SOURCE_LOCATION.sub("", str(error).strip())))
-    if len(text) > MAX_COMPILED_SIZE:
-        return CompileResult(error=f"compiled it has more than {MAX_COMPILED_SIZE} bytes", supported=False)
     return CompileResult(text)
 
 
-def _write(result: CompileResult) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
-    table = msgspec.json.decode(sys.stdin.buffer.readline(), type=TokenizerTable)
+def _prepare(message: bytes) -> Compile:
+    table = msgspec.json.decode(message, type=TokenizerTable)
     compiler = xgrammar.GrammarCompiler(table.info(), max_threads=1, cache_enabled=False)
     decode = msgspec.json.Decoder(CompileRequest).decode
-    for line in sys.stdin.buffer:
-        if child := os.fork():
-            if os.waitpid(child, 0)[1]:
-                _write(CompileResult(error=LIMIT_EXCEEDED, supported=False))
-            continue
-        status = 1
-        try:
-            resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
-            signal.setitimer(signal.ITIMER_PROF, MAX_CPU_TIME)
-            signal.setitimer(signal.ITIMER_REAL, MAX_WALL_TIME)
-            result = _result(compiler, decode(line), len(table.token_bytes))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _write(result)
-            status = 0
-        finally:
-            os._exit(status)
+    return lambda request: _result(compiler, decode(request), len(table.token_bytes))
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare, MAX_MEMORY)
