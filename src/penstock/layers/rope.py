@@ -28,7 +28,7 @@ def rope_table(
 
     Raises ``PenstockError`` (``unsupported``) for an unknown type.
     """
-    kind = parameters.get("rope_type", "default")
+    kind = str(parameters.get("rope_type", "default"))
     if kind not in TYPES:
         raise PenstockError(Code.UNSUPPORTED, f"rope type {kind!r}; known are {', '.join(TYPES)}", "rope_type")
     frequencies, scale = TYPES[kind](head_dim, max_len, parameters, max_position_embeddings)

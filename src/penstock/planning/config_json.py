@@ -9,12 +9,14 @@ from typing import Any
 from penstock.core.errors import invalid
 
 from .composite_config import merge_text_config
+from .config_bounds import out_of_bounds
 
 CONFIG = "config.json"
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The object in a checkpoint's ``config.json``. Raises ``PenstockError`` (``invalid``) where there is none."""
+    """The object in a checkpoint's ``config.json``. Raises ``PenstockError`` (``invalid``) where there is none, or a
+    number in it is out of bounds (``config_bounds.py``)."""
     path = folder / CONFIG
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -24,4 +26,11 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise invalid("model", f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
-    return merge_text_config(result)
+    try:
+        sentence = next(out_of_bounds(result), "")
+        merged = merge_text_config(result)
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+    if sentence:
+        raise invalid("model", f"{path}: {sentence}")
+    return merged

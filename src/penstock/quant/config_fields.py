@@ -60,17 +60,20 @@ def mapping(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
-def pattern(text: str) -> re.Pattern[str]:
-    """A regular expression of a checkpoint, for names of modules.
+def pattern(
+    text: str, where: str = "config.json", field: str = "model", max_repeats: int = MAX_REPEATS
+) -> re.Pattern[str]:
+    """A regular expression of a checkpoint or adapter, for names of modules.
+
+    Args:
+        where, field: the file and the option or field of a request that names it, for errors.
 
     Raises ``PenstockError``: ``invalid`` where it is none, ``unsupported`` where it could take too long.
     """
     plain = re.sub(r"\\.|\[[^]]*\]", "x", text)
-    if len(re.findall(r"[*+{]", plain)) > MAX_REPEATS or re.search(r"\)[*+{]", plain):
-        raise PenstockError(
-            Code.UNSUPPORTED, f"config.json has a pattern of too many repetitions: {text!r:.80}", "model"
-        )
+    if len(re.findall(r"[*+{]", plain)) > max_repeats or re.search(r"\)[*+{]", plain):
+        raise PenstockError(Code.UNSUPPORTED, f"{where} has a pattern of too many repetitions: {text!r:.80}", field)
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise invalid("model", f"config.json has a pattern that is none: {text!r:.80} ({error})") from error
+        raise invalid(field, f"{where} has a pattern that is none: {text!r:.80} ({error})") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from penstock.core.errors import invalid
 from penstock.layers import LoRALayer, LoRATarget
 from penstock.ops import LoRAWeights
 
+from .lora_patterns import ValuesByPattern
 from .renamed import FUSED
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -89,17 +89,19 @@ def load_lora(
     version = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + content).hexdigest()
     tensors, fused = _split_fused(_tensors(content, folder), targets)
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
+    ranks = ValuesByPattern(config["rank_pattern"], config["r"], FIELD)
+    alphas = ValuesByPattern(config["alpha_pattern"], config["lora_alpha"], FIELD)
     for name in sorted({_module(key, targets) for key in tensors}):
         if not (target := targets[name]):
             continue  # another pipeline stage reads it
         own_name = fused.get(name, name)
-        rank = _by_pattern(config["rank_pattern"], own_name, config["r"])
+        rank = ranks[own_name]
         if not 1 <= rank <= max_lora_rank:
             message = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
             raise invalid(FIELD, message, max_lora_rank)
         a = _checked(tensors, name, LORA_A, (rank, target.inputs), folder)
         b = _checked(tensors, name, LORA_B, (target.shard.total, rank), folder)[slice(*target.shard.rows)]
-        alpha = _by_pattern(config["alpha_pattern"], own_name, config["lora_alpha"])
+        alpha = alphas[own_name]
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
         weights = LoRAWeights(a.to(device, dtype), b.to(device, dtype), target.offset, scale)
         parts[target.layer].append(weights)
@@ -208,11 +210,3 @@ def _checked(tensors: Mapping[str, Tensor], name: str, end: str, shape: tuple[in
     if not tensors[key].dtype.is_floating_point:
         raise invalid(FIELD, f"tensor {key} is of {tensors[key].dtype}")
     return tensors[key]
-
-
-def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of the first key that matches the name or its end as a regular expression, as PEFT looks it up."""
-    try:
-        return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
-    except re.error as error:
-        raise invalid(FIELD, f"a pattern of the adapter is no regular expression: {error}") from error

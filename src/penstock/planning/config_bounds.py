@@ -1,0 +1,140 @@
+"""Bounds of the fields of a ``config.json``, of any family: what is outside of them is no model's, and would end in a
+traceback, in endless memory, or in an answer of noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Bound(NamedTuple):
+    """The values that a field may have. ``null`` is the same as no field."""
+
+    least: float
+    most: float
+    whole: bool = True
+    """Whether it is a whole number."""
+    many: bool = False
+    """Whether it may also be a list of such numbers."""
+
+    def allows(self, value: Any) -> bool:
+        if isinstance(value, list) and self.many:
+            return all(self.allows(each) for each in value)
+        kinds = (int,) if self.whole else (int, float)
+        return type(value) in kinds and self.least <= value <= self.most  # not of NaN
+
+    def __str__(self) -> str:
+        if self.whole:
+            return f"a whole number from {self.least} to {self.most}"
+        return f"a number from {self.least:g} to {self.most:g}"
+
+
+class Flag(NamedTuple):
+    """True or false, which some files write as numbers."""
+
+    def allows(self, value: Any) -> bool:
+        return value in (0, 1) and isinstance(value, int)
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+class Text(NamedTuple):
+    """A text that is not empty."""
+
+    many: bool = False
+    """Whether it is a list of texts."""
+
+    def allows(self, value: Any) -> bool:
+        if self.many:
+            return isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return isinstance(value, str) and value != ""
+
+    def __str__(self) -> str:
+        return "a list of texts" if self.many else "a text"
+
+
+MAX_LAYERS, MAX_SIZE, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = 2048, 2**18, 2**14, 2**12, 2**14
+MAX_POSITIONS = 2**27
+MAX_TOKENS = 2**24
+"""Tokens of a vocabulary."""
+SIZE, HEADS, HEAD_DIM = Bound(1, MAX_SIZE), Bound(1, MAX_HEADS), Bound(0, MAX_HEAD_DIM)
+INTERMEDIATE = Bound(0, 2**22, many=True)
+LAYERS, LAYER_NUMBER = Bound(1, MAX_LAYERS), Bound(0, MAX_LAYERS)
+EXPERTS = Bound(0, MAX_EXPERTS, many=True)
+EPS = Bound(1e-30, 1.0, whole=False)
+BASE = Bound(1e-3, 1e18, whole=False)
+FACTOR = Bound(1e-6, 1e6, whole=False)
+SCALE = Bound(-1e6, 1e6, whole=False)
+POSITIONS, WINDOW = Bound(1, MAX_POSITIONS), Bound(-1, MAX_POSITIONS)
+PIXELS = Bound(1, 2**16, many=True)
+TOKEN = Bound(-1, MAX_TOKENS, many=True)
+
+BOUNDS: dict[str, Bound | Flag | Text] = {
+    **dict.fromkeys(("hidden_size", "out_hidden_size", "embed_dim", "d_model"), SIZE),
+    **dict.fromkeys(("intermediate_size", "shared_expert_intermediate_size"), INTERMEDIATE),
+    "moe_intermediate_size": INTERMEDIATE,
+    **dict.fromkeys(("vocab_size", "draft_vocab_size", "truncated_vocab_size"), Bound(1, MAX_TOKENS)),
+    "type_vocab_size": Bound(0, 2**16),
+    **dict.fromkeys(("num_hidden_layers", "depth"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), HEADS),
+    "head_dim": HEAD_DIM,
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"), HEAD_DIM),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Bound(0, MAX_SIZE)),
+    **dict.fromkeys(("num_nextn_predict_layers", "first_k_dense_replace", "max_window_layers"), LAYER_NUMBER),
+    **dict.fromkeys(("moe_layer_interval", "moe_layer_freq", "decoder_sparse_step"), LAYERS),
+    "moe_layer_start_index": Bound(-1, MAX_LAYERS, many=True),
+    "moe_layer_end_index": Bound(-1, MAX_LAYERS, many=True),
+    **dict.fromkeys(
+        ("mlp_only_layers", "fullatt_block_indexes", "deepstack_visual_indexes"), LAYER_NUMBER._replace(many=True)
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), EXPERTS),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), EXPERTS),
+    **dict.fromkeys(
+        ("max_position_embeddings", "original_max_position_embeddings", "num_position_embeddings"), POSITIONS
+    ),
+    **dict.fromkeys(("sliding_window", "local_attention"), WINDOW),
+    "num_labels": Bound(0, 2**20),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"), EPS),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), BASE),
+    **dict.fromkeys(("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), FACTOR),
+    **dict.fromkeys(("attention_factor", "query_pre_attn_scalar"), FACTOR),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "routed_scaling_factor", "logit_scale", "moe_norm_min"), SCALE),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), SCALE),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Bound(0, 1e6, whole=False)),
+    "partial_rotary_factor": Bound(1e-3, 1.0, whole=False),
+    **dict.fromkeys(("long_factor", "short_factor", "frequency_factors"), FACTOR._replace(many=True)),
+    "mrope_section": Bound(0, MAX_HEAD_DIM, many=True),
+    **dict.fromkeys(("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size"), PIXELS),
+    **dict.fromkeys(("window_size", "mm_tokens_per_image"), PIXELS),
+    **dict.fromkeys(("tokens_per_second", "mlp_ratio"), Bound(1e-3, 1e4, whole=False)),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "image_token_id", "image_token_index", "video_token_id"), TOKEN),
+    **dict.fromkeys(
+        ("attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias"), Flag()
+    ),
+    **dict.fromkeys(("norm_bias", "classifier_bias", "norm_topk_prob", "use_qk_norm", "rope_interleave"), Flag()),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "is_causal", "is_decoder"), Flag()),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "model_type"), Text()),
+    **dict.fromkeys(("dtype", "torch_dtype", "rope_type", "topk_method", "position_embedding_type"), Text()),
+    **dict.fromkeys(("architectures", "layer_types"), Text(many=True)),
+}
+"""By name, wherever in ``config.json`` it is."""
+SKIPPED = frozenset(("quantization_config", "compression_config", "id2label", "label2id", "gguf"))
+"""Objects that are checked where they are read, or that are not."""
+
+
+def out_of_bounds(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Sentences about fields that no model has like this, those in objects within by their path, ``text_config.…``."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name not in SKIPPED and name not in BOUNDS:
+            yield from out_of_bounds(value, f"{path}{name}.")
+        elif value is not None and (bound := BOUNDS.get(name)) and not bound.allows(value):
+            yield f"{path}{name} is {_shown(value)}, and has to be {bound}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return f"{value!r:.40}".replace("\n", " ")
