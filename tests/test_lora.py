@@ -279,6 +279,12 @@ def broken(folder: Path, how: str) -> None:
             tensors["base_model.model.lm_head.weight"] = torch.zeros(300, 64)
         case "pattern":
             config["alpha_pattern"] = {"(": 3}
+        case "exponential pattern":
+            config["rank_pattern"] = {"(([a-z_.]+)+)+[0-9]": 3}
+        case "slow pattern":
+            config["rank_pattern"] = {".*.*.*.*.*.*.*.*[A-Z]": 3}
+        case "many patterns":
+            config["rank_pattern"] = {f".*{i}": 3 for i in range(1000)}
         case "no number":
             config["lora_alpha"] = "much"
         case _:
@@ -304,7 +310,10 @@ def broken(folder: Path, how: str) -> None:
         ("half", "has no tensor", Code.INVALID),
         ("head", "lm_head", Code.UNSUPPORTED),
         ("whole module", "lm_head", Code.UNSUPPORTED),
-        ("pattern", "no regular expression", Code.INVALID),
+        ("pattern", "a pattern that is none", Code.INVALID),
+        ("exponential pattern", "too many repetitions", Code.UNSUPPORTED),
+        ("slow pattern", "too many repetitions", Code.UNSUPPORTED),
+        ("many patterns", "1000 regular expressions, and 64 are allowed", Code.INVALID),
         ("no number", "no numbers", Code.INVALID),
         ("r=200", r"rank 200 .* \(max_lora_rank\)", Code.INVALID),
         ("use_dora=true", "use_dora", Code.UNSUPPORTED),

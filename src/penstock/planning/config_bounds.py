@@ -116,7 +116,7 @@ BOUNDS: dict[str, Bound | Flag | Text] = {
     ),
     **dict.fromkeys(("norm_bias", "classifier_bias", "norm_topk_prob", "use_qk_norm", "rope_interleave"), Flag()),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "is_causal", "is_decoder"), Flag()),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "model_type"), Text()),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), Text()),
     **dict.fromkeys(("dtype", "torch_dtype", "rope_type", "topk_method", "position_embedding_type"), Text()),
     **dict.fromkeys(("architectures", "layer_types"), Text(many=True)),
 }
