@@ -477,7 +477,8 @@ void attention_task(const Attention& a, int64_t task) {
   int64_t offsets[kTaskRows], places[kTaskRows], last = 0, earliest = a.lengths[sequence];
   for (int r = 0; r < count; r++) {
     const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
-    const int64_t own = before + query, from = a.window && own >= a.window ? own - a.window + 1 : 0;
+    const int64_t own = before + query, beyond = a.chunked ? own % std::max<int64_t>(a.window, 1) + 1 : a.window;
+    const int64_t from = a.window && own >= beyond ? own - beyond + 1 : 0;
     const int64_t end = a.lengths[sequence] - 1, far = a.causal ? own : a.window ? own + a.window - 1 : end;
     const int64_t seen = std::min<int64_t>(a.key_ends ? a.key_ends[start + query] - 1 : far, end);
     offsets[r] = ((start + query) * a.heads + head) * dim;

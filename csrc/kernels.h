@@ -284,6 +284,7 @@ struct Attention {
   int64_t task_rows;  // of a latent cache: queries times heads of a task
   bool causal;  // else a query sees the positions after its own, too: all, or as many as `window` has before it
   const int32_t* key_ends;  // [tokens]: behind the last position that each query sees; null: as `causal` says
+  bool chunked;  // a query sees its own chunk of `window` positions, from the beginning
 };
 
 // Rotary parts of queries and keys, turned, and what a latent cache keeps of a token: a panel's vectors lie one after the

@@ -527,7 +527,7 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded, float cap,
-               Address sinks, int64_t latent, bool causal, Address key_ends) {
+               Address sinks, int64_t latent, bool causal, Address key_ends, bool chunked) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
     std::vector<int32_t> tiles;
@@ -547,7 +547,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
                          at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
                          window, out_stride, scale, Type(type), rounded, cap, at<float>(sinks), latent,
-                         task_rows, causal, at<int32_t>(key_ends)};
+                         task_rows, causal, at<int32_t>(key_ends), chunked};
     pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
   });
 }

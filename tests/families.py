@@ -25,6 +25,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
@@ -343,6 +344,24 @@ def gpt_oss(rng: Random) -> PreTrainedConfig:
     )
 
 
+def llama4(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    return Llama4TextConfig(
+        **given,
+        intermediate_size_mlp=rng.choice((80, 144)),
+        num_local_experts=rng.choice((5, 8, 16)),
+        interleave_moe_layer_step=rng.choice((1, 2)),
+        no_rope_layer_interval=rng.choice((2, 4)),
+        attention_chunk_size=rng.choice((24, 64, 100)),
+        use_qk_norm=flag(rng),
+        attn_temperature_tuning=rng.random() < 0.7,
+        floor_scale=rng.choice((10, 100)),
+        attn_scale=rng.choice((0.1, 0.3)),
+        attention_bias=flag(rng),
+        rope_parameters=rope(rng, given["head_dim"], "llama3"),
+    )
+
+
 def _deepseek(kind: type[PreTrainedConfig]) -> Callable[[Random], PreTrainedConfig]:
     def draw(rng: Random) -> PreTrainedConfig:
         given = sizes(rng, head_dim=False)
@@ -392,6 +411,7 @@ WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Ernie4_5_Moe": ernie4_5_moe,
     "MiniMaxM2": minimax_m2,
     "GptOss": gpt_oss,
+    "Llama4": llama4,
 }
 """Likewise."""
 
@@ -405,5 +425,6 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
     model = save(config, folder)
-    model.set_experts_implementation("eager")  # others do not compute in float64
+    if family != "Llama4":  # which has one implementation
+        model.set_experts_implementation("eager")  # others do not compute in float64
     return model

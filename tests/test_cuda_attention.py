@@ -248,6 +248,7 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "sinks": sinks,
         "causal": rng.random() < 0.6,
     }
+    options["chunked"] = options["causal"] and rng.random() < 0.4
     got = attention.attention(q, ours, metadata, dim**-0.5, window, **options)
     close(got, reference.attention(q, theirs, metadata, dim**-0.5, window, **options))
 
@@ -265,7 +266,7 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
     sequences, queries = Sequences(rng, dtype, heads, dim, lengths), 24
     first = lengths[0] - queries
     q = randn(rng, queries, heads * group, dim, dtype=dtype)
-    for window, causal in ((0, True), (270, True), (130, False)):
+    for window, causal, chunked in ((0, True, False), (270, True, False), (130, False, False), (270, True, True)):
         known: Tensor | None = None
         for _ in range(3):
             cut(monkeypatch, rng)
@@ -281,7 +282,7 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
                 for i, count in zip(chosen, counts, strict=True)
             ]
             metadata = metadata_of(counts, totals, tables, rng.choice((0, 3)))
-            out = attention.attention(torch.cat(given), cache, metadata, 0.2, window, causal=causal)
+            out = attention.attention(torch.cat(given), cache, metadata, 0.2, window, causal=causal, chunked=chunked)
             got = out.split(counts)[chosen.index(0)]
             if known is None:
                 known = got

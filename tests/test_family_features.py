@@ -175,7 +175,7 @@ def check(name: str, folder: Path, said: str) -> None:
 
 def test_the_table_has_every_architecture() -> None:
     table = rows()
-    assert table.keys() >= {f"{family}ForCausalLM" for family in FAMILIES}
+    assert table.keys() >= {f"{family}ForCausalLM" for family in FAMILIES | WITH_EXPERTS}
     named = set(re.findall(r"`(\w+ForCausalLM)`", TABLE.read_text(encoding="utf-8")))
     assert table.keys() <= registry._FAMILIES.keys()
     assert named >= {name for name in registry._FAMILIES if name.endswith("ForCausalLM")}
@@ -209,7 +209,7 @@ def test_ranks_and_stages(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
 def test_all_features(family: str, tmp_path: Path) -> None:
     row = rows()[f"{family}ForCausalLM"]
     draw(family, 3, tmp_path, TOKENS)

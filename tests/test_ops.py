@@ -432,7 +432,8 @@ def test_attention(seed: int) -> None:
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
     window, softcap = rng.choice((0, 0, 1, 7, 40)), rng.choice((0.0, 0.0, 0.5, 30.0))
     sinks = rng.choice((None, randn(seed + 1, kv_heads * sharing) * rng.choice((1, 100))))
-    options = {"softcap": softcap, "sinks": sinks, "causal": rng.random() < 0.6}
+    causal, chunked = rng.choice(((False, False), (True, False), (True, True)))
+    options = {"softcap": softcap, "sinks": sinks, "causal": causal, "chunked": chunked}
     got = cpu.attention(q, ours, batch.attention, dim**-0.5, window, **options)
     expected = reference.attention(q, theirs, batch.attention, dim**-0.5, window, **options)
     if spec.quantization and sinks is not None:

@@ -57,6 +57,9 @@ class Attention:
         name: of the checkpoint's module, above ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
         rope: ``[max_len, rotary_dim]``, of ``BuildContext.rope_table``.
         window: positions that a query sees, its own included (sliding window); 0 is all.
+        chunked: as of ``reference.attention``.
+        query_factors: ``[max_len, head_dim]`` float32: what the queries of each position are multiplied by in the end,
+            in the first half of a row, and zeros, as a ``rope`` that does not rotate; or none.
         qk_norms: norms on the queries and keys of each head that are computed with the rotary positions.
         qk_norm_layers: other norms on queries and keys.
         rope_interleaved: as of ``reference.rope``.
@@ -76,6 +79,8 @@ class Attention:
         head_dim: int,
         rope: Tensor,
         window: int = 0,
+        chunked: bool = False,
+        query_factors: Tensor | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norms: QKNorms | None = None,
@@ -92,7 +97,8 @@ class Attention:
         self._rope = rope
         self._rope_interleaved = rope_interleaved
         self._head_dim = head_dim
-        self._window = window
+        self._window, self._chunked = window, chunked
+        self._query_factors = query_factors
         self._scale = head_dim**-0.5 if scale is None else scale
         self._softcap = softcap
         self._sinks = sinks
@@ -140,7 +146,7 @@ class Attention:
             metadata, lora_slots = batch.logits_attention, batch.logits_lora_slots
         attended = self._group.all_gather(
             lambda out: self._ops.attention(
-                q, cache, metadata, self._scale, self._window, out, self._softcap, self._sinks
+                q, cache, metadata, self._scale, self._window, out, self._softcap, self._sinks, True, self._chunked
             ),
             q.shape[0],
             self._queries,
@@ -170,6 +176,7 @@ class Attention:
             return q
         if norms and not norms.over_projection:
             q, k = norms.q(q), norms.k(k)
-        return self._ops.rope_and_store(
+        q = self._ops.rope_and_store(
             q, k, v, positions, self._rope, cache, slots, self._qk_norms, self._rope_interleaved
         )
+        return q if self._query_factors is None else self._ops.rope(q, positions, self._query_factors)

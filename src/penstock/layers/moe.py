@@ -39,6 +39,7 @@ class MixtureOfExperts:
         shared: an expert that every token has, besides.
         shared_gate: name of the matrix ``[1, hidden]`` whose output's sigmoid is the weight of ``shared``, below
             ``name``; "" is a weight of 1.
+        input_routing: of the number that an expert's input is multiplied by, where a token has one expert.
     """
 
     def __init__(
@@ -60,12 +61,13 @@ class MixtureOfExperts:
         layer: int = 0,
         shared: MLPLayer | None = None,
         shared_gate: str = "",
+        input_routing: Routing | None = None,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
         self._dtype = context.dtype
         self._activation = activation
-        self._routing = routing
+        self._routing, self._input_routing = routing, input_routing
         all_experts = Shard(0, num_experts, num_experts)
         self._to_float32 = router_float32 and context.dtype != torch.float32
         of_router = replace(context, dtype=torch.float32) if self._to_float32 else context
@@ -114,6 +116,9 @@ class MixtureOfExperts:
             self._ops.count_experts(ids, self._counts, self._load.num_tokens)
         shared = None if self._shared is None else self._shared(x, lora_slots)
         gate = None if self._shared_gate is None else self._shared_gate.linear(x, True)
+        if self._input_routing:
+            _, factors = self._ops.select_experts(logits, self._input_routing)
+            x = self._ops.combine_experts(x[:, None], factors, None, None)
         if self._by_expert:
             return self._ops.combine_experts(self._by_experts(x, ids), weights, shared, gate)
         return self._by_outputs(x, ids, weights, shared, gate)

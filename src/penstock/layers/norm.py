@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .context import BuildContext
@@ -51,6 +52,15 @@ class RMSNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """As ``Norm.add``."""
         return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+
+
+class UnweightedRMSNorm(RMSNorm):
+    """RMS norm that has no weights: a vector divided by its length, times the root of its size (Llama 4's L2 norm)."""
+
+    def __init__(self, context: BuildContext, size: int, eps: float) -> None:
+        self._ops = context.ops
+        self.weight = torch.ones(size, dtype=context.dtype, device=context.device)
+        self._eps = eps
 
 
 class LayerNorm:

@@ -39,6 +39,7 @@ def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, n
         layer=layer,
         shared=shared,
         shared_gate=experts.shared_gate,
+        input_routing=experts.input_routing,
     )
 
 

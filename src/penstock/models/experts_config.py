@@ -40,6 +40,8 @@ class ExpertsConfig:
     """Name of the router's matrix."""
     router_matrix_bias: bool = False
     """Whether the matrix has a bias, which is a part of the logits."""
+    input_routing: Routing | None = None
+    """As of ``MixtureOfExperts``."""
     fused: FusedLayout = field(default_factory=FusedLayout)
     """Of checkpoints that have a projection of all experts in one tensor; others are read whatever it is."""
 

@@ -488,6 +488,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
+    chunked: bool = False,
 ) -> Tensor:
     """Attention of every query over its own sequence's cached keys and values; ``[tokens, heads * head_dim]``.
 
@@ -500,6 +501,7 @@ def attention(
         softcap: scaled products become ``softcap * tanh(product / softcap)``; 0 leaves them.
         sinks: ``[heads]`` float32, a logit of each head that takes part in the softmax and has no value; or none.
         causal: False lets a query see the positions after its own, too: all, or with a window as many as before it.
+        chunked: positions are in chunks of ``window``, and a query sees its own chunk alone; with ``causal``.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[3]
@@ -519,7 +521,7 @@ def attention(
         if metadata.key_ends is not None:
             hidden = at >= metadata.key_ends[rows, None]
         if window:
-            hidden |= at <= position - window
+            hidden |= at < position // window * window if chunked else at <= position - window
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)

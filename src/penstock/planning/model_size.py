@@ -93,7 +93,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         attention = 2 * hidden * head_dim * (heads + kv_heads)
         absorbed, kv_dim = 0, head_dim
     matrices = 2 if config.get("model_type") == "starcoder2" or not is_gated(config) else 3  # without a gate
-    dense = matrices * hidden * int(config["intermediate_size"])
+    dense = matrices * hidden * int(config.get("intermediate_size_mlp") or config["intermediate_size"])  # of Llama 4
     sparse = _experts(config, hidden)
     plain = layers - _num_sparse_layers(config, layers) if sparse else layers
     mtp = int(config.get("num_nextn_predict_layers") or 0)
@@ -181,13 +181,18 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
         return 0
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
+    if config.get("intermediate_size_mlp"):
+        shared = size
     gated = int(config.get("shared_expert_intermediate_size") or 0)  # by a matrix of one output
     return (routed + bool(gated)) * hidden + 3 * hidden * (routed * size + (gated or shared))
 
 
 def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     """Layers with experts, of a model that has any."""
-    dense, step = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
+    if (given := config.get("moe_layers")) is not None:
+        return len(given)
+    dense = config.get("mlp_only_layers") or ()
+    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
     first = int(config.get("first_k_dense_replace") or config.get("moe_layer_start_index") or 0)
     end, interval = int(config.get("moe_layer_end_index") or -1), int(config.get("moe_layer_interval") or 1)
     numbers = range(first, layers if end < 0 else min(end + 1, layers))

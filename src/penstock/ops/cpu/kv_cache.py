@@ -103,6 +103,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
+    chunked: bool = False,
 ) -> Tensor:
     """As ``reference.attention``."""
     spec, heads = cache.spec, q.shape[1]
@@ -130,6 +131,7 @@ def attention(
         0,
         causal,
         0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
+        chunked,
     )
     return out
 

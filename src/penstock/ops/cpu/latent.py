@@ -120,5 +120,6 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         latent,
         True,
         0,
+        False,
     )
     return out

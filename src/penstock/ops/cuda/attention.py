@@ -143,6 +143,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
+    chunked: bool = False,
 ) -> Tensor:
     """As ``reference.attention``, in three kernels: a plan of the work, which layers of one shape share
     (``metadata.plan``), attention, and the reduction of sequences that were split.
@@ -200,6 +201,7 @@ def attention(
         PAGE=spec.block_size,
         WINDOW=window,
         CAUSAL=causal,
+        CHUNKED=chunked,
         QUANTIZED=bool(spec.quantization),
         SPLIT=SPLIT,
         TILE=variant.tile,
@@ -230,6 +232,7 @@ def attention(
             HEAD_DIM=dim,
             WINDOW=window,
             CAUSAL=causal,
+            CHUNKED=chunked,
             SPLIT=SPLIT,
             ROWS=variant.rows,
             HEADS=rows,

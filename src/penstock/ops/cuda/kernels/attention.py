@@ -32,6 +32,12 @@ def end_of(first_position, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, C
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first position that a query sees: of its window, or of its chunk of as many positions."""
+    return position // WINDOW * WINDOW if CHUNKED else tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit
 def splits_of(
     count, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr = True
 ):
@@ -230,6 +236,7 @@ def attention(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CHUNKED: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -281,7 +288,7 @@ def attention(
             first_token = ((count + TOKENS - 1) // TOKENS - 1 - number // chunks) * TOKENS
             first_position = length - count + first_token
             end_position = end_of(first_position, length, TOKENS, WINDOW, CAUSAL)
-            seen_from = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW else 0
+            seen_from = first_seen(first_position, WINDOW, CHUNKED) if WINDOW else 0
             first_split = seen_from // SPLIT
             chunk_split = first_split + number % chunks * share
             begin = tl.maximum(seen_from, chunk_split * SPLIT) // TILE
@@ -308,7 +315,7 @@ def attention(
             # Tiles that all queries see whole.
             seen_whole_to = end_of(first_position, length, 1, WINDOW, CAUSAL) // TILE
             last_position = tl.minimum(first_position + TOKENS, length)
-            seen_whole_from = (tl.maximum(last_position - WINDOW, 0) + TILE - 1) // TILE if WINDOW else 0
+            seen_whole_from = (first_seen(last_position - 1, WINDOW, CHUNKED) + TILE - 1) // TILE if WINDOW else 0
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
                 # What no query sees may be no numbers: keys are masked as scores, values as they are read.
@@ -342,7 +349,7 @@ def attention(
                     if WINDOW and not CAUSAL:
                         visible &= at[None] < position + WINDOW
                     if WINDOW:
-                        visible &= at[None] > position - WINDOW
+                        visible &= at[None] >= first_seen(position, WINDOW, CHUNKED)
                     scores = tl.where(visible, scores, NOTHING)
                 new = tl.maximum(largest, tl.max(scores, 1))
                 relative = relative_to(new)
@@ -410,6 +417,7 @@ def reduce(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -433,7 +441,7 @@ def reduce(
         # As in attention: of the tile that has the token.
         first_position = length - count + token // TOKENS * TOKENS
         end_position = end_of(first_position, length, TOKENS, WINDOW, CAUSAL)
-        first_split = tl.maximum(first_position - WINDOW + 1, 0) // SPLIT if WINDOW else 0
+        first_split = first_seen(first_position, WINDOW, CHUNKED) // SPLIT if WINDOW else 0
         parts = (end_position + SPLIT - 1) // SPLIT - first_split
 
         head = item % HEAD_TILES * GROUP_TILE + rows

@@ -1,0 +1,130 @@
+"""Llama 4 (Meta, 2025), the language model: attention in chunks, layers without rotary positions whose queries grow
+with the position, and experts that read their input times the router's score."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.layers import Attention, AttentionLayer, BuildContext, MLPLayer, QKNormLayers
+from penstock.layers.norm import UnweightedRMSNorm
+from penstock.ops import Routing
+
+from .config import ModelConfig, dense_config, options_of
+from .decoder import Decoder
+from .experts import mixture_of_experts
+from .experts_config import ExpertsConfig, num_experts_of
+from .layer import gated_mlp
+from .registry import Family
+from .weights import FusedLayout
+from .weights.renamed import Stored
+
+WITH_VISION = "Llama4ForConditionalGeneration"
+"""Its vision tower is not read: a prompt has text alone."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    layers, interval = int(raw["num_hidden_layers"]), int(raw.get("no_rope_layer_interval") or 4)
+    given = raw.get("no_rope_layers")  # where positions are, in spite of the name
+    rope = tuple(map(bool, given)) if given else tuple((layer + 1) % interval != 0 for layer in range(layers))
+    chunk = int(raw.get("attention_chunk_size") or 0)
+    types = raw.get("layer_types")
+    chunked = [kind == "chunked_attention" for kind in types] if types else rope
+    if len(rope) != layers or len(chunked) != layers:
+        raise ValueError(f"no_rope_layers and layer_types have {len(rope)} and {len(chunked)} of {layers} layers")
+    return dense_config(
+        raw,
+        intermediate_size=int(raw["intermediate_size_mlp"]),
+        sliding_windows=tuple(chunk if each else 0 for each in chunked),
+        experts=_read_experts(raw, layers),
+        qk_norm=bool(raw.get("use_qk_norm", True)),
+        options=options_of(raw, rope_interleaved=True, rope_layers=rope),
+    )
+
+
+def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
+    if (top_k := int(raw.get("num_experts_per_tok") or 1)) != 1:
+        raise PenstockError(Code.UNSUPPORTED, f"num_experts_per_tok {top_k} in config.json: Llama 4 has 1", "model")
+    step, size, sparse = (
+        int(raw.get("interleave_moe_layer_step") or 1),
+        int(raw["intermediate_size"]),
+        raw.get("moe_layers"),
+    )
+    sparse = range(step - 1, layers, step) if sparse is None else sparse
+    return ExpertsConfig(
+        num_experts_of(raw),
+        size,
+        Routing(1, renormalize=True),  # the output's weight is 1
+        dense_layers=frozenset(range(layers)).difference(map(int, sparse)),
+        shared_size=size,
+        shared_name="shared_expert",
+        module="feed_forward",
+        router="router",
+        input_routing=Routing(1, "sigmoid"),
+        fused=FusedLayout(transposed=True),
+    )
+
+
+def query_factors(raw: Mapping[str, Any], max_len: int, head_dim: int) -> Tensor:
+    """``Attention``'s ``query_factors`` of layers without rotary positions: attention's temperature falls with the
+    logarithm of the position (Nakanishi, 2025)."""
+    floor, scale = float(raw.get("floor_scale") or 8192), float(raw.get("attn_scale") or 0.1)
+    positions = torch.arange(max_len, dtype=torch.float32)
+    factors = torch.log1p(torch.floor((positions + 1.0) / floor)) * scale + 1.0
+    half = factors[:, None].expand(-1, head_dim // 2)
+    return torch.cat((half, torch.zeros_like(half)), -1)
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
+    tuned = config.raw.get("attn_temperature_tuning", True)
+    factors = query_factors(config.raw, context.max_len, config.head_dim).to(context.device) if tuned else None
+
+    def attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
+        rope = config.rope_of(layer)
+        norm = UnweightedRMSNorm(context, config.head_dim, config.rms_norm_eps)
+        window = config.sliding_windows[layer]
+        return Attention(
+            context,
+            name,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope=torch.empty(context.max_len, 0, device=context.device)
+            if rope is None
+            else context.rope_table(config.head_dim, rope, config.max_position_embeddings),
+            window=window,
+            chunked=window > 0,
+            query_factors=factors if rope is None else None,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            qk_norm_layers=QKNormLayers(norm, norm, after_rope=True) if config.qk_norm and rope else None,
+            rope_interleaved=True,
+        )
+
+    return Decoder(context, config, num_mtp_heads, attention=attention, mlp=feed_forward)
+
+
+def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
+    """``MLPFactory`` under Llama 4's names."""
+    assert config.experts
+    if layer in config.experts.dense_layers:
+        return gated_mlp(context, config, layer, f"{name.removesuffix('mlp')}feed_forward")
+    return mixture_of_experts(context, config, layer, name)
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """As ``Family.find_stored``."""
+    return Stored(
+        re.sub(r"^(model|lm_head)\b", r"language_model.\1", name) if config.architecture == WITH_VISION else name
+    )
+
+
+FAMILY = Family(
+    architectures=("Llama4ForCausalLM", WITH_VISION), read_config=read_config, build=build, find_stored=find_stored
+)
