@@ -17,7 +17,7 @@ from families import FAMILIES, VOCABULARY, WITH_EXPERTS, draw
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from penstock.core import SamplingParams
+from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
 from penstock.models.internlm import NAMES
@@ -155,6 +155,28 @@ def test_internlm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(FAMILIES, "Llama", without_biases)
     check(tmp_path, rewrite_as_internlm2(tmp_path))
+
+
+def test_llama4_without_its_vision_tower(tmp_path: Path) -> None:
+    """Of a checkpoint that has one, the language model runs, and images are refused."""
+    model, text = draw("Llama4", 0, tmp_path / "text"), json.loads((tmp_path / "text" / "config.json").read_text())
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (whole / name).symlink_to(tmp_path / "text" / name)
+    names = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": {}}
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    (whole / "config.json").write_text(json.dumps({**names, **tied, "text_config": text}))
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, whole / "model.safetensors")
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    llm = LLM(whole, **OPTIONS)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([PROMPTS[2]])).logits[0, -1].argmax().item()
+    (output,) = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids[0] == wanted
+    with pytest.raises(PenstockError, match="images: this model sees none"):
+        llm.chat([{"role": "user", "content": image}])
 
 
 def test_early_config_json_files(tmp_path: Path) -> None:

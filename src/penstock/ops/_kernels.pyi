@@ -255,6 +255,7 @@ def attention(
     latent: int,
     causal: bool,
     key_ends: int,
+    chunked: bool,
     /,
 ) -> None: ...
 def latent_store(
