@@ -339,7 +339,7 @@ def test_bytes_that_are_no_message_are_refused(served: Served) -> None:
     """With a status and a line in the log, as all that is refused."""
     at = len(served.lines)
     with grpc.insecure_channel(address(served)) as channel:
-        for method in ("ModelInfer", "ServerLive"):
+        for method in ("ModelInfer", "ServerMetadata"):
             with pytest.raises(grpc.RpcError) as raised:
                 channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(b"\xff\xff")
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -777,6 +777,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     require_model: Annotated[bool, option("Refuse requests of OpenAI's API without a model.")] = False
     api_server_count: Annotated[int, option("Number of API processes.", ge=1)] = 1
     api_key: Annotated[tuple[str, ...], option("API keys, one of which a request needs; nothing for open access.")] = ()
+    share_prefix_cache: Annotated[
+        bool,
+        option(
+            "With several API keys, let requests of all of them share cached prefixes. By default each has its own, "
+            "as cached_tokens and the time to the first token would tell what others have sent."
+        ),
+    ] = False
     max_concurrency: Annotated[int, option("Open requests of one API process; more are refused.", ge=1)] = 4096
     request_timeout: Annotated[float, option("Maximum duration of a request; 0 is any.", "seconds", ge=0)] = 0.0
     disable_streaming: Annotated[

@@ -38,7 +38,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pooling: PoolingParams | None = None
     """Embeds the prompt; nothing is generated, and ``sampling`` is ignored."""
     external_id: str = ""
-    """The client's id, which must be unique among open requests; empty for none."""
+    """The client's id, which must be unique among open requests, perhaps after its tenant and a zero byte; empty for
+    none."""
     second_text: int = 0
     """Of a pair of texts, index of the second one's first token (BERT's token type 1); 0 for a single text."""
     adapter: str = ""

@@ -39,6 +39,11 @@ CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 DEADLINE_PASSED = Failure(Code.TIMEOUT, "the deadline has passed")
 
 
+def owned(request_id: str, tenant: str) -> str:
+    """A client's id of a request, which no other tenant's can equal."""
+    return f"{tenant}\0{request_id}" if tenant else request_id
+
+
 class Gateway:
     """Sends requests to the engines of a model and streams their outputs. Create and use it in one event loop.
 
@@ -73,6 +78,8 @@ class Gateway:
         self._open: dict[str, DeltaQueue] = {}
         self._outputs: dict[str, RequestOutput] = {}
         """The output so far of each open request, by the engine's request id."""
+        self._owned: dict[str, str] = {}
+        """Likewise, its id as its tenant's (``owned``)."""
         self._ids = itertools.count()
         self._template_renderer = SandboxedTemplateRenderer()
         self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
@@ -96,7 +103,7 @@ class Gateway:
         Raises ``PenstockError`` where the prompt is invalid or far too long, or no engine is ready.
         """
         self._check_length(prompt)
-        return await self._prepare(
+        return await self.prepare(
             max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
         )
 
@@ -104,7 +111,7 @@ class Gateway:
         """The prompt of a pair of texts, or of a text within a limit. Arguments and errors as for ``encode``."""
         if texts.max_len is None:
             self._check_length(texts.text)
-        return await self._prepare(max(size, len(texts)), lambda: self.input_processor.encode_texts(texts))
+        return await self.prepare(max(size, len(texts)), lambda: self.input_processor.encode_texts(texts))
 
     async def chat_prompt(
         self,
@@ -135,7 +142,7 @@ class Gateway:
         messages, sources = split_media(messages)
         self.input_processor.check_media(sources)
         if template is None:
-            text = await self._prepare(size, lambda: self.input_processor.render(messages, options))
+            text = await self.prepare(size, lambda: self.input_processor.render(messages, options))
         else:
             special = self.input_processor.tokenizer.special
             text = await self._template_renderer.render(RenderRequest(template, special, list(messages), dict(options)))
@@ -166,6 +173,7 @@ class Gateway:
         pooling: PoolingParams | None = None,
         arrived: float | None = None,
         external_id: str = "",
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
 
@@ -179,7 +187,9 @@ class Gateway:
             adapter: name of a loaded LoRA adapter.
             pooling: embed the prompt instead of generating.
             arrived: time of arrival on the monotonic clock; None is now.
-            external_id: the client's id; refused while another request with it is open, in any API process.
+            external_id: the client's id; refused while another request of the tenant with it is open, in any API
+                process.
+            tenant: on whose behalf: ids belong to their tenant.
 
         Raises ``PenstockError`` where the request is invalid, or no engine is ready.
         """
@@ -196,7 +206,7 @@ class Gateway:
             size = self._at_once + 1  # images are checked and decoded in a thread
         try:
             async with asyncio.timeout(None if size <= self._at_once else timeout):
-                processor = await self._prepare(
+                processor = await self.prepare(
                     size,
                     lambda: self.input_processor.create_output_processor(
                         name, prompt, sampling_params, priority, cache_salt, adapter, pooling
@@ -206,11 +216,12 @@ class Gateway:
             raise PenstockError.of(DEADLINE_PASSED) from error
         output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
+        external_id = external_id and owned(external_id, tenant)
         request = msgspec.structs.replace(
             processor.request, deadline=deadline, external_id=external_id, log_id=request_id or ""
         )
         inbox = self._open[name] = DeltaQueue(partial(self.engine_pool.pause, name))
-        self._outputs[name] = output
+        self._outputs[name], self._owned[name] = output, owned(output.request_id, tenant)
         timer = None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._on_deadline, name)
@@ -232,18 +243,25 @@ class Gateway:
         finally:
             if timer:
                 timer.cancel()
-            del self._open[name], self._outputs[name]
+            del self._open[name], self._outputs[name], self._owned[name]
             self.engine_pool.release(name, cancel=not output.finished)
 
-    def running(self) -> dict[str, int]:
-        """Open requests: request id → number of tokens generated."""
+    def running(self, tenant: str = "") -> dict[str, int]:
+        """Open requests of a tenant: request id → number of tokens generated."""
         result: dict[str, int] = {}
-        for output in self._outputs.values():
+        for name, output in self._outputs.items():
+            if self._owned[name] != owned(output.request_id, tenant):
+                continue
             num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
             result[output.request_id] = result.get(output.request_id, 0) + num_tokens
         return result
 
-    async def _prepare(self, size: int, work: Callable[[], T]) -> T:
+    def cancel(self, request_ids: Collection[str], tenant: str = "") -> None:
+        """Cancel requests of a tenant by their ids, in all API processes."""
+        self.engine_pool.cancel([owned(request_id, tenant) for request_id in request_ids])
+
+    async def prepare(self, size: int, work: Callable[[], T]) -> T:
+        """The result of ``work`` on so many characters: in the event loop, or in a thread where they are many."""
         if size <= self._at_once:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -276,7 +294,7 @@ class Gateway:
 
     def _on_cancel(self, request_ids: list[str]) -> None:
         cancelled = frozenset(request_ids)
-        for name in [name for name, output in self._outputs.items() if output.request_id in cancelled]:
+        for name in [name for name, owned_id in self._owned.items() if owned_id in cancelled]:
             self.engine_pool.abort(name)
             self._open[name].put(CANCELLED)
 

@@ -39,10 +39,18 @@ async def generate(
     record.facts["model"] = service.name
     if adapter := options.get("adapter"):
         record.facts["adapter"] = adapter
+    if record.tenant and not service.options.share_prefix_cache:
+        options["cache_salt"] = f"{record.tenant} {options.get('cache_salt', '')}"
     given = (options.pop("timeout", None), service.timeout)
     timeout = min([each for each in given if each is not None], default=None)
     stream = service.gateway.generate(
-        prompt, sampling, record.request_id, timeout=timeout, arrived=record.arrived, **options
+        prompt,
+        sampling,
+        record.request_id,
+        timeout=timeout,
+        arrived=record.arrived,
+        tenant=record.tenant,
+        **options,
     )
     metrics, counted, last = service.metrics, 0, None
     final_only = service.options.disable_streaming

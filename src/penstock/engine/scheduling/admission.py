@@ -126,7 +126,8 @@ class Admission:
         Raises ``PenstockError`` (``invalid``) where its ``external_id`` is in use.
         """
         if request.external_id in self._external_ids:
-            words = f"{request.external_id[:200]!r} already exists: a request of this name has not ended"
+            name = request.external_id.rpartition("\0")[2]  # without the tenant's
+            words = f"{name[:200]!r} already exists: a request of this name has not ended"
             raise invalid("external_id", words)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)

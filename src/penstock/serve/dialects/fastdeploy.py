@@ -69,11 +69,11 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
         requested = {_without_prefix(name): name for name in request.req_ids or ()}
-        aborted, running_ids = [], set()
+        aborted, running_ids, tenant = [], set(), record_of(raw_request.scope).tenant
         for service in served_models:
-            running = service.gateway.running()
+            running = service.gateway.running(tenant)
             names = list(running if request.abort_all else requested)
-            service.gateway.engine_pool.cancel(names)
+            service.gateway.cancel(names, tenant)
             here = [name for name in names if name in running]
             running_ids.update(here)
             aborted += [{"request_id": requested.get(n, n), "output_token_count": running[n]} for n in here]

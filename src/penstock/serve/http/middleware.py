@@ -6,7 +6,8 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -19,7 +20,7 @@ from penstock.version import __version__
 from ..metrics import Metrics
 from .error_formats import ErrorFormats
 from .reply import INTERNAL, refuse
-from .request_record import RequestRecord
+from .request_record import RequestRecord, record_of
 from .status import STATUS
 from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 
@@ -208,24 +209,35 @@ class ApiKeyMiddleware:
     ) -> None:
         self._app = app
         self._public = PUBLIC_PATHS | SIGNED_PATHS | public
-        self._keys = [key.encode() for key in keys]
+        self._keys = ApiKeys(keys)
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._public or self._authorized(scope):
+        if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
-        else:
-            await self._refuse(scope, send)
-
-    def _authorized(self, scope: Scope) -> bool:
+            return
         headers = Headers(scope=scope)
         given = headers.get("authorization") or headers.get("x-api-key") or ""
-        return matches_key(given.encode("latin-1"), self._keys)  # the bytes as they were sent
+        tenant = self._keys.tenant_of(given.encode("latin-1"))  # the bytes as they were sent
+        if tenant is None:
+            await self._refuse(scope, send)
+        else:
+            record_of(scope).tenant = tenant
+            await self._app(scope, receive, send)
 
 
-def matches_key(given: bytes, keys: Iterable[bytes]) -> bool:
-    """Whether the value of ``Authorization`` is one of the keys. Takes the same time whichever key it resembles."""
-    given = given.strip()
-    scheme, _, rest = given.partition(b" ")
-    key = rest.strip() if scheme.lower() == b"bearer" else given
-    return any([hmac.compare_digest(key, known) for known in keys])
+class ApiKeys:
+    """The API keys of a server; without any, every request is authorized."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def tenant_of(self, given: bytes) -> str | None:
+        """The tenant whose key is the value of ``Authorization``; None where it is no key, and empty where there are
+        not several. Takes the same time whichever key it resembles."""
+        given = given.strip()
+        scheme, _, rest = given.partition(b" ")
+        key = rest.strip() if scheme.lower() == b"bearer" else given
+        if self._keys and not any([hmac.compare_digest(key, known) for known in self._keys]):
+            return None
+        return sha256(key).hexdigest()[:16] if len(set(self._keys)) > 1 else ""

@@ -28,6 +28,8 @@ class RequestRecord:
     """Fields of its line in the log: token counts; times in seconds."""
     client: str = ""
     """Its connection (gRPC), within which one request may stop another."""
+    tenant: str = ""
+    """Where there are several API keys, a name made of its own: what it may see and stop is its tenant's."""
     failure: Failure | None = None
     """The error that was sent to the client, or would have been had it not disconnected."""
     error_format: ErrorFormat | None = None

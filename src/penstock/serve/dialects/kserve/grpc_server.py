@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ from tritonclient.grpc import service_pb2_grpc
 from penstock.config.options import ServerOptions
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.http.middleware import REQUEST_ID, matches_key
+from penstock.serve.http.middleware import REQUEST_ID, ApiKeys
 from penstock.serve.http.reply import CLIENT_DISCONNECTED, INTERNAL
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
+from penstock.serve.models.served_models import MIN_BODY_SIZE
 from penstock.version import __version__
 
 from . import grpc_messages as messages
@@ -48,10 +49,13 @@ STATUS = {
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
-UNREADABLE = object()
-"""Failure for bytes that are not a valid message."""
+UNREADABLE = Failure(Code.INVALID, "body: is no message of this method", "body")
 MAX_MESSAGE = 64 * 2**20
 """Bytes of a message that gRPC accepts; larger than ``max_body_size``, which is refused with an error that names it."""
+MAX_STREAM_REQUESTS = 256
+"""Open requests of a stream; further ones are not read until one has ended."""
+MAX_QUEUED_RESPONSES = 16
+"""Responses of a stream that wait for its client to read; its requests wait before they make more."""
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
 PUBLIC_METHODS = ("ServerLive", "ServerReady")
 SERVER = ("server", f"penstock/{__version__}")
@@ -71,8 +75,11 @@ class GrpcServer:
         self._stopping = asyncio.Event()
         self._stopped: asyncio.Task[None] | None = None
         limits = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", -1)]
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 1), *limits])
-        self._server.add_generic_rpc_handlers((_handlers(Inference(repository, options.api_key, self._stopping)),))
+        inference = Inference(repository, options.api_key, self._stopping)
+        self._server = grpc.aio.server(
+            interceptors=[Authorization(inference)], options=[("grpc.so_reuseport", 1), *limits]
+        )
+        self._server.add_generic_rpc_handlers((_handlers(inference),))
         try:
             if options.ssl_certfile:
                 certificate = Path(options.ssl_certfile).read_bytes()
@@ -95,6 +102,28 @@ class GrpcServer:
         """Wait until the server has stopped, if ``stop`` was called."""
         if self._stopped:
             await self._stopped
+
+
+class Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without a valid API key before any of their messages is read."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        method = details.method.rpartition("/")[2]
+        handler = await continuation(details)
+        if handler is None or method in PUBLIC_METHODS:
+            return handler
+        if self._inference.tenant_of(details.invocation_metadata) is not None:
+            return handler
+
+        async def refused(requests: AsyncIterator[Any], context: Any) -> None:
+            context.set_trailing_metadata((SERVER,))
+            async with self._inference.authorized_request(context, method):
+                pass
+
+        return grpc.stream_stream_rpc_method_handler(refused)
 
 
 Method = Callable[["Inference", Any, RequestRecord], Awaitable[Any]]
@@ -126,7 +155,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     def __init__(self, repository: ModelRepository, keys: tuple[str, ...], stopping: asyncio.Event) -> None:
         self._repository = repository
-        self._keys = [key.encode() for key in keys]
+        self._keys = ApiKeys(keys)
         self._stopping = stopping
         self._unknown_field_log = UnknownFieldLog()
 
@@ -195,9 +224,17 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
         """Requests of a stream are answered concurrently; clients match responses by the requests' ids."""
         context.set_trailing_metadata((SERVER,))
+        patience = self._repository.served_models.options.client_timeout
         async with self.authorized_request(context, "ModelStreamInfer", quiet=True) as stream_record:
-            news: asyncio.Queue[Any] = asyncio.Queue()
+            news: asyncio.Queue[Any] = asyncio.Queue(MAX_QUEUED_RESPONSES)
+            places = asyncio.Semaphore(MAX_STREAM_REQUESTS)
             tasks: set[asyncio.Task[None]] = set()
+
+            async def put(response: Any) -> None:
+                try:
+                    await asyncio.wait_for(news.put(response), patience)
+                except TimeoutError as error:
+                    raise PenstockError(Code.TIMEOUT, f"nothing was read for {patience:g} seconds") from error
 
             async def answer(request: Any) -> None:
                 model, request_id = getattr(request, "model_name", ""), getattr(request, "id", "")
@@ -207,19 +244,24 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                         aclosing(self._responses(request, record, streamed=True)) as responses,
                     ):
                         async for response in responses:
-                            news.put_nowait(pb.ModelStreamInferResponse(infer_response=response))
+                            await put(pb.ModelStreamInferResponse(infer_response=response))
                         stream_record.unknown.join(record.unknown)
                 except PenstockError as error:
                     failed = pb.ModelInferResponse(model_name=model, id=request_id)
-                    news.put_nowait(
+                    await news.put(
                         pb.ModelStreamInferResponse(error_message=error.failure.message, infer_response=failed)
                     )
 
+            def ended(task: asyncio.Task[None]) -> None:
+                tasks.discard(task)
+                places.release()
+
             async def read() -> None:
                 async for request in requests:
+                    await places.acquire()
                     task = asyncio.create_task(answer(request))
                     tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+                    task.add_done_callback(ended)
 
             async def run() -> None:
                 reading, stopping = asyncio.create_task(read()), asyncio.create_task(self._stopping.wait())
@@ -230,7 +272,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                     stopping.cancel()
                     await asyncio.gather(reading, stopping, return_exceptions=True)
                 await asyncio.gather(*tasks)
-                news.put_nowait(None)
+                await news.put(None)
 
             running = asyncio.create_task(run())
             try:
@@ -274,12 +316,11 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
         """The ``ModelInferResponse`` messages of a request."""
         _check_read(request)
-        if (size := request.ByteSize()) > (maximum := self._repository.served_models.max_body_size):
-            raise PenstockError(
-                Code.TOO_LARGE, f"body: has {size} bytes, and at most {maximum} are taken", "body", maximum
-            )
         model = self._repository.find(request.model_name, request.model_version)
-        infer_request = messages.parse_infer_request(request, self._repository.memory)
+        memory = self._repository.memory
+        infer_request = await self._repository.read_request(
+            request.ByteSize(), lambda: messages.parse_infer_request(request, memory)
+        )
         empty_last = bool(infer_request.parameters.get(messages.EMPTY_FINAL, False))
         with model.service.admit():
             async with aclosing(run_inference(self._repository, model, infer_request, record, streamed)) as stream:
@@ -293,6 +334,24 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             last.parameters[messages.FINAL].bool_param = True
             yield last
 
+    def read(self, kind: Any, raw: bytes) -> Any:
+        """The message in bytes, or a ``Failure`` where it is none, or too large to be parsed."""
+        try:
+            maximum = self._repository.served_models.max_body_size
+        except PenstockError:  # no engine is ready, as administrative requests do not need one
+            maximum = MIN_BODY_SIZE
+        if len(raw) > maximum:
+            message = f"body: has {len(raw)} bytes, and at most {maximum} are taken"
+            return Failure(Code.TOO_LARGE, message, "body", maximum)
+        try:
+            return kind.FromString(raw)
+        except DecodeError:
+            return UNREADABLE
+
+    def tenant_of(self, metadata: Iterable[tuple[str, str]] | None) -> str | None:
+        """The tenant of a call, as ``ApiKeys.tenant_of``."""
+        return self._keys.tenant_of(dict(metadata or ()).get("authorization", "").encode())
+
     @asynccontextmanager
     async def authorized_request(
         self, context: Any, method: str, model: str = "", quiet: bool = False
@@ -304,8 +363,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         """
         try:
             async with self.request_record(context, method, model, quiet or method in PUBLIC_METHODS) as record:
-                given = dict(context.invocation_metadata() or ()).get("authorization", "")
-                if self._keys and method not in PUBLIC_METHODS and not matches_key(given.encode(), self._keys):
+                tenant = self.tenant_of(context.invocation_metadata())
+                if tenant is None and method not in PUBLIC_METHODS:
                     raise PenstockError.of(NO_KEY)
                 yield record
         except PenstockError as error:
@@ -319,7 +378,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
         unknown = UnknownFields(self._repository.served_models.options.strict_requests)
         given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
-        record = RequestRecord(given_id, client=context.peer(), unknown=unknown)
+        tenant = self.tenant_of(context.invocation_metadata()) or ""
+        record = RequestRecord(given_id, client=context.peer(), tenant=tenant, unknown=unknown)
         try:
             yield record
         except PenstockError as error:
@@ -355,28 +415,36 @@ def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
     service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     result = {}
     for method in service.methods:
+        if method.name in PUBLIC_METHODS:  # anybody may call them, so nothing is read
+            result[method.name] = grpc.stream_unary_rpc_method_handler(
+                _unread(getattr(inference, method.name)),
+                response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
+            )
+            continue
         kind = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
         request_class, response_class = (
             message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type)
         )
         result[method.name] = kind(
             getattr(inference, method.name),
-            request_deserializer=partial(_read, request_class),
+            request_deserializer=partial(inference.read, request_class),
             response_serializer=response_class.SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, result)
 
 
-def _read(kind: Any, raw: bytes) -> Any:
-    try:
-        return kind.FromString(raw)
-    except DecodeError:
-        return UNREADABLE
+def _unread(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A method whose request has nothing to say."""
+
+    async def called(requests: AsyncIterator[Any], context: Any) -> Any:
+        return await method(None, context)
+
+    return called
 
 
 def _check_read(request: Any) -> None:
-    if request is UNREADABLE:
-        raise invalid("body", "is no message of this method")
+    if isinstance(request, Failure):
+        raise PenstockError.of(request)
 
 
 def _trailing(unknown: UnknownFields) -> tuple[tuple[str, str], ...]:

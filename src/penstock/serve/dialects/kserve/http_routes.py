@@ -131,15 +131,20 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
 
     async def infer(request: Request, name: str, version: str = "") -> Response:
         length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
-        infer_request = parse(await body_of(request), length, memory, unknown)
+        body = await body_of(request)
+        infer_request = await repository.read_request(len(body), lambda: parse(body, length, memory, unknown))
         model = repository.find(name, version)
         return InferReply(repository, model, infer_request, request)
 
     def generating(streamed: bool) -> Callable[..., Any]:
         async def generate(request: Request, name: str, version: str = "") -> Response:
-            fields = read_object(await body_of(request))
+            body, unknown = await body_of(request), record_of(request.scope).unknown
             model = repository.find(name, version)
-            infer_request = from_fields(model, fields, record_of(request.scope).unknown)
+
+            def read() -> InferenceRequest:
+                return from_fields(model, read_object(body), unknown)
+
+            infer_request = await repository.read_request(len(body), read)
 
             async def pieces() -> AsyncGenerator[bytes, None]:
                 stream = run_inference(repository, model, infer_request, record_of(request.scope), streamed)

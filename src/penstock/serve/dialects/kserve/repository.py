@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.core import Code, PenstockError
 from penstock.serve.models.manager import ModelManager
@@ -22,6 +23,12 @@ from .trtllm.metrics import TrtLlmMetrics
 from .trtllm.text_models import TextModel
 from .trtllm.token_models import Postprocessing, Preprocessing, TokenModel
 
+T = TypeVar("T")
+
+NUM_READ_THREADS = 2
+"""Threads that parse large requests."""
+MAX_INLINE_BYTES = 65_536
+"""Bytes of a request that is parsed in the event loop; larger ones are parsed in a thread."""
 FOLLOW_INTERVAL = 1.0
 """Seconds between two checks for log settings that another process has changed."""
 
@@ -42,6 +49,7 @@ class ModelRepository:
         self.log = LogSettings()
         served_models.metrics.dialect_metrics.append(TrtLlmMetrics(served_models).collect)
         self.others = tuple(others)
+        self._reading = asyncio.Semaphore(NUM_READ_THREADS)
         self._over: dict[ModelService, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
@@ -59,6 +67,13 @@ class ModelRepository:
         while True:
             self.log.apply(self.shared.read().log)
             await asyncio.sleep(FOLLOW_INTERVAL)
+
+    async def read_request(self, size: int, read: Callable[[], T]) -> T:
+        """What ``read`` makes of a request of so many bytes, in the event loop or in a thread."""
+        if size <= MAX_INLINE_BYTES:
+            return read()
+        async with self._reading:
+            return await asyncio.to_thread(read)
 
     def find(self, name: str, version: str = "") -> Model:
         """The model of a name and version. Raises ``PenstockError`` (``not_found``)."""

@@ -35,6 +35,8 @@ MAX_VALUES = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_
 """Largest finite number of each datatype."""
 MAX_NAME_LENGTH = 100
 """Characters of a name."""
+MAX_RANK, MAX_DIMENSION = 16, 2**63 - 1
+"""Dimensions of a tensor, and the size of one, which the protocol has as an INT64."""
 MAX_INLINE_ELEMENTS = 65_536
 """Elements encoded as JSON in one turn of the event loop."""
 LENGTH = struct.Struct("<I")
@@ -71,6 +73,10 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     """Raises ``PenstockError`` (``invalid``) for an invalid shape."""
     if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise invalid(name, "has no shape: a list of sizes from 0 on")
+    if len(shape) > MAX_RANK:
+        raise invalid(name, f"has a shape of {len(shape)} dimensions, and at most {MAX_RANK} are taken", MAX_RANK)
+    if shape and max(shape) > MAX_DIMENSION:
+        raise invalid(name, f"has a shape with a size above {MAX_DIMENSION}", MAX_DIMENSION)
     return tuple(shape)
 
 

@@ -152,7 +152,7 @@ class GenerationModel(Model):
             ]
             last: dict[int, RequestOutput] = {}
             left = {(i, k): SequenceCursor() for i, row in enumerate(rows) for k in range(row.sampling.n)}
-            with self._running.track(call.record.client, call.id) as stoppable, stoppable.until_stopped():
+            with self._running.track(_client(call), call.id) as stoppable, stoppable.until_stopped():
                 async with aclosing(merge_streams(streams)) as outputs:
                     async for i, output in outputs:
                         last[i] = output
@@ -203,7 +203,7 @@ class GenerationModel(Model):
     def _stop(self, call: ModelCall) -> None:
         if not (call.record.client and call.id):
             raise invalid("id", "is missing, or this is not gRPC: stop ends a request of its connection, by its id")
-        self._running.stop(call.record.client, call.id)
+        self._running.stop(_client(call), call.id)
 
     def _check_beams(self, beams: int | None) -> None:
         if (beams or 0) > (maximum := self._service.options.max_beam_width):
@@ -306,6 +306,11 @@ class GenerationModel(Model):
             length, elements = rows_of([logits_of(each, width) for each in responses], width)
             result.append(Tensor("generation_logits", FP32, (*lead, length, width), elements))
         return result
+
+
+def _client(call: ModelCall) -> tuple[str, str]:
+    """Within which one request may stop another: a connection, which several tenants may share behind a proxy."""
+    return call.record.client, call.record.tenant
 
 
 def group_stopped(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 
@@ -36,10 +36,10 @@ class RunningRequests:
     """Running requests by client and request id."""
 
     def __init__(self) -> None:
-        self._requests: dict[tuple[str, str], list[StoppableRequest]] = {}
+        self._requests: dict[tuple[Hashable, str], list[StoppableRequest]] = {}
 
     @contextmanager
-    def track(self, client: str, name: str) -> Iterator[StoppableRequest]:
+    def track(self, client: Hashable, name: str) -> Iterator[StoppableRequest]:
         stoppable = StoppableRequest()
         others = self._requests.setdefault((client, name), [])
         others.append(stoppable)
@@ -50,7 +50,7 @@ class RunningRequests:
             if not others:
                 del self._requests[client, name]
 
-    def stop(self, client: str, name: str) -> None:
+    def stop(self, client: Hashable, name: str) -> None:
         """Stop all requests of this id; does nothing where there is none."""
         for stoppable in self._requests.get((client, name), ()):
             stoppable.stop()

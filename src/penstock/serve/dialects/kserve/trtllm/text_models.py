@@ -54,7 +54,7 @@ class TextModel(GenerationModel):
                 name: texts_of(call, index, input_name)
                 for name, input_name in (("stop", "stop_words"), ("bad_words", "bad_words"))
             }
-            bias = self._bias(call, index)
+            bias = await self._bias(call, index)
             guided = guided_of(call, index, self.names)
             sampling = sampling_of(call, index, self.names, self.vocab_size, **word_lists, **bias, **guided)
             result.append(Row(await self._prompt(prompt, size), sampling))
@@ -66,12 +66,16 @@ class TextModel(GenerationModel):
             return prompt
         return {"prompt": prompt, "prompt_token_ids": await self._service.gateway.encode(prompt, size=size)}
 
-    def _bias(self, call: ModelCall, index: int) -> dict[str, object]:
+    async def _bias(self, call: ModelCall, index: int) -> dict[str, object]:
         words = texts_of(call, index, "embedding_bias_words")
         weights = call.row("embedding_bias_weights", index) or ()
         if len(words) != len(weights):
             raise invalid("embedding_bias_weights", f"has {len(weights)} elements, and there are {len(words)} words")
-        return logit_bias_of([(self._tokenizer.encode(w, False), x) for w, x in zip(words, weights, strict=True)])
+
+        def encoded() -> dict[str, object]:
+            return logit_bias_of([(self._tokenizer.encode(w, False), x) for w, x in zip(words, weights, strict=True)])
+
+        return await self._service.gateway.prepare(sum(map(len, words)), encoded)
 
     def output_tensors(
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool

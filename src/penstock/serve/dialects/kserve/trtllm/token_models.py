@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from typing import Any
@@ -32,6 +33,7 @@ LOOKAHEAD_INPUTS = tuple(
     for name in ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 )
 """Speculative decoding per request; ignored, as the server configures it for all requests."""
+WORD_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 PADDING = -1
 """Padding of a list of words."""
 
@@ -167,14 +169,23 @@ class Preprocessing(Model):
         ends = call.inputs["END_ID"].elements if "END_ID" in call.inputs else [end] * call.rows
         pads = call.inputs["PAD_ID"].elements if "PAD_ID" in call.inputs else ends
         longest, ids = pad(prompts, int(pads[0]))
+        sizes = [len(word) for name in WORD_INPUTS if name in call.inputs for word in call.inputs[name].elements]
+        if "EMBEDDING_BIAS_WORDS" in call.inputs:
+            sizes.append(call.rows * len(self._tokenizer.vocabulary))
+
+        def encoded() -> list[Tensor]:
+            return [
+                self._words(call, "BAD_WORDS_DICT", "BAD_WORDS_IDS"),
+                self._words(call, "STOP_WORDS_DICT", "STOP_WORDS_IDS"),
+                self._bias(call),
+            ]
+
         result = [
             Tensor("INPUT_ID", INT32, call.shape(longest), ids),
             Tensor("REQUEST_INPUT_LEN", INT32, call.shape(1), [len(prompt) for prompt in prompts]),
             Tensor("DECODER_INPUT_ID", INT32, call.shape(1), list(pads)),
             Tensor("REQUEST_DECODER_INPUT_LEN", INT32, call.shape(1), [1] * call.rows),
-            self._words(call, "BAD_WORDS_DICT", "BAD_WORDS_IDS"),
-            self._words(call, "STOP_WORDS_DICT", "STOP_WORDS_IDS"),
-            self._bias(call),
+            *await self._service.gateway.prepare(sum(sizes), encoded),
             Tensor("REQUEST_OUTPUT_LEN", INT32, call.shape(1), call.inputs["REQUEST_OUTPUT_LEN"].elements),
             Tensor("OUT_END_ID", INT32, call.shape(1), ends),
             Tensor("OUT_PAD_ID", INT32, call.shape(1), pads),
@@ -197,7 +208,7 @@ class Preprocessing(Model):
 
     def _bias(self, call: ModelCall) -> Tensor:
         size = len(self._tokenizer.vocabulary)
-        elements: list[float] = []
+        elements = array("f")
         for index in range(call.rows):
             words = texts_of(call, index, "EMBEDDING_BIAS_WORDS")
             weights = call.row("EMBEDDING_BIAS_WEIGHTS", index) or ()
@@ -210,8 +221,8 @@ class Preprocessing(Model):
                     for token_id in self._tokenizer.encode(word, False):
                         row[token_id] += weight
                 maximum = MAX_VALUES[FP32]  # which a sum of weights may pass
-                elements += [max(-maximum, min(value, maximum)) for value in row]
-        return Tensor("EMBEDDING_BIAS", FP32, call.shape(len(elements) // call.rows), elements)
+                elements.extend([max(-maximum, min(value, maximum)) for value in row])
+        return Tensor("EMBEDDING_BIAS", FP32, call.shape(len(elements) // call.rows), memoryview(elements))
 
 
 class Postprocessing(Model):
