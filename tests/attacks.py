@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -95,3 +96,9 @@ class Victim:
         finally:
             connection.close()
         raise AssertionError(f"the stream ended after {len(ids)} tokens")
+
+
+def peak(pid: int) -> int:
+    """MiB that a process has had at most, resident."""
+    status = (Path("/proc") / str(pid) / "status").read_text()
+    return next(int(line.split()[1]) // 1024 for line in status.splitlines() if line.startswith("VmHWM"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,11 @@ PARSE_SIZE = 4096
 """Bytes parsed at a time where the length of the message is not known."""
 MAX_FRAMING = 16
 """Bytes of chunk framing allowed for each byte of a body."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+DRAIN_GRACE = 0.5
+"""Seconds without a request after which a stopping server closes a connection: one that is under way is answered."""
+HALF_CLOSED_GRACE, HALF_CLOSED_CHECK = 0.5, 0.25
+"""Seconds after which a client that sends no more is asked whether it is there, and between two looks at that."""
 
 
 class Timeout:
@@ -53,6 +59,8 @@ class Protocol(HttpToolsProtocol):
     """Seconds without progress."""
     max_header_size = 64 * 2**10
     """Bytes of all headers of a request."""
+    draining = False
+    """Of the class: whether the server stops, so that no connection is kept for further requests."""
 
     _active: RequestResponseCycle | None = None
     """The request being answered; ``cycle`` is the newest one, which may be queued behind it."""
@@ -65,6 +73,8 @@ class Protocol(HttpToolsProtocol):
     """Bytes of the current body that have not arrived, where it has a content-length."""
     _unread, _at = b"", 0
     """Received bytes; those from ``_at`` on are not parsed yet."""
+    _half_closed = _probed = False
+    """Whether the client sends no more, but may read; whether it has been sent something to find out."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -72,19 +82,64 @@ class Protocol(HttpToolsProtocol):
         """Runs while headers arrive, and while the rest arrives of a request that is answered already."""
         self._writing = Timeout()
         """Runs while the client does not read."""
+        self._presence = Timeout()
+        """Runs until the next look at a client that sends no more."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = self._flow = UnparsedFlowControl(transport)
         self._reading.start(self.client_timeout, self.transport.abort)
+        self._idle_since = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reading.stop()
         self._writing.stop()
+        self._presence.stop()
         if self._active and not self._active.response_complete:
             self._active.disconnected = True
             self._active.message_event.set()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more: what it asked for before is answered, unless it has left altogether."""
+        over_tls = self.transport.get_extra_info("sslcontext") is not None  # which cannot be half open in asyncio
+        if over_tls or self._in_message or not self._busy:
+            return None
+        if not self._half_closed:
+            self._half_closed = True
+            self._presence.start(HALF_CLOSED_GRACE, self._probe)
+        return True
+
+    def shutdown(self) -> None:
+        """Close the connection once nothing has been asked on it for ``DRAIN_GRACE``, as the server stops."""
+        if not self._busy:
+            left = self._idle_since + DRAIN_GRACE - self.loop.time()
+            self.loop.call_later(max(left, 0.0), self._close_if_idle)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request is being answered, or has begun to arrive."""
+        waiting = self.cycle is not None and not self.cycle.response_complete
+        return waiting or self._in_message or bool(self.pipeline or self._unread)
+
+    def _close_if_idle(self) -> None:
+        """Of a stopping server; a response that has ended in the meantime starts the time anew."""
+        if not self._busy and not self.transport.is_closing() and self.loop.time() >= self._idle_since + DRAIN_GRACE:
+            self.transport.close()
+
+    def _probe(self) -> None:
+        """Find out whether a client that sends no more still reads: one that does not answers a write with a reset,
+        which shows at the next look. HTTP/1.1 lets a server write ``100 Continue`` before any response."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        active = self._active
+        if active and not active.response_started and active.scope["http_version"] == "1.1" and not self._probed:
+            self._probed = True
+            self.transport.write(CONTINUE)
+        self._presence.start(HALF_CLOSED_CHECK, self._probe)
 
     def data_received(self, data: bytes) -> None:
         self._unread, self._at = self._unread[self._at :] + data, 0
@@ -163,6 +218,12 @@ class Protocol(HttpToolsProtocol):
         if self._in_message:
             self._reading.start(self.client_timeout, self.transport.abort)
         super().on_response_complete()
+        self._idle_since = self.loop.time()
+        if not self._busy and not self.transport.is_closing():
+            if self._half_closed:
+                self.transport.close()
+            elif self.draining:
+                self.loop.call_later(DRAIN_GRACE, self._close_if_idle)
         if self._unread:
             self.loop.call_soon(self._parse)
 
@@ -176,7 +237,17 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active = cycle
-        super()._start_asgi_task(cycle, app)
+
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            async def send_last(message: Any) -> None:
+                """Say ``Connection: close`` where the server stops, with the last response that is asked for."""
+                if self.draining and message["type"] == "http.response.start" and cycle is self.cycle:
+                    cycle.keep_alive = cycle.keep_alive and bool(self._unread)
+                await send(message)
+
+            await app(scope, receive, send_last)
+
+        super()._start_asgi_task(cycle, answer)
 
     def _refuse(self) -> None:
         if not self._refused and not self.transport.is_closing():

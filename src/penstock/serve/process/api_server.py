@@ -63,10 +63,11 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     health_listeners = listeners if options.port < 0 else listeners[1:]
     health_ports = frozenset(listener.getsockname()[1] for listener in health_listeners)
+    http = protocol(options.client_timeout, options.max_header_size)
     server = Server(
         uvicorn.Config(
             build(served_models, repository, health_ports, start.configuration, model_manager.register),
-            http=protocol(options.client_timeout, options.max_header_size),
+            http=http,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -93,6 +94,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
         await rpc.start()
 
     def stop() -> None:
+        http.draining = True
         loop.call_later(ACCEPT_GRACE, setattr, server, "should_exit", True)
         if rpc:
             loop.call_later(ACCEPT_GRACE, rpc.stop, drain + FLUSH_GRACE)

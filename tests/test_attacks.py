@@ -1,0 +1,310 @@
+"""What one client does to harm the others: their streams go on, whole and unchanged, and what it is told."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from attacks import Victim, peak
+from serving import Served
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}
+KEYS = ("--api-key", "key-a,key-b")
+GAP = 0.5
+"""Seconds that a stream may pause beside an attack, on a machine that does nothing else."""
+LONG_PROMPT = "The sea is wide, and the ship that sails on it is small. " * 20
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "4000", "--grpc-port", "0", *KEYS) as server:
+        yield server
+
+
+@pytest.fixture
+def stub(served: Served) -> Iterator[Any]:
+    with grpc.insecure_channel(served.find(r"gRPC at (\S+)")[1]) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def address_of(served: Served) -> tuple[str, int]:
+    host, _, port = served.root.rpartition("/")[2].rpartition(":")
+    return host, int(port)
+
+
+def words(name: str, *elements: bytes) -> dict[str, Any]:
+    data = [element.decode() for element in elements]
+    return {"name": name, "datatype": "BYTES", "shape": [1, len(data)], "data": data}
+
+
+def generation(request_id: str, tokens: int, **more: bool) -> Any:
+    """A streamed request of KServe's."""
+    made = pb.ModelInferRequest(model_name="ensemble", id=request_id)
+    made.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"The sea")
+    made.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1]).contents.int_contents.append(tokens)
+    made.inputs.add(name="end_id", datatype="INT32", shape=[1, 1]).contents.int_contents.append(-1)
+    for name, value in more.items():
+        made.inputs.add(name=name, datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(value)
+    return made
+
+
+# --- One request that takes long in the server ----------------------------------------------------------------------
+
+
+def huge_shapes(served: Served) -> None:
+    """Their product has a million digits."""
+    shape = ",".join(["1" + "0" * 19] * 49_000)
+    body = f'{{"inputs":[{{"name":"text_input","datatype":"BYTES","shape":[{shape}],"data":["a"]}}]}}'
+    answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", content=body, headers=A)
+    assert answer.status_code == 400 and "49000 dimensions" in answer.json()["error"]
+    body = '{"inputs":[{"name":"text_input","datatype":"BYTES","shape":[9223372036854775808],"data":["a"]}]}'
+    answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", content=body, headers=A)
+    assert answer.status_code == 400 and "size above" in answer.json()["error"]
+
+
+def many_words(served: Served) -> None:
+    """Stop words as long as a request may be, and a bias of the whole vocabulary for each of 256 rows."""
+    given = [
+        words("QUERY", b"x"),
+        {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [1]},
+        words("STOP_WORDS_DICT", *[b"w blah kjh askjdh " * 45] * 1000),
+    ]
+    rows = [256, 1]
+    biased: list[dict[str, Any]] = [
+        {"name": "QUERY", "datatype": "BYTES", "shape": rows, "data": ["x"] * 256},
+        {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": rows, "data": [1] * 256},
+        {"name": "EMBEDDING_BIAS_WORDS", "datatype": "BYTES", "shape": rows, "data": ["a"] * 256},
+        {"name": "EMBEDDING_BIAS_WEIGHTS", "datatype": "FP32", "shape": rows, "data": [0.5] * 256},
+    ]
+    for inputs in (given, biased):
+        answer = httpx.post(
+            f"{served.root}/v2/models/preprocessing/infer", json={"inputs": inputs}, headers=A, timeout=60
+        )
+        outputs = {output["name"]: output for output in answer.json()["outputs"]}
+    bias = outputs["EMBEDDING_BIAS"]
+    assert bias["shape"][0] == 256 and max(bias["data"]) == 0.5
+
+
+def many_numbers(served: Served) -> None:
+    """As JSON, which is read element by element."""
+    ids = {"name": "input_ids", "datatype": "INT32", "shape": [1, 400_000], "data": [1] * 400_000}
+    for _ in range(3):
+        answer = httpx.post(f"{served.root}/v2/models/tensorrt_llm/infer", json={"inputs": [ids]}, headers=A)
+        assert answer.status_code == 400
+
+
+def a_large_answer(served: Served, tokens: int = 20) -> None:
+    """All log probabilities of 128 sequences, in one piece."""
+    body = {"n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": tokens, "temperature": 1, "ignore_eos": True}
+    messages = {"messages": [{"role": "user", "content": "a story"}]}
+    answer = httpx.post(f"{served.url}/chat/completions", json=body | messages, headers=A, timeout=300)
+    assert [len(choice["logprobs"]["content"]) for choice in answer.json()["choices"]] == [tokens] * 128
+
+
+ATTACKS: tuple[Callable[[Served], None], ...] = (huge_shapes, many_words, many_numbers, a_large_answer)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_one_request_does_not_end_the_streams_of_others(served: Served, attack: Callable[[Served], None]) -> None:
+    with Victim(served, B):
+        attack(served)
+    assert not [line for line in served.lines if "Traceback" in line]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("attack", [*ATTACKS, lambda served: a_large_answer(served, 500)])
+def test_the_streams_of_others_do_not_pause(served: Served, attack: Callable[[Served], None]) -> None:
+    with Victim(served, B) as victim:
+        attack(served)
+    assert victim.gap <= GAP
+
+
+# --- What is sent and not read --------------------------------------------------------------------------------------
+
+
+def test_requests_whose_answers_are_not_read_are_not_read_either(served: Served) -> None:
+    """29 MB of them."""
+    (process,) = served.pids["api"]
+    before, asked = peak(process), b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
+    with Victim(served, B), socket.create_connection(address_of(served)) as connection:
+        connection.settimeout(1)
+        with suppress(TimeoutError):
+            for _ in range(1000):
+                connection.sendall(asked)
+            pytest.fail("all was taken")
+    assert peak(process) < before + 64
+
+
+def test_without_a_key_no_message_is_read(served: Served, stub: Any) -> None:
+    """Of the 512 MiB here, the connection's flow control lets a few in."""
+    (process,) = served.pids["api"]
+    before = peak(process)
+    large = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * (32 * 2**20)])
+    with Victim(served, B), ThreadPoolExecutor(4) as threads:
+        for call in [threads.submit(stub.ModelInfer, large) for _ in range(16)]:
+            error = call.exception()
+            assert isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert stub.ServerLive(pb.ServerLiveRequest()).live
+    assert peak(process) < before + 128
+
+
+@pytest.mark.thorough
+def test_a_stream_that_is_not_read_does_not_grow(served: Served, stub: Any) -> None:
+    (process,) = served.pids["api"]
+    flags = {"stream": True, "return_log_probs": True}
+    requests = [generation(str(number), 1500, **flags) for number in range(64)]
+    before = peak(process)
+    with Victim(served, B) as victim:
+        call = stub.ModelStreamInfer(iter(requests), metadata=list(A.items()))
+        next(call)
+        while "penstock:num_requests_running 0.0" not in httpx.get(f"{served.root}/metrics").text:
+            assert victim.streams < 2000
+        assert peak(process) < before + 100
+        call.cancel()
+
+
+# --- What belongs to a key ------------------------------------------------------------------------------------------
+
+
+def cached(url: str, key: dict[str, str], prompt: str, **more: str) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, **more}
+    usage = httpx.post(f"{url}/completions", json=body, headers=key).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_each_key_has_its_own_cached_prefixes(served: Served) -> None:
+    assert cached(served.url, A, LONG_PROMPT) == 0
+    assert cached(served.url, A, LONG_PROMPT) > 0
+    assert cached(served.url, B, LONG_PROMPT) == 0
+    assert cached(served.url, B, LONG_PROMPT) > 0
+    assert cached(served.url, A, LONG_PROMPT, cache_salt="x") == 0
+
+
+def test_keys_share_cached_prefixes_where_the_server_says_so() -> None:
+    with Served("--num-gpu-blocks-override", "200", "--share-prefix-cache", *KEYS) as shared:
+        assert cached(shared.url, A, LONG_PROMPT) == 0
+        assert cached(shared.url, B, LONG_PROMPT) > 0
+
+
+def test_a_request_id_is_its_keys_alone(served: Served) -> None:
+    """Another key may use it, too, and can neither see nor end the first one's."""
+    body = {"text": "The sea", "req_id": "mine", "max_dec_len": 1500, "min_dec_len": 1500, "stream": True}
+    url = f"{served.url}/chat/completions"
+    named = {"x-request-id": "mine"}
+    with httpx.stream("POST", url, json=body, headers=A | named, timeout=60) as first:
+        lines = first.iter_lines()
+        assert first.status_code == 200 and next(lines)
+        again = httpx.post(url, json=body | {"stream": False}, headers=A)
+        assert again.json()["error_code"] == 400 and "'mine' already exists" in again.text, again.text
+        other = httpx.post(url, json=body | {"max_dec_len": 1, "min_dec_len": 1, "stream": False}, headers=B)
+        assert not other.json()["error_code"], other.text
+        for abort in ({"req_ids": ["mine"]}, {"abort_all": True}):
+            result = httpx.post(f"{served.url}/abort_requests", json=abort, headers=B).json()["result"]
+            assert not result["aborted"]
+        assert httpx.post(f"{served.url}/abort_requests", json={"req_ids": ["mine"]}, headers=A).json()["result"][
+            "aborted"
+        ]
+        assert "cancelled" in "".join(lines)
+
+
+def test_stop_ends_requests_of_its_own_key(served: Served, stub: Any) -> None:
+    """Though both came over one connection, as through a proxy."""
+
+    def answers(key: dict[str, str], *requests: Any) -> Iterator[Any]:
+        return iter(stub.ModelStreamInfer(iter(requests), metadata=list(key.items())))
+
+    tokens = 300
+    mine = answers(A, generation("mine", tokens, stream=True))
+    count, first = 1, next(mine)
+    assert not first.error_message
+    list(answers(B, generation("mine", 1, stop=True)))
+    for response in mine:
+        assert not response.error_message
+        count += bool(response.infer_response.raw_output_contents)
+    assert response.infer_response.parameters["triton_final_response"].bool_param
+    text = b"".join([first.infer_response.raw_output_contents[0][4:]])
+    assert text and count > 1
+    alone = [one for one in answers(A, generation("alone", tokens, stream=True))]
+    assert len(alone) == count
+
+
+# --- The end of a connection, and of the server ---------------------------------------------------------------------
+
+
+def completion(tokens: int, **more: Any) -> bytes:
+    return json.dumps({"prompt": "The sea", "max_tokens": tokens, "ignore_eos": True, **more}).encode()
+
+
+def sent(address: tuple[str, int], body: bytes) -> socket.socket:
+    """A connection on which a completion is asked for."""
+    connection = socket.create_connection(address, timeout=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-a\r\ncontent-length: {len(body)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    return connection
+
+
+def heard(connection: socket.socket) -> bytes:
+    with connection:
+        return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_sends_no_more_is_answered(served: Served, stream: bool) -> None:
+    """The connection is half closed, and closed after the answer."""
+    connection = sent(address_of(served), completion(5, stream=stream))
+    connection.shutdown(socket.SHUT_WR)
+    answer = heard(connection)
+    assert answer.startswith(b"HTTP/1.1 200") and b'"finish_reason":"length"' in answer
+
+
+def test_all_that_was_asked_for_before_is_answered(served: Served) -> None:
+    with socket.create_connection(address_of(served), timeout=60) as connection:
+        connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
+        connection.shutdown(socket.SHUT_WR)
+        assert heard(connection).count(b"HTTP/1.1 200") == 30
+
+
+def test_who_leaves_altogether_is_not_answered(served: Served) -> None:
+    at = len(served.lines)
+    sent(address_of(served), completion(1900, n=32)).close()
+    served.find(r"POST /v1/completions .*error=cancelled", after=at)
+
+
+def test_clients_that_keep_connections_are_told_when_the_server_stops() -> None:
+    """Each is answered on its connection until the answer that says that it is the last."""
+    with Served("--num-gpu-blocks-override", "500") as stopping:
+        told: list[str | None] = []
+        asking = threading.Barrier(41)
+
+        def ask(number: int) -> None:
+            connection, first = http.client.HTTPConnection(*address_of(stopping), timeout=60), True
+            while True:
+                connection.request("POST", "/v1/completions", completion(2))
+                answer = connection.getresponse()
+                assert answer.status == 200 and answer.read()
+                if first:
+                    first = False
+                    asking.wait()
+                if answer.getheader("connection") == "close":
+                    told.append("close")
+                    return
+
+        with ThreadPoolExecutor(40) as threads:
+            clients = [threads.submit(ask, number) for number in range(40)]
+            asking.wait()
+            stopping.terminate()
+            for client in clients:
+                client.result()
+        assert len(told) == 40
+        assert stopping.ended() == 0
