@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
+import logging
+import os
+import resource
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +25,10 @@ from attacks import Victim, peak
 from serving import Served
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
+
+from penstock.config.log_stream import LogHandler
+from penstock.config.temporary_folder import TemporaryFolder
+from penstock.serve.process.metrics_files import INITIAL_SIZE, AllocatedDict
 
 A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}
 KEYS = ("--api-key", "key-a,key-b")
@@ -224,19 +235,14 @@ def test_stop_ends_requests_of_its_own_key(served: Served, stub: Any) -> None:
     def answers(key: dict[str, str], *requests: Any) -> Iterator[Any]:
         return iter(stub.ModelStreamInfer(iter(requests), metadata=list(key.items())))
 
-    tokens = 300
-    mine = answers(A, generation("mine", tokens, stream=True))
-    count, first = 1, next(mine)
-    assert not first.error_message
+    def tokens(responses: Iterable[Any]) -> int:
+        outputs = [output for response in responses for output in response.infer_response.outputs]
+        return sum([output.shape[-1] for output in outputs if output.name == "output_log_probs"])
+
+    mine = answers(A, generation("mine", 1500, stream=True, return_log_probs=True))
+    first = next(mine)
     list(answers(B, generation("mine", 1, stop=True)))
-    for response in mine:
-        assert not response.error_message
-        count += bool(response.infer_response.raw_output_contents)
-    assert response.infer_response.parameters["triton_final_response"].bool_param
-    text = b"".join([first.infer_response.raw_output_contents[0][4:]])
-    assert text and count > 1
-    alone = [one for one in answers(A, generation("alone", tokens, stream=True))]
-    assert len(alone) == count
+    assert tokens([first, *mine]) == 1500
 
 
 # --- The end of a connection, and of the server ---------------------------------------------------------------------
@@ -308,3 +314,122 @@ def test_clients_that_keep_connections_are_told_when_the_server_stops() -> None:
                 client.result()
         assert len(told) == 40
         assert stopping.ended() == 0
+
+
+def test_a_stopped_engine_is_unhealthy_until_it_goes_on(served: Served) -> None:
+    (engine,) = served.pids["engine"]
+
+    def wait_for(status: int) -> None:
+        while httpx.get(f"{served.root}/health").status_code != status:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    deadline = time.monotonic() + 30
+    with Victim(served, B):
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            wait_for(503)
+            answer = httpx.get(f"{served.root}/health")
+            refused = httpx.post(f"{served.url}/completions", content=completion(1), headers=A)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert "has not run for" in answer.text and refused.status_code == 503 and "retry-after" in refused.headers
+        wait_for(200)
+    assert served.pids["engine"] == [engine]
+
+
+# --- What the machine lacks -----------------------------------------------------------------------------------------
+
+
+class Unread(Served):
+    """Nobody reads its log from when it is ready until ``read`` is set."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.read = threading.Event()
+        super().__init__(*arguments)
+
+    def _read(self) -> None:
+        for line in self._log:
+            self.lines.append(line.decode().rstrip("\n"))
+            with self._more:
+                self._more.notify_all()
+            if " ready: " in self.lines[-1]:
+                fcntl.fcntl(self._log, fcntl.F_SETPIPE_SZ, 4096)
+                self.read.wait()
+
+
+def test_a_log_that_nobody_reads_holds_up_nothing() -> None:
+    """And is there in full once somebody does."""
+    with Unread("--num-gpu-blocks-override", "200") as unread:
+        named = [f"number-{number}" for number in range(200)]
+        with httpx.Client() as client:
+            for name in named:
+                answer = client.post(
+                    f"{unread.url}/completions", content=completion(1), headers={"x-request-id": name}, timeout=20
+                )
+                assert answer.status_code == 200
+        unread.read.set()
+        unread.find(f"id={named[-1]} ")
+        assert [name for name in named if not any(f"id={name} " in line for line in unread.lines)] == []
+
+
+def test_lines_beyond_what_may_wait_are_dropped_and_counted() -> None:
+    reader, writer = os.pipe()
+    handler = LogHandler(writer)
+    line = "x" * 999
+
+    def log(message: str) -> None:
+        handler.handle(logging.makeLogRecord({"msg": message}))
+
+    for _ in range(3000):
+        log(line)
+    os.set_blocking(reader, True)
+    heard = b""
+    while len(heard) < 2**20:
+        heard += os.read(reader, 2**16)
+    log("the next")
+    while not heard.endswith(b"the next\n"):
+        heard += os.read(reader, 2**16)
+    lines = heard.decode().splitlines()
+    kept = lines.count(line)
+    assert lines[kept:] == [f"{3000 - kept} lines of the log were dropped, as standard error was not read", "the next"]
+    assert 1000 < kept < 2000
+
+
+def test_folders_of_killed_servers_are_removed_by_the_next(tmp_path: Path) -> None:
+    """Those of others are not."""
+    mine = tmp_path / "penstock-of-mine"
+    mine.mkdir()
+    environment = {"TMPDIR": str(tmp_path)}
+    with Served("--num-gpu-blocks-override", "200", environment=environment) as killed:
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.ended()
+        left = {*tmp_path.iterdir()} - {mine}
+        assert len(left) == 2
+    with Served("--num-gpu-blocks-override", "200", environment=environment):
+        here = {*tmp_path.iterdir()} - {mine}
+        assert len(here) == 2 and not here & left
+        with TemporaryFolder() as folder:
+            assert folder.path.is_dir()
+        assert {*tmp_path.iterdir()} - {mine} == here
+        files = [*tmp_path.glob("*/*.db"), *tmp_path.glob("*/*.heartbeat")]
+        assert len(files) > 3 and all(file.stat().st_blocks * 512 >= file.stat().st_size for file in files), "sparse"
+    assert [*tmp_path.iterdir()] == [mine]
+
+
+def test_metrics_count_where_the_disk_has_no_room_for_them(tmp_path: Path) -> None:
+    """The limit of a file's size stands for the disk's."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    values = AllocatedDict(str(tmp_path / "counter_1.db"))
+    names = [f"{number} {'x' * 1000}" for number in range(400)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (INITIAL_SIZE, limits[1]))
+    try:
+        for name in names:
+            assert values.read_value(name) == (0.0, 0.0)
+            values.write_value(name, 2.0, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert all(values.read_value(name) == (2.0, 1.0) for name in names)
+    shared = {key: value for key, value, *_ in values.read_all_values()}
+    assert 200 < len(shared) < 400 and {*shared.values()} == {2.0}
+    values.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
+from . import log_stream
 from .options import LogOptions
 
 
@@ -26,7 +27,7 @@ def set_up(options: LogOptions, process: str) -> None:
     Raises ``PenstockError`` (``invalid``) where the file cannot be written.
     """
     handlers: list[logging.Handler] = [_file(Path(options.log_file))] if options.log_file else []
-    handlers.append(logging.StreamHandler(sys.stderr))
+    handlers.append(log_stream.handler(sys.stderr))
     for handler in handlers:
         handler.setFormatter(JsonFormatter(process) if options.log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)

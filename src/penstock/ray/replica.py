@@ -23,7 +23,7 @@ from penstock.engine.executor.ray_executor import PLACEMENT_GROUP
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
 from penstock.serve.models.messages import Failed, Ready, ServedModel
-from penstock.serve.process.supervisor import metrics_folder
+from penstock.serve.process.metrics_files import metrics_folder
 
 from .autoscaling import autoscaling_stats
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from penstock.cluster.deployment import bind_devices
 from penstock.config.addresses import ANY_ADDRESS, join_address
 from penstock.config.options import Configuration
 from penstock.config.settings import settings
+from penstock.config.temporary_folder import TemporaryFolder
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.server import kill_with_parent
@@ -103,8 +103,8 @@ def start(args: argparse.Namespace) -> int:
         if name not in ("host", "port") and resolved.sources[name] != "default":
             raise invalid(name, "is set by penstock pd; start instances with penstock serve to choose it")
     signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
-    with tempfile.TemporaryDirectory(prefix="penstock-pd-") as folder:
-        file = Path(folder, "options.yaml")
+    with TemporaryFolder("pd-") as folder:
+        file = folder.path / "options.yaml"
         file.write_text(json.dumps(_given(resolved.configuration)))
         processes: list[_Process] = []
         try:

@@ -31,6 +31,8 @@ STARTING = Failure(Code.UNAVAILABLE, "the engine is starting; try again soon")
 STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
 UNHEALTHY_SHARE = 0.25
 """Share of ``engine_iteration_timeout`` by which a heartbeat may be overdue before requests are refused."""
+MAX_STOPPED = 3.0
+"""Seconds for which an engine's process may not run at all before requests are refused."""
 ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again")
 
 
@@ -124,6 +126,9 @@ class EngineClient:
         timeout = UNHEALTHY_SHARE * self.engine.iteration_timeout
         if timeout and self._connection.overdue > timeout:
             words = f"the engine has not answered for {self._connection.age:.0f} seconds"
+            raise PenstockError(Code.UNAVAILABLE, words)
+        if (stopped := self._connection.stopped) > MAX_STOPPED:
+            words = f"the engine's process has not run for {stopped:.0f} seconds"
             raise PenstockError(Code.UNAVAILABLE, words)
         return self.engine
 

@@ -77,6 +77,11 @@ class EngineConnection(ABC):
     def overdue(self) -> float:
         """Seconds since its next sign of progress was expected; 0 where it was not yet."""
 
+    @property
+    def stopped(self) -> float:
+        """Seconds for which the engine's process has not run at all, where that can be known."""
+        return 0.0
+
     def confirm(self, engine: messages.Ready) -> None:
         """Watch the engine that has answered. Raises ``ProcessLookupError`` where it has died already."""
         self.confirmed = True
@@ -114,6 +119,10 @@ class LocalConnection(EngineConnection):
     @property
     def overdue(self) -> float:
         return self._heartbeat.overdue if self._heartbeat else 0.0
+
+    @property
+    def stopped(self) -> float:
+        return self._heartbeat.stopped if self._heartbeat else 0.0
 
     def confirm(self, engine: messages.Ready) -> None:
         self._pidfd = os.pidfd_open(engine.pid)

@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from pathlib import Path
 
 import msgspec
 
 from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions, LogOptions
+from penstock.config.temporary_folder import TemporaryFolder
 from penstock.core import Code, PenstockError
 
 from ..exit_status import exit_reason
@@ -65,8 +63,8 @@ class EngineProcess:
         self.weights = ""
         """Folder of the weights with which the next process starts; empty for the model's."""
         self._drain_timeout = options.drain_timeout
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-        self.address = f"ipc://{self._folder}/engine"
+        self._folder = TemporaryFolder()
+        self.address = f"ipc://{self._folder.path}/engine"
         self._iteration_timeout = options.engine_iteration_timeout
         self._heartbeat = Heartbeat(self.address)
         self._process: Process | None = None
@@ -122,7 +120,7 @@ class EngineProcess:
         if self._process is not None:
             status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, kill=self.ready is None)
         self._heartbeat.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         return status
 
     def kill(self) -> None:

@@ -177,6 +177,7 @@ class EngineServer:
             version=__version__,
         )
         self._heartbeat.beat()
+        self._heartbeat.note_running()
         self._send_report(self._ready)
         self._last_work = time.monotonic()
         while not self._should_exit():

@@ -23,6 +23,7 @@ from ..metrics import Metrics
 from ..models.manager import ModelManager
 from ..models.messages import ApiProcessStart, line
 from ..models.served_models import ServedModels
+from . import metrics_files
 from .loop_watchdog import Watchdog
 
 ACCEPT_GRACE = 0.2
@@ -50,7 +51,11 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     """
     options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
-    metrics = Metrics(profile.metrics if profile else None)
+    metrics_files.allocate()
+    try:
+        metrics = Metrics(profile.metrics if profile else None)
+    except OSError as error:
+        raise metrics_files.no_room(error) from error
     served_models = ServedModels(options, metrics)
 
     def send(message: msgspec.Struct) -> None:

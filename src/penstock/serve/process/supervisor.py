@@ -11,7 +11,6 @@ import resource
 import signal
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from ..models.messages import ApiProcessStart, Load, Operate, Register, ServedMo
 from .api_processes import ApiProcesses
 from .engines import Engines
 from .instances import Instances
+from .metrics_files import metrics_folder
 from .registration import Registration
 
 logger = logging.getLogger("penstock")
@@ -243,14 +243,6 @@ def stop_accepting(listener: socket.socket) -> None:
         listener.setsockopt(
             socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(steps), ctypes.addressof(program))
         )
-
-
-@contextlib.contextmanager
-def metrics_folder() -> Iterator[None]:
-    """The folder of the metrics that API processes share, named by ``PROMETHEUS_MULTIPROC_DIR``."""
-    with tempfile.TemporaryDirectory(prefix="penstock-metrics-") as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        yield
 
 
 def check_certificate(options: ServerOptions) -> None:
