@@ -185,6 +185,20 @@ def test_a_stream_that_is_not_read_does_not_grow(served: Served, stub: Any) -> N
         call.cancel()
 
 
+def test_a_stream_that_repeats_all_its_texts_ends_within_bounds(served: Served) -> None:
+    """Which is 40 MB where each of its 60 steps repeats them; the last object has all of them."""
+    body = {"prompt": "The sea. " * 550, "n": 128, "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 1}
+    url, received = f"{served.root}/generate", 0
+    with (
+        Victim(served, B),
+        httpx.stream("POST", url, json=body | {"stream": True}, headers=A, timeout=120) as answer,
+    ):
+        for line in answer.iter_lines():
+            received += len(line)
+    assert received < 1.4 * 2**24
+    assert json.loads(line) == httpx.post(url, json=body, headers=A, timeout=120).json()
+
+
 # --- What belongs to a key ------------------------------------------------------------------------------------------
 
 
@@ -223,6 +237,7 @@ def test_a_request_id_is_its_keys_alone(served: Served) -> None:
         for abort in ({"req_ids": ["mine"]}, {"abort_all": True}):
             result = httpx.post(f"{served.url}/abort_requests", json=abort, headers=B).json()["result"]
             assert not result["aborted"]
+        httpx.post(f"{served.root}/abort_requests", json={"request_ids": ["mine"]}, headers=B)
         assert httpx.post(f"{served.url}/abort_requests", json={"req_ids": ["mine"]}, headers=A).json()["result"][
             "aborted"
         ]

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from penstock.core import Code, Failure, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
+from penstock.frontend.outputs import RequestOutput
 
 from ...chat.prompt import truncate
 from ...chat.request import GenerationRequest
@@ -30,6 +31,10 @@ from ..openai.parse import parse
 from ..openai.responses import ErrorResponse, encode, error_of
 
 PATH = "/generate"
+FULL_RATE_BYTES = 2**24
+"""Bytes of a stream up to which it has an object for each step: each repeats the prompt and all texts."""
+MIN_GROWTH = 17 / 16
+"""By how much an object is larger than the one before it from then on."""
 IGNORED = ("logprobs", "prompt_logprobs")
 """Fields that vLLM accepts and does not answer."""
 
@@ -123,21 +128,30 @@ class GenerateHandler:
         check(self._sampling)
 
     async def full(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._texts()) as texts:
-            async for text in texts:
-                last = text
-        yield encode(last)
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                last = output
+        yield encode(self._response(last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """All there is so far in each object."""
-        last_text = None
-        async with aclosing(self._texts()) as texts:
-            async for text in texts:
-                if text != last_text:
-                    yield encode(text) + self._end
-                    last_text = text
+        """All there is so far in each object. Beyond ``FULL_RATE_BYTES`` of them, one is sent only when there is so
+        much more that the rest together remain a small multiple of the last one."""
+        texts: list[str] = []
+        sent = size = 0
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                new = [completion.text for completion in output.outputs]
+                grown = sum(map(len, new)) + len(new) * len(self._request.prompt)
+                if new == texts or (sent > FULL_RATE_BYTES and not output.finished and grown < size * MIN_GROWTH):
+                    continue
+                piece = encode(self._response(output)) + self._end
+                yield piece
+                texts, size, sent = new, grown, sent + len(piece)
 
-    async def _texts(self) -> AsyncGenerator[GenerateResponse, None]:
+    def _response(self, output: RequestOutput) -> GenerateResponse:
+        return GenerateResponse([self._request.prompt + completion.text for completion in output.outputs])
+
+    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         request = self._request
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         prompt: Prompt = request.prompt
@@ -148,4 +162,4 @@ class GenerateHandler:
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                yield GenerateResponse([request.prompt + completion.text for completion in output.outputs])
+                yield output

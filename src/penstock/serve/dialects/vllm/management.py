@@ -70,7 +70,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in served_models:
-            service.gateway.engine_pool.cancel(sorted(ids))
+            service.gateway.cancel(sorted(ids), record_of(raw_request.scope).tenant)
         return Response()
 
     failure = reference(ErrorResponse)
