@@ -158,7 +158,7 @@ class Gateway:
         ]
         media = await asyncio.gather(*loading)
         place = partial(self.input_processor.place_media, token_ids, text, media, add_special_tokens)
-        token_ids, images = await self._prepare(max(size, len(text)), place)
+        token_ids, images = await self.prepare(max(size, len(text)), place)
         return prompt | {"prompt_token_ids": token_ids, "images": images}
 
     async def generate(
