@@ -43,6 +43,20 @@ def main() -> None:
             with group.step():
                 found = group.gather_rows(write, ids, shard, 5, dtype)
                 assert torch.equal(found, table[ids]) and torch.equal(found.signbit(), table[ids].signbit())
+            tokens = rows if rows == 1 else 100  # few bytes, and many
+            ids = torch.randint(total, (3 * tokens,), generator=torch.Generator().manual_seed(4))
+            wide = torch.randn(total, 130, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+            def write_wide(out: Tensor | None, wide: Tensor = wide, ids: Tensor = ids, shard: Shard = shard) -> Tensor:
+                return write(out, wide, ids, shard)
+
+            def combine(found: Tensor, columns: Shard, wide: Tensor = wide, ids: Tensor = ids) -> Tensor:
+                assert torch.equal(found, wide[ids][:, columns.first : columns.end])
+                return found.unflatten(0, (-1, 3)).sum(1)
+
+            with group.step():
+                found = group.combine_rows(write_wide, ids, shard, 130, dtype, 3, combine)
+                assert torch.equal(found, wide[ids].unflatten(0, (-1, 3)).sum(1))
     dist.destroy_process_group()  # whose threads would else outlive the interpreter
     print("gathered")
 

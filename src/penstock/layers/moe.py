@@ -120,14 +120,16 @@ class MixtureOfExperts:
             _, factors = self._ops.select_experts(logits, self._input_routing)
             x = self._ops.combine_experts(x[:, None], factors, None, None)
         if self._by_expert:
-            return self._ops.combine_experts(self._by_experts(x, ids), weights, shared, gate)
+            return self._by_experts(x, ids, weights, shared, gate)
         return self._by_outputs(x, ids, weights, shared, gate)
 
     def _gated(self, x: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
         return self._gate_up.linear_activation_and_mul(x, ids, self._activation, out)
 
-    def _by_experts(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Outputs of each token's experts, ``[tokens, top_k, hidden]``, of which each rank computes its experts'."""
+    def _by_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """The layer's output, of which each rank computes its experts' part."""
         tokens, top_k = ids.shape
         if self._places is not None:
             ids = self._ops.place_experts(ids, self._places)
@@ -136,9 +138,12 @@ class MixtureOfExperts:
             own = None if out is None else out.unflatten(0, (tokens, top_k))
             return self._down.linear(self._gated(x, ids), ids, own).flatten(0, 1)
 
+        def combine(rows: Tensor, columns: Shard) -> Tensor:
+            own = None if shared is None else shared[:, columns.first : columns.end]
+            return self._ops.combine_experts(rows.unflatten(0, (tokens, top_k)), weights, own, gate)
+
         width = self._out_shard.total
-        merged = self._group.gather_rows(compute, ids.flatten(), self._experts, width, self._dtype, top_k)
-        return merged.view(tokens, top_k, width)
+        return self._group.combine_rows(compute, ids.flatten(), self._experts, width, self._dtype, top_k, combine)
 
     def _by_outputs(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None

@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import Group, Shard
+from .group import CombineFn, Group, Shard, SingleRank, shard_outputs
 
 all_gather_single = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # its name before PyTorch 2.13
+
+FEW_BYTES = 2**16
+"""Of all rows that ``combine_rows`` gathers as they are."""
 
 
 class DeviceGroup:
@@ -82,6 +85,36 @@ class DeviceGroup:
             is_its = ((ids >= each.first) & (ids < each.end))[:, None]
             merged = torch.where(is_its, part, merged)
         return merged
+
+    def combine_rows(
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        ids: Tensor,
+        shard: Shard,
+        width: int,
+        dtype: torch.dtype,
+        rows_per_token: int,
+        combine: CombineFn,
+    ) -> Tensor:
+        """Each rank gets its columns of all rows (all-to-all), and combines these. A rank receives (k + 1) (R - 1) / R
+        vectors a token, with k rows a token and R ranks, where all rows would be k (R - 1). Few rows are gathered,
+        as two collectives then take longer than the bytes."""
+        if len(ids) * width * dtype.itemsize <= FEW_BYTES:
+            return combine(self.gather_rows(compute, ids, shard, width, dtype, rows_per_token), Shard(0, width, width))
+        columns = [shard_outputs(SingleRank(rank, self.size), width) for rank in range(self.size)]
+        mine, rows = columns[self.rank], len(ids)
+        own = torch.zeros(rows, width, dtype=dtype, device=ids.device)
+        compute(own)
+        sent = own.new_zeros(self.size, rows, max(each.size for each in columns))
+        for part, each in zip(sent, columns, strict=True):
+            part[:, : each.size] = own[:, each.first : each.end]
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1))
+        places = [ids >= each.end for each in self._shards_of_all(shard)]
+        owners = torch.stack(places).sum(0)  # of each row: ranks' ids lie behind each other
+        merged = received[owners, torch.arange(rows, device=ids.device), : mine.size].contiguous()
+        result = combine(merged, mine)
+        return self.all_gather(lambda _: result, rows // rows_per_token, mine, dtype)
 
     @contextmanager
     def step(self) -> Iterator[None]:

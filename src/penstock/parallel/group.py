@@ -43,6 +43,10 @@ class Shard:
         return self.first, self.end
 
 
+CombineFn = Callable[[Tensor, Shard], Tensor]
+"""Of all rows, ``[tokens * rows_per_token, columns]``, some columns, and which these are, to ``[tokens, columns]``."""
+
+
 class Group(Protocol):
     """One rank's view of its group. Every rank makes the same calls in the same order."""
 
@@ -89,6 +93,24 @@ class Group(Protocol):
         """
         ...
 
+    def combine_rows(
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        ids: Tensor,
+        shard: Shard,
+        width: int,
+        dtype: torch.dtype,
+        rows_per_token: int,
+        combine: CombineFn,
+    ) -> Tensor:
+        """``[tokens, width]`` on every rank, which nobody may change: what ``combine`` makes of the rows of each token.
+
+        Args:
+            compute, ids, shard, width, dtype, rows_per_token: as of ``gather_rows``.
+            combine: called with some or all columns, of which ranks compute others.
+        """
+        ...
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around all that ranks compute together, one step after the other. An error in one rank's step is an error
@@ -130,6 +152,18 @@ class SingleRank:
         rows_per_token: int = 1,
     ) -> Tensor:
         return compute(None)
+
+    def combine_rows(
+        self,
+        compute: Callable[[Tensor | None], Tensor],
+        ids: Tensor,
+        shard: Shard,
+        width: int,
+        dtype: torch.dtype,
+        rows_per_token: int,
+        combine: CombineFn,
+    ) -> Tensor:
+        return combine(compute(None), Shard(0, width, width))
 
     @contextmanager
     def step(self) -> Iterator[None]:
