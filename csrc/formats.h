@@ -216,10 +216,20 @@ struct NibbleUnit {
 using OctetUnit = NibbleUnit<4, 8, 4>;
 using WideOctetUnit = NibbleUnit<2, 16, 4>;
 
+// Floating-point numbers of four bits, given as such less 8.
+struct TinyOctetUnit : WideOctetUnit {
+  static float get(Bits unit, int64_t input) {
+    constexpr float magnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    const int code = WideOctetUnit::get(unit, input) + 8;
+    return code & 8 ? -magnitudes[code & 7] : magnitudes[code];
+  }
+};
+
 using W8A8 = Rounded<QuadStep, 8, 128, QuadUnit>;
 using W4A8 = Rounded<OctetStep, 4, 8, OctetUnit>;
 using WInt8 = Rounded<WidePairStep, 8, 0, PairUnit>;
 using WInt4 = Rounded<WideOctetStep, 4, 8, WideOctetUnit>;
+using WFloat4 = Rounded<TinyOctetStep, 4, 0, TinyOctetUnit>;
 
 struct alignas(64) Line {
   char bytes[64];
@@ -257,8 +267,8 @@ template <>
 struct Tiled<WidePairStep> {
   using type = PairStep;
 };
-template <>
-struct Tiled<WideOctetStep> {
+template <class Numbers>
+struct Tiled<WideOctets<Numbers>> {
   using type = PairStep;
 };
 
@@ -270,6 +280,7 @@ inline void with_format(const Matrix& m, F&& f) {
     case Format::w4a8: return f.template operator()<W4A8>();
     case Format::wint8: return f.template operator()<WInt8>();
     case Format::wint4: return f.template operator()<WInt4>();
+    case Format::wfloat4: return f.template operator()<WFloat4>();
     default: m.type == Type::float32 ? f.template operator()<Plain<float>>() : f.template operator()<Plain<bf16>>();
   }
 }

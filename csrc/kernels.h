@@ -13,9 +13,9 @@ namespace penstock {
 // What is computed in.
 enum class Type : int32_t { float32, bfloat16 };
 
-// How a matrix is kept: as it is, or as integers with a scale for each output and group of inputs; `a8` means that what
-// it is multiplied with is rounded to 8 bits, too.
-enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4 };
+// How a matrix is kept: as it is, or as integers or tiny floating-point numbers (e2m1) with a scale for each output and group
+// of inputs; `a8` means that what it is multiplied with is rounded to 8 bits, too.
+enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4, wfloat4 };
 
 // Functions of single numbers, as `ACTIVATIONS` of ops/activations.py has them: gelu by the error function, gelu_tanh by its
 // approximation with the hyperbolic tangent. The last one is of a gate and what it gates (`GATES`).
@@ -383,7 +383,8 @@ inline int64_t step_of(Format format, Type type) {
     case Format::w8a8: return 4;
     case Format::w4a8: return 8;
     case Format::wint8: return 2;
-    case Format::wint4: return 8;
+    case Format::wint4:
+    case Format::wfloat4: return 8;
     default: return type == Type::float32 ? 1 : 2;
   }
 }

@@ -246,8 +246,39 @@ struct WidePairStep {
   }
 };
 
+// What four bits say: an integer and 8 more.
+struct Nibbles {
+  // In bfloat16.
+  static constexpr uint16_t kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  static f32xw floats(const u32xw& codes) { return convert<f32xw>(as<i32xw>(codes & 15) - 8); }
+};
+
+// Or a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 (e2m1; OCP Microscaling Formats, 2023).
+struct TinyFloats {
+  static constexpr uint16_t kValues[32] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                           0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+  static f32xw floats(const u32xw& codes) {
+#if defined(__AVX2__)
+    static constexpr float magnitudes[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    const auto table = load_bits<f32xw>(magnitudes);
+#if defined(__AVX512F__)
+    const auto found = as<u32xw>(_mm512_maskz_permutexvar_ps(0xffff, (__m512i)codes, (__m512)table));
+#else
+    const auto found = as<u32xw>(_mm256_permutevar8x32_ps((__m256)table, (__m256i)codes));
+#endif
+    return as<f32xw>(found | ((codes & 8) << 28));
+#else
+    const i32xw code = as<i32xw>(codes & 7);  // twice the number: above 4 steps are of two, above 6 of four
+    const i32xw twice = code + max(code - 4, i32xw{}) + 2 * max(code - 6, i32xw{});
+    return as<f32xw>(as<u32xw>(convert<f32xw>(twice) * 0.5f) | ((codes & 8) << 28));
+#endif
+  }
+};
+
 // Eight inputs of 4 bits, multiplied as floats: the n-th four bits of 16 bits are an input of the n-th pair.
-struct WideOctetStep {
+template <class Numbers>
+struct WideOctets {
   using X = bf16;
   using In = PairStep::In;
   using Sum = f32xw;
@@ -262,7 +293,7 @@ struct WideOctetStep {
     Wide found;
     PENSTOCK_UNROLL for (int n = 0; n < 4; n++)
       found.of[n] = as<u32xw>(_mm512_permutexvar_epi16((__m512i)((all >> (4 * n)) & 0x000f000f),
-                                                       (__m512i)load_bits<u32xw>(kValues)));
+                                                       (__m512i)load_bits<u32xw>(Numbers::kValues)));
     return found;
   }
   template <int part = 0>
@@ -279,14 +310,11 @@ struct WideOctetStep {
     PENSTOCK_UNROLL for (int n = 0; n < 4; n++) sum = PairStep::add(sum, x.of[n], w.of[n]);
     return sum;
   }
-  // -8 to 7 in bfloat16.
-  static constexpr uint16_t kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 #else
   static constexpr int kParts = 8;
   template <int part = 0>
   static f32xw weights(const char* at) {
-    return convert<f32xw>(as<i32xw>((load_bits<u32xw>(at) >> (part / 2 * 4 + part % 2 * 16)) & 15) - 8);
+    return Numbers::floats(load_bits<u32xw>(at) >> (part / 2 * 4 + part % 2 * 16));
   }
   static Wide wide(const char* at) {
     return {{side_by_side(weights<0>(at), weights<1>(at)), side_by_side(weights<2>(at), weights<3>(at)),
@@ -304,6 +332,8 @@ struct WideOctetStep {
     return weights<part>(at);
   }
 };
+using WideOctetStep = WideOctets<Nibbles>;
+using TinyOctetStep = WideOctets<TinyFloats>;
 
 }  // namespace PENSTOCK_ISA
 }  // namespace penstock

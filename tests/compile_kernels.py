@@ -103,6 +103,7 @@ FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
     "fp8 blocks": Format(8, 128, 8, floating=True, rows_per_scale=128),
     "4 bits, offsets": Format(4, 128, asymmetric=True),
     "4 bits, offsets, 8-bit activations": Format(4, 32, 8, asymmetric=True),
+    "mxfp4": Format(4, 32, floating=True),
 }
 
 
@@ -123,7 +124,7 @@ def products(whole: bool) -> Calls:
     matrix of few rows, other formats with some, and the extreme tiles with one of many, gated, and with float32
     outputs."""
     some = {"fp8": (1, 2048), "wint4-g32": (64, 2048), "w4a8-g32": ()}  # as w8a8, and as groups of 128
-    some |= {"4 bits, offsets, 8-bit activations": (64, 2048), "4 bits, offsets": (1, 256), "wint8": (1, 256)}
+    some |= {"4 bits, offsets, 8-bit activations": (64, 2048), "4 bits, offsets": (1, 256), "wint8": (1, 256), "mxfp4": (1, 2048)}
     some["w4a8"] = 1, 128
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
@@ -153,7 +154,7 @@ def embeddings(whole: bool) -> Calls:
     for format in FORMATS.values() if whole else (Format(), Format(8)):
         for model in MODELS:
             table = packed(model.vocab, model.hidden, format)
-            yield f"embedding{' fp8' * format.floating}", partial(matrix.embedding, empty(8).long(), table)
+            yield f"embedding{' fp8' * (format.floating and format.bits == 8)}", partial(matrix.embedding, empty(8).long(), table)
 
 
 def rows(whole: bool) -> Calls:

@@ -46,7 +46,7 @@ def compute(ops: Any, x: Tensor, matrices: Any, ids: Tensor, weights: Tensor, *s
 
 
 KINDS = {name: FORMATS[name] for name in ("none", "w8a8", "w4a8-g32", "wint8", "fp8", "fp8 blocks")}
-KINDS |= {f"stored, {name}": STORED[name] for name in ("4 bits, offsets", "4 bits", "fp8 per tensor")}
+KINDS |= {f"stored, {name}": STORED[name] for name in ("4 bits, offsets", "4 bits", "fp8 per tensor", "mxfp4")}
 
 
 @pytest.mark.parametrize("name", KINDS)

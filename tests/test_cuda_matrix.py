@@ -89,6 +89,7 @@ STORED = {
     "fp8": FORMATS["fp8"],
     "fp8 per tensor": FORMATS["fp8 per tensor"],
     "fp8 blocks": FORMATS["fp8 blocks"],
+    "mxfp4": Format(4, 32, floating=True),
 }
 """Formats of checkpoints."""
 
@@ -97,9 +98,11 @@ def draw_quantized(seed: int, outputs: int, inputs: int, format: Format, order: 
     generator, most = torch.Generator().manual_seed(seed), 1 << (format.bits - 1)
     rows, groups = -(-outputs // (format.rows_per_scale or outputs)), -(-inputs // (format.group_size or inputs))
     values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
-    if format.floating:
-        values = values.float().to(torch.float8_e4m3fn)
     scales, offsets = (torch.randn(rows, groups, generator=generator) for _ in range(2))
+    if format.is_mxfp4:
+        scales = torch.exp2(scales.round())
+    elif format.floating:
+        values = values.float().to(torch.float8_e4m3fn)
     return QuantizedWeight(values, scales / most, format, offsets if format.asymmetric else None, order)
 
 

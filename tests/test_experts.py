@@ -125,7 +125,10 @@ def test_products(instruction_set: None, name: str, dtype: torch.dtype) -> None:
             assert torch.equal(part, got[rows])
 
 
-@pytest.mark.parametrize("format", [Format(4, 32, asymmetric=True), Format(4, 32, 8, asymmetric=True), Format(8)])
+READY_MADE = Format(4, 32, asymmetric=True), Format(4, 32, 8, asymmetric=True), Format(8), Format(4, 32, floating=True)
+
+
+@pytest.mark.parametrize("format", READY_MADE, ids=str)
 def test_ready_made_weights(instruction_set: None, format: Format) -> None:
     """With offsets, and the inputs of each expert in an order of its own."""
     sizes = 6, 96, 64

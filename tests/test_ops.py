@@ -201,7 +201,7 @@ quantized = st.builds(
     group_size=st.sampled_from([0, 8, 16, 32, 40, 64, 128]),
     activation_bits=st.sampled_from([0, 8]),
     asymmetric=st.booleans(),
-)
+) | st.just(Format(4, 32, floating=True))
 """Formats of checkpoints."""
 
 

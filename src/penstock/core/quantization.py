@@ -23,8 +23,8 @@ class Format:
     """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or, where weights are
     floating-point numbers in groups, one a row and group; 0 does not."""
     floating: bool = False
-    """Whether weights are floating-point numbers in place of integers: e4m3 in 8 bits. Those of 4 bits (nf4, fp4) come
-    from checkpoints, and are dequantized."""
+    """Whether weights are floating-point numbers in place of integers: e4m3 in 8 bits, and of 4 bits in groups of
+    ``MX_BLOCK`` e2m1 (mxfp4), which come from checkpoints. Others of 4 bits (nf4, fp4) are dequantized."""
     rows_per_scale: int = 1
     """Outputs that share a scale; 0 is one scale for the matrix (per tensor). Other than 1 with ``floating`` only."""
     asymmetric: bool = False
@@ -54,6 +54,14 @@ class Format:
         return text + (" and activations in 8 bits" if self.activation_bits else "")
 
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether weights are 4-bit floating-point numbers that kernels multiply as they are."""
+        return self.floating and (self.bits, self.group_size) == (4, MX_BLOCK)
+
+
+MX_BLOCK = 32
+"""Inputs that share a scale in formats of the OCP Microscaling specification (2023)."""
 MAX_FP8 = 448.0
 """The largest 8-bit floating-point number (e4m3)."""
 UNQUANTIZED = Format()

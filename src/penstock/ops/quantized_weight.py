@@ -10,15 +10,20 @@ from torch import Tensor
 from penstock.core.quantization import Format
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The 4-bit floating-point numbers of mxfp4 by their code: a sign, two bits of exponent, and one of mantissa."""
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """``[out, in]`` in integers or 8-bit floating-point numbers, with scales.
+    """``[out, in]`` in integers or floating-point numbers of 8 or 4 bits, with scales.
 
     A weight is ``values * scale + offset``, of its output and group of inputs.
     """
 
     values: Tensor
-    """``[out, in]``: int8, of 4 bits in [-8, 7]; float8_e4m3fn where the format is ``floating``."""
+    """``[out, in]``: int8, of 4 bits in [-8, 7]; float8_e4m3fn where the format is ``floating``, but int8 of mxfp4: a
+    place in ``E2M1`` less 8."""
     scales: Tensor
     """``[ceil(out / rows_per_scale), groups]`` float32."""
     format: Format
@@ -33,7 +38,7 @@ class QuantizedWeight:
         rows = min(self.format.rows_per_scale or outputs, outputs)
         columns = min(self.format.group_size or inputs, inputs)
 
-        weight = self.values.float()
+        weight = self._numbers()
         if rows == 1 and inputs % columns == 0:
             groups = weight.view(outputs, -1, columns)  # which are several times as fast without copies
             groups *= self.scales.unsqueeze(-1)
@@ -48,6 +53,12 @@ class QuantizedWeight:
         if self.offsets is not None:
             weight += spread(self.offsets)
         return self._in_order(weight)
+
+    def _numbers(self) -> Tensor:
+        """``values`` in float32."""
+        if not self.format.is_mxfp4:
+            return self.values.float()
+        return torch.tensor(E2M1, device=self.values.device)[self.values.int() + 8]
 
     def _in_order(self, weight: Tensor) -> Tensor:
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)

@@ -161,7 +161,7 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
         product = F.linear(x, matrix.weight, matrix.bias)
         return _write(product.float() if out_float32 else product, out)
     given = x.float()
-    if matrix.format.floating:
+    if matrix.format.floating and not matrix.format.is_mxfp4:
         given = _round_fp8(given, columns=matrix.format.group_size)
     elif matrix.format.activation_bits:
         maximum = given.abs().amax(1, keepdim=True)

@@ -14,6 +14,8 @@ from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format
 from .kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from .model_size import ModelSize
 
+MX_SCALE_BYTES = 2
+"""Of a scale of mxfp4, as kernels have it."""
 MAX_SEQS = 128
 """Largest number of running sequences in both documents."""
 PROMPT_MARGIN = 128
@@ -44,6 +46,8 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
     scheme, computed = SCHEMES[quantization], _computed_dtype(size, dtype)
 
     def weight(format: Format) -> float:
+        if format.is_mxfp4:
+            return format.bits / 8 + MX_SCALE_BYTES / format.group_size
         if not format.bits or format == Format(4, format.group_size, floating=True):  # which is dequantized
             return ITEM_BYTES[computed]
         scales = SCALE_BYTES * (2 if format.asymmetric else 1) / (format.rows_per_scale or size.hidden_size)

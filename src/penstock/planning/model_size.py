@@ -56,7 +56,7 @@ class ModelSize:
     stored: Format = UNQUANTIZED
     """Format of the layers' matrices in a checkpoint that is quantized already."""
     gguf_layers: Mapping[Format, float] = field(default_factory=dict)
-    """In a GGUF file the shares of formats among the layers' weights."""
+    """In a GGUF file, and where only experts are quantized, the shares of formats among the layers' weights."""
     gguf_head: Mapping[Format, float] = field(default_factory=dict)
     """Among the weights of embedding and language model head."""
     unquantized_weights: int = 0
@@ -68,7 +68,7 @@ class ModelSize:
 
     def on_cpu(self) -> ModelSize:
         """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
-        return replace(self, stored=UNQUANTIZED) if self.stored.floating else self
+        return replace(self, stored=UNQUANTIZED) if self.stored.floating and not self.stored.is_mxfp4 else self
 
 
 def model_size_of(config: Mapping[str, Any]) -> ModelSize:
@@ -102,13 +102,19 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     embeddings = vocabulary * hidden * (1 if encoder or tie_word_embeddings_of(config) else 2)
     if encoder:
         embeddings += _added_weights(config, longest) * hidden
+    stored, layer_weights = stored_format(quantization_config_of(config)), layers * attention + plain * dense
+    layer_weights += (layers - plain) * sparse
+    shares = _gguf_shares(config, "layers")
+    if stored.is_mxfp4:
+        share = (layers - plain) * (sparse - _num_experts(config) * hidden) / layer_weights  # without routers
+        shares = {stored: share, UNQUANTIZED: 1 - share}
     of_mtp_layer = dense if config.get("moe_num_experts") else sparse or dense  # ERNIE's has no experts
     return ModelSize(
         architecture=str(next(iter(config.get("architectures") or ["unknown"]))),
         max_model_len=longest,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         num_layers=layers,
-        layer_weights=layers * attention + plain * dense + (layers - plain) * sparse,
+        layer_weights=layer_weights,
         hidden_size=hidden,
         embedding_weights=embeddings,
         head_weights=vocabulary * hidden,
@@ -118,8 +124,8 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         mtp_weights=mtp * (attention + of_mtp_layer + 2 * hidden * hidden),
         num_mtp_layers=mtp,
         quantization=quantization_of(config) or "none",
-        stored=stored_format(quantization_config_of(config)),
-        gguf_layers=_gguf_shares(config, "layers"),
+        stored=stored,
+        gguf_layers=shares,
         gguf_head=_gguf_shares(config, "head"),
         unquantized_weights=layers * absorbed,
         vision_weights=vision_weights(config),
@@ -175,9 +181,7 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tup
 
 def _experts(config: Mapping[str, Any], hidden: int) -> int:
     """Parameters of a layer's experts and their router; 0 where the model has none."""
-    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    routed = next((int(config[name]) for name in names if config.get(name)), 0)
-    if not routed:
+    if not (routed := _num_experts(config)):
         return 0
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
@@ -185,6 +189,12 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
         shared = size
     gated = int(config.get("shared_expert_intermediate_size") or 0)  # by a matrix of one output
     return (routed + bool(gated)) * hidden + 3 * hidden * (routed * size + (gated or shared))
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a layer that a router chooses from; 0 where the model has none."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.core.quantization import MX_BLOCK, UNQUANTIZED, Format
 
 BNB_BLOCK = 64
 """Weights that share a scale in 4 bits of bitsandbytes."""
@@ -39,6 +39,8 @@ def _format(config: Mapping[str, Any]) -> Format:
         case "bitsandbytes":
             eight = config.get("load_in_8bit") or config.get("_load_in_8bit")
             return Format(8) if eight else Format(4, BNB_BLOCK, floating=True)
+        case "mxfp4":
+            return Format(4, MX_BLOCK, floating=True)
         case _:
             return UNQUANTIZED
 

@@ -14,6 +14,7 @@ from .compressed_tensors import CompressedTensors
 from .config_fields import mapping
 from .fp8 import FP8
 from .gptq import GPTQ
+from .mxfp4 import MXFP4
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "awq": AWQ,
@@ -22,6 +23,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "fp8": FP8,
     "fbgemm_fp8": FP8,
     "bitsandbytes": BitsAndBytes,
+    "mxfp4": MXFP4,
 }
 """The format of each ``quant_method``."""
 

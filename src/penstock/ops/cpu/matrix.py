@@ -24,6 +24,7 @@ LAYOUT = "cpu-1"
 """Version of the packed layout, which is the same for every instruction set."""
 FORMAT_CODES = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
 """The kernels' number of a format, by ``bits`` and ``activation_bits``."""
+MXFP4_CODE = 5
 
 
 @dataclass(eq=False)
@@ -99,7 +100,9 @@ def _by_panels(parts: Sequence[Tensor]) -> Tensor:
 def supports(format: Format, dtype: torch.dtype) -> bool:
     """As ``reference.supports``."""
     dtypes = DTYPE_CODES if format.activation_bits else (torch.bfloat16,)
-    return bool(format.bits) and not format.floating and dtype in dtypes
+    if format.floating and (not format.is_mxfp4 or format.activation_bits):
+        return False
+    return bool(format.bits) and dtype in dtypes
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
@@ -119,7 +122,7 @@ def packed_sizes(inputs: int, outputs: int, dtype: torch.dtype, format: Format) 
 
     Raises ``PenstockError`` (``unsupported``) for what there are no kernels for.
     """
-    if format.floating:
+    if format.floating and not format.is_mxfp4:
         raise PenstockError(Code.UNSUPPORTED, "fp8 needs an NVIDIA GPU of compute capability 8.9", "quantization")
     if format.bits and not format.activation_bits and dtype is not torch.bfloat16:
         raise PenstockError(Code.UNSUPPORTED, "weight-only quantization computes in bfloat16", "quantization")
@@ -182,7 +185,7 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
         inputs,
         outputs,
         format.group_size or inputs,
-        FORMAT_CODES[format.bits, format.activation_bits],
+        MXFP4_CODE if format.is_mxfp4 else FORMAT_CODES[format.bits, format.activation_bits],
         dtype_code(dtype),
     )
 

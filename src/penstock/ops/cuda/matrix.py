@@ -29,6 +29,8 @@ CHUNK = 128 * PANEL
 """Outputs that are quantized at a time, to need little memory."""
 MIN_MAGNITUDE = 1e-30
 """Vectors whose largest magnitude is not above this are quantized to zeros."""
+FLOAT4_STEP = 2.0**14
+"""How much larger 4-bit floating-point numbers are than the float16 numbers that kernels take their bits for."""
 FP8 = torch.float8_e4m3fn
 NO_BIAS = torch.empty(0)
 """Given where there is none, and not read: its address is 0."""
@@ -45,8 +47,8 @@ class Matrix:
 
     Unquantized: ``values`` are ``[out, in]``. 8 bits: ``[panels, blocks, 64, 128]``, scales ``[panels * 64]`` or, of
     blocks, ``[out / 128, in / 128]``. 4 bits: ``[panels, blocks, 64, group_size]``, a block having two groups of
-    inputs, one in the low halves of its bytes; scales ``[panels, blocks, 2, 64]`` are a sixteenth, and offsets lie as
-    they do. What is past the end of the matrix is zero."""
+    inputs, one in the low halves of its bytes; scales ``[panels, blocks, 2, 64]`` are a sixteenth, or of mxfp4
+    bfloat16 and ``FLOAT4_STEP`` times as large, and offsets lie as they do. What is past the end of the matrix is zero."""
     bias: Tensor | None
     """float32."""
     outputs: int
@@ -147,14 +149,15 @@ def packed_shapes(
         blocks, size = -(-inputs // BLOCK), BLOCK
         scales = (-(-outputs // format.rows_per_scale), blocks) if format.group_size else (panels * PANEL,)
     names = ("scales", "offsets") if format.asymmetric else ("scales",)
-    return {"values": ((panels, blocks, PANEL, size), torch.int8)} | {name: (scales, torch.float32) for name in names}
+    kind = torch.bfloat16 if format.is_mxfp4 else torch.float32
+    return {"values": ((panels, blocks, PANEL, size), torch.int8)} | {name: (scales, kind) for name in names}
 
 
 def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ``PenstockError`` (``unsupported``) for what there are no kernels for."""
     if dtype not in DTYPES:
         raise PenstockError(Code.UNSUPPORTED, f"the CUDA kernels compute in bfloat16, float16 or float32, not {dtype}")
-    if format.floating and architecture(device).capability < MIN_FP8:
+    if format.floating and format.bits == 8 and architecture(device).capability < MIN_FP8:
         raise PenstockError(Code.UNSUPPORTED, "fp8 needs a GPU of compute capability 8.9 or higher", "quantization")
     if not _has_kernels(format):
         raise PenstockError(Code.UNSUPPORTED, f"there are no CUDA kernels for {format}", "quantization")
@@ -162,7 +165,9 @@ def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
 
 def _has_kernels(format: Format) -> bool:
     if format.bits == 4:
-        return format.group_size in (32, 64, 128) and not format.floating
+        if format.floating:
+            return format.is_mxfp4 and not format.activation_bits
+        return format.group_size in (32, 64, 128)
     if format.floating:
         one_scale = not format.group_size and format.rows_per_scale in (0, 1)
         return bool(format.activation_bits) and (one_scale or format.group_size == format.rows_per_scale == BLOCK)
@@ -178,7 +183,7 @@ def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: T
     for first in range(0, outputs, CHUNK):
         _put_values(tensors["values"], values[first : first + CHUNK].view(torch.int8), first, format)
     scales = [part.scales if format.rows_per_scale else part.scales.expand(len(part.values), 1) for part in parts]
-    _put_scales(tensors["scales"], torch.cat(scales), 0, format)
+    _put_scales(tensors["scales"], torch.cat(scales), 0, format, FLOAT4_STEP if format.is_mxfp4 else 1 / 16)
     if format.asymmetric:
         offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
         _put_scales(tensors["offsets"], offsets, 0, format, 1.0)
@@ -307,7 +312,7 @@ def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Ch
         x, x_scales = quantize(x, format)
     offsets = matrix.tensors.get("offsets")
     x_sums = None if offsets is None else sum_groups(x, values.shape[1] * 2, format.group_size)
-    if format.floating:
+    if format.floating and format.bits == 8:
         values = values.view(FP8)
     width = x.shape[1]
     tile = choices.tile if choices else tile_of(x, tokens, matrix.outputs, format)
@@ -341,7 +346,7 @@ def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Ch
         kernel, size = kernels.product_int4, format.group_size
         arguments += offsets, x_sums
         unroll = tile.bk // (2 * size)
-        constants |= {"SIZE": size, "UNROLL": unroll, "EVEN": width % tile.bk == 0}
+        constants |= {"SIZE": size, "UNROLL": unroll, "EVEN": width % tile.bk == 0, "FLOATS": format.floating}
     elif format.group_size:
         kernel = kernels.product_fp8_blocks
     else:
@@ -364,7 +369,7 @@ def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | N
     """As ``reference.embedding``."""
     tokens, format = len(token_ids), matrix.format
     values, scales = matrix.tensors["values"], matrix.tensors.get("scales")
-    if format.floating:
+    if format.floating and format.bits == 8:
         values = values.view(FP8)
     out = values.new_empty((tokens, matrix.inputs), dtype=matrix.dtype) if out is None else out
     columns = 1024
@@ -377,6 +382,7 @@ def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | N
         GROUP_SIZE=format.group_size,
         ROWS_PER_SCALE=format.rows_per_scale,
         BITS=format.bits,
+        FLOATS=format.is_mxfp4,
         COLUMNS=columns,
     )
     return out

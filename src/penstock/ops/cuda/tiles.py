@@ -57,7 +57,8 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
         # Blackwell has tensor memory for four sums of groups, Ampere registers for two, beside offsets.
         bk = min(bk, (4 if hopper or not format.asymmetric else 2) * format.group_size)
         small = Size(64, 16, few), Size(64, 64, bk)
-        return (*small, Size(128, 64, bk)) if hopper else small
+        blackwell = architecture.capability >= (10, 0)  # where widening floating-point numbers takes registers besides
+        return (*small, Size(128, 64, bk)) if hopper and not (blackwell and format.is_mxfp4) else small
     few, many = (256, 128) if format.bits else (128, 64)
     several = Size(64, 16, few), Size(64, 64, many), Size(64, 128, many), Size(128, 128, many)
     large = not format.bits or (format.activation_bits and architecture.capability < (10, 0))

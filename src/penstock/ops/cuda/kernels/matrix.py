@@ -146,6 +146,21 @@ def _widen_int4(weights, dtype: tl.constexpr):
 
 
 @triton.jit
+def _as_float16(codes):
+    """4-bit floating-point numbers (e2m1), whose sign is inverted, as float16 numbers that are 2 ** -14 times as large:
+    exponent and mantissa are the low bits of float16's exponent and the high one of its mantissa."""
+    bits = ((codes & 7) << 9) | (((codes & 8) ^ 8) << 12)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _widen_float4(weights, dtype: tl.constexpr):
+    """The low and the high halves of bytes, as of ``_as_float16``, as ``dtype``."""
+    pair = weights.to(tl.int32)
+    return _as_float16(pair).to(dtype), _as_float16(pair >> 4).to(dtype)
+
+
+@triton.jit
 def _tile(tokens, outputs, eights, BT: tl.constexpr):
     """First output and first token of this program."""
     program = tl.program_id(0)
@@ -331,8 +346,10 @@ def product_int4(
     BT: tl.constexpr,
     SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
-    """Products whose weights are 4 bits with a scale an output and SIZE inputs, and perhaps an offset.
+    """Products whose weights are 4 bits with a scale an output and SIZE inputs, and perhaps an offset: integers, or with
+    FLOATS floating-point numbers.
 
     A block has two groups of inputs: one in the low halves of its bytes, the other in the high ones. In an 8-bit
     integer a weight stands in the high half, sixteenfold, which takes one instruction for four weights and has a sign;
@@ -382,12 +399,15 @@ def product_int4(
             weights = tl.load(weight_at + i * (PANEL * SIZE), mask=own_weights[:, None], other=0)
             low = tl.load(x_at + 2 * i * SIZE, mask=own_low, other=0.0)
             high = tl.load(x_at + (2 * i + 1) * SIZE, mask=own_high, other=0.0)
-            low_weights, high_weights = _widen_int4(weights, x.dtype.element_ty)
+            if FLOATS:
+                low_weights, high_weights = _widen_float4(weights, x.dtype.element_ty)
+            else:
+                low_weights, high_weights = _widen_int4(weights, x.dtype.element_ty)
             zero = tl.zeros((BN, BT), SUM)
             part = tl.dot(low_weights, tl.trans(low), zero, input_precision="ieee", out_dtype=SUM)
-            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(ahead[2 * i][:, None], (BN, BT)), acc)
+            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(ahead[2 * i].to(tl.float32)[:, None], (BN, BT)), acc)
             part = tl.dot(high_weights, tl.trans(high), zero, input_precision="ieee", out_dtype=SUM)
-            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(ahead[2 * i + 1][:, None], (BN, BT)), acc)
+            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(ahead[2 * i + 1].to(tl.float32)[:, None], (BN, BT)), acc)
         ahead = ahead[2 * UNROLL :]  # type: ignore[assignment]
         weight_at += UNROLL * PANEL * SIZE
         scales_at += UNROLL * 2 * PANEL
@@ -539,6 +559,7 @@ def gather_rows(
     GROUP_SIZE: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr,
     BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Row ``ids[program]`` of a matrix; nothing is written for ids of none of its rows. BITS is 0 where it is
@@ -563,7 +584,10 @@ def gather_rows(
         at = block * (PANEL * GROUP_SIZE) + row % PANEL * GROUP_SIZE + column % GROUP_SIZE
         group = block * 2 + column // GROUP_SIZE % 2
         pair = tl.load(weight + at, mask=inside, other=0)
-        values = tl.where(column // GROUP_SIZE % 2 == 0, pair << 4, pair & -16).to(tl.float32)
+        if FLOATS:
+            values = _as_float16(pair.to(tl.int32) >> (column // GROUP_SIZE % 2 * 4)).to(tl.float32)
+        else:
+            values = tl.where(column // GROUP_SIZE % 2 == 0, pair << 4, pair & -16).to(tl.float32)
         values *= tl.load(scales + group * PANEL + row % PANEL, mask=inside, other=0.0)
         if offsets is not None:
             values += tl.load(offsets + group * PANEL + row % PANEL, mask=inside, other=0.0)
