@@ -124,8 +124,8 @@ def products(whole: bool) -> Calls:
     matrix of few rows, other formats with some, and the extreme tiles with one of many, gated, and with float32
     outputs."""
     some = {"fp8": (1, 2048), "wint4-g32": (64, 2048), "w4a8-g32": ()}  # as w8a8, and as groups of 128
-    some |= {"4 bits, offsets, 8-bit activations": (64, 2048), "4 bits, offsets": (1, 256), "wint8": (1, 256), "mxfp4": (1, 2048)}
-    some["w4a8"] = 1, 128
+    some |= {"4 bits, offsets, 8-bit activations": (64, 2048), "4 bits, offsets": (1, 256), "wint8": (1, 256)}
+    some |= {"w4a8": (1, 128), "mxfp4": (1, 2048)}
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
             few = ("o", packed(model.hidden, model.heads * model.head_dim, format, bias=True))
@@ -154,7 +154,8 @@ def embeddings(whole: bool) -> Calls:
     for format in FORMATS.values() if whole else (Format(), Format(8)):
         for model in MODELS:
             table = packed(model.vocab, model.hidden, format)
-            yield f"embedding{' fp8' * (format.floating and format.bits == 8)}", partial(matrix.embedding, empty(8).long(), table)
+            label = " fp8" * (format.floating and format.bits == 8)
+            yield f"embedding{label}", partial(matrix.embedding, empty(8).long(), table)
 
 
 def rows(whole: bool) -> Calls:

@@ -22,10 +22,11 @@ from penstock.text import (
 
 TOOLS = {name: tool_call_format(name, "") for name in (
     "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
-    "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2",
+    "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2", "openai",
 )}  # fmt: skip
 THOUGHTS = {name: reasoning_format(name, "") for name in (
     "qwen3", "deepseek_r1", "ernie", "hunyuan_a13b", "cohere_command3", "seed_oss", "granite", "mistral",
+    "openai_gptoss",
 )}  # fmt: skip
 
 
@@ -309,6 +310,8 @@ PARTS += (
 )
 FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", "add", "a=", HERMES, LLAMA, V3, CODER]
 FRAGMENTS += [INVOKED, GLM, f"[{PYTHON}", KIMI]
+HARMONY = f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ADD}<|call|>"
+FRAGMENTS += [HARMONY, "<|channel|>analysis<|message|>"]
 
 
 @pytest.mark.parametrize("tools", TOOLS)
@@ -352,6 +355,7 @@ SIGNS = {
     "<|tool|>": ("phi4_mini_json", None),
     "</think>\n<answer> <tool_calls>": ("hunyuan_a13b", "hunyuan_a13b"),
     "<|action_start|><|plugin|>": ("internlm", None),
+    "<|start|>assistant<|channel|>analysis<|message|><|call|>": ("openai", "openai_gptoss"),
     "{{ messages }}": (None, None),
 }
 

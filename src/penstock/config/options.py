@@ -537,6 +537,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "llama4_pythonic",
             "olmo3",
             "lfm2",
+            "openai",
         ],
         option("Format of the model's tool calls; auto is the one that its chat template has."),
     ] = "auto"
@@ -560,6 +561,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "cohere_command3",
             "seed_oss",
             "granite",
+            "openai_gptoss",
         ],
         option(
             "Format of the model's reasoning, which is separated from its answers; auto is the one that its chat "

@@ -53,7 +53,6 @@ class Format:
         text += " with offsets" if self.asymmetric else ""
         return text + (" and activations in 8 bits" if self.activation_bits else "")
 
-
     @property
     def is_mxfp4(self) -> bool:
         """Whether weights are 4-bit floating-point numbers that kernels multiply as they are."""

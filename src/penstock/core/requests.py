@@ -20,6 +20,8 @@ class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens forced after ``end`` where the answer is guided, or the reasoning was cut off."""
     begun: bool = False
     """Whether the prompt ends within the reasoning; otherwise the first generated token may be ``begin``."""
+    opening: tuple[int, ...] = ()
+    """Tokens forced first, of which ``begin`` is one, unless the reasoning has begun; otherwise none are."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -681,7 +681,7 @@ def _validate_for_vocabulary(request: EngineRequest, vocabulary: int) -> None:
         "allowed_token_ids": sampling.allowed_token_ids or (),
         "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
         "eos_token_ids": [token for token in request.eos_token_ids if token < vocabulary],  # others are never sampled
-        "reasoning": (span.begin, span.end, *span.answer) if (span := request.reasoning) else (),
+        "reasoning": (span.begin, span.end, *span.answer, *span.opening) if (span := request.reasoning) else (),
     }
     for field, token_ids in given.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:

@@ -43,8 +43,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. A chat's mapping also has a
 ``parser_config``. With images or videos, a mapping has them as ``multi_modal_data``: ``{"image": …, "video": …}``, one
 or a list each, and perhaps ``mm_processor_kwargs``; or, where they are loaded and placed already, as ``images``."""
-REASONING_SEPARATOR = "\n\n"
-"""Text that models write between reasoning and answer."""
 Messages = Sequence[Mapping[str, Any]]
 MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -328,7 +326,7 @@ class InputProcessor:
         form = parser_config.reasoning if parser_config else None
         if form is None and limits == ["response_max_tokens"]:
             return None
-        markers = (form.start_marker, form.end_marker) if form else ("", "")
+        markers = (form.begin or form.start_marker, form.end_marker) if form else ("", "")
         begin, end = (self.tokenizer.token_to_id(marker) for marker in markers)
         if begin is None or end is None:
             if limits:
@@ -338,9 +336,14 @@ class InputProcessor:
         assert parser_config and form
         if parser_config.stage is ReasoningStage.AFTER:
             return None
-        between = self.tokenizer.encode(f"{form.end_marker}{REASONING_SEPARATOR}", add_special_tokens=False)
-        answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == REASONING_SEPARATOR else []
-        return ReasoningSpan(begin, end, tuple(answer), parser_config.stage is ReasoningStage.WITHIN)
+        calls = sampling.guided_decoding is not None and sampling.guided_decoding.source_field == "tools"
+        separator = form.before_call if calls else form.before_answer
+        between = self.tokenizer.encode(f"{form.end_marker}{separator}", add_special_tokens=False)
+        whole = between[0] == end and self.tokenizer.decode(between[1:], skip_special_tokens=False) == separator
+        answer = between[1:] if whole else []
+        opening = self.tokenizer.encode(form.start_marker, add_special_tokens=False) if form.channels else []
+        begun = parser_config.stage is ReasoningStage.WITHIN
+        return ReasoningSpan(begin, end, tuple(answer), begun, tuple(opening))
 
     def _images(
         self, prompt: Prompt, text: str | None, token_ids: list[int]

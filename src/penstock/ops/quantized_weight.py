@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.core.quantization import Format
 
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The 4-bit floating-point numbers of mxfp4 by their code: a sign, two bits of exponent, and one of mantissa."""
 

@@ -1,5 +1,5 @@
-"""Checkpoints whose experts are 4-bit floating-point numbers with a scale each 32 inputs (mxfp4; OCP Microscaling Formats
-specification, 2023), as gpt-oss is published."""
+"""Checkpoints whose experts are 4-bit floating-point numbers with a scale each 32 inputs (mxfp4; OCP Microscaling
+Formats specification, 2023), as gpt-oss is published."""
 
 from __future__ import annotations
 
@@ -59,6 +59,4 @@ class MXFP4:
         blocks = read_tensor(source, f"{name}_blocks", experts, each, groups, 16, dtypes=BYTES, rows=own)
         exponents = read_tensor(source, f"{name}_scales", experts, each, groups, dtypes=BYTES, rows=own)
         wanted = slice(rows[0] - own[0] * each, rows[1] - own[0] * each)
-        return QuantizedWeight(
-            unpack(blocks.flatten(0, 1)[wanted]), scales_of(exponents.flatten(0, 1)[wanted]), FORMAT
-        )
+        return QuantizedWeight(unpack(blocks.flatten(0, 1)[wanted]), scales_of(exponents.flatten(0, 1)[wanted]), FORMAT)

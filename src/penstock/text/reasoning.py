@@ -23,9 +23,27 @@ class ReasoningFormat:
     """Markers around the answer, which are removed."""
     implicit_start: bool = False
     """Whether an answer begins with reasoning even without the start marker."""
+    channels: bool = False
+    """Whether answers are in channels (``harmony``), of which the start marker begins the one with the reasoning."""
+    begin: str = ""
+    """Text of the token that begins the reasoning, where the start marker is more than that; "" is the start marker."""
+    before_answer: str = "\n\n"
+    """Text that models write between the end marker and the answer."""
+    before_call: str = "\n\n"
+    """Likewise, and a tool call."""
 
 
 REASONING_FORMATS = (
+    ReasoningFormat(
+        parsers=("openai_gptoss",),
+        template_markers=("<|channel|>analysis", "<|message|>"),
+        start_marker="<|channel|>analysis<|message|>",
+        end_marker="<|end|>",
+        channels=True,
+        begin="<|channel|>",
+        before_answer="<|start|>assistant<|channel|>final<|message|>",
+        before_call="<|start|>assistant",
+    ),
     ReasoningFormat(
         parsers=("ernie",),
         template_markers=("</think>", "<response>"),
@@ -70,9 +88,9 @@ REASONING_FORMATS = (
         parsers=("qwen3", "glm45", "glm47", "kimi_k2", "deepseek_v3", "mimo", "olmo3"), template_markers=("</think>",)
     ),
 )
-"""ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may omit ``<think>``; Hunyuan,
-Command A, Seed-OSS, Granite 3 and Magistral with marks of their own; Qwen3 and all others that write
-``<think>…</think>``, or whose prompts end with ``<think>``."""
+"""gpt-oss, whose answers are in channels; ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and
+V3.1, which may omit ``<think>``; Hunyuan, Command A, Seed-OSS, Granite 3 and Magistral with marks of their own;
+Qwen3 and all others that write ``<think>…</think>``, or whose prompts end with ``<think>``."""
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
@@ -108,7 +126,7 @@ def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> Re
     end = prompt.rstrip()
     if end.endswith(form.start_marker):
         return ReasoningStage.WITHIN
-    if end.endswith(form.end_marker):
+    if end.endswith(form.before_answer if form.channels else form.end_marker):
         return ReasoningStage.AFTER
     return ReasoningStage.WITHIN if form.implicit_start else ReasoningStage.BEFORE
 
@@ -135,6 +153,11 @@ class ReasoningParser:
         """Whether line breaks are to be removed, as they follow a marker."""
         self.found = stage is ReasoningStage.WITHIN
         """Whether there is reasoning."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the reasoning has not ended."""
+        return self.stage is ReasoningStage.WITHIN
 
     def add(self, text: str, last: bool = False) -> ReasoningSplit:
         """Parse a piece. With ``last`` nothing is held back any more."""

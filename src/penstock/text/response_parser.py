@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from .harmony import HarmonyParser
 from .markers import split_at_marker
 from .reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
-from .tool_calls import Schemas, ToolCall, ToolCallFormat
+from .tool_calls import HARMONY, Schemas, ToolCall, ToolCallFormat, ToolCallParser
 
 
 @dataclass(slots=True)
@@ -33,8 +34,15 @@ class ParserConfig:
     """Of the tools that may be called."""
 
     @property
+    def in_channels(self) -> bool:
+        """Whether the answer is in channels (``harmony``)."""
+        return self.tools is HARMONY or bool(self.reasoning and self.reasoning.channels)
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Texts that the parser needs to see, also where they are special tokens."""
+        if self.in_channels:
+            return HARMONY.marker_tokens
         reasoning = (self.reasoning.start_marker, self.reasoning.end_marker) if self.reasoning else ()
         return (*reasoning, *(self.tools.marker_tokens if self.tools else ()))
 
@@ -49,8 +57,14 @@ class ResponseParser:
     def __init__(self, config: ParserConfig, hidden: Collection[str] = ()) -> None:
         self.message = Message()
         form = config.reasoning
-        self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
-        self._tool_calls = config.tools.parser(config.schemas) if config.tools else None
+        self._reasoning: ReasoningParser | HarmonyParser | None = None
+        self._tool_calls: ToolCallParser | None = None
+        if config.in_channels:
+            self._reasoning = HarmonyParser(config.stage, config.tools.new_id if config.tools else None)
+            self.message.tool_calls = self._reasoning.calls
+        else:
+            self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
+            self._tool_calls = config.tools.parser(config.schemas) if config.tools else None
         if self._tool_calls:
             self.message.tool_calls = self._tool_calls.calls
         self._marker_filter = _MarkerFilter((*hidden, *(form.answer_markers if form else ())))
@@ -63,7 +77,7 @@ class ResponseParser:
     @property
     def in_reasoning(self) -> bool:
         """Whether the reasoning has not ended."""
-        return self._reasoning is not None and self._reasoning.stage is ReasoningStage.WITHIN
+        return self._reasoning is not None and self._reasoning.in_reasoning
 
     def add(self, text: str, last: bool = False) -> None:
         """Parse a piece. With ``last`` nothing is held back any more."""

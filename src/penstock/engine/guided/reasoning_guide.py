@@ -14,6 +14,7 @@ from .backend import Grammar, Guide
 class ReasoningPhase(Enum):
     """The part of the output that a sequence's next token belongs to."""
 
+    OPENING = auto()  # the tokens that begin the reasoning are forced
     BEFORE = auto()  # the first token begins the reasoning, or the answer
     REASONING = auto()
     SEPARATOR = auto()  # between the end-of-reasoning token and the answer
@@ -37,14 +38,16 @@ class ReasoningGuide(Guide):
         self._reasoning_left = reasoning_limit
         self._answer = answer
         self._answer_left = answer_limit
-        self._phase = ReasoningPhase.REASONING if span.begun else ReasoningPhase.BEFORE
-        self._num_separators = 0
-        """Separator tokens (``span.answer``) generated so far."""
+        self._phase = ReasoningPhase.OPENING if span.opening else ReasoningPhase.BEFORE
+        if span.begun:
+            self._phase = ReasoningPhase.REASONING
+        self._num_forced = 0
+        """Tokens of ``span.opening``, or of ``span.answer``, generated so far in their phase."""
 
     def copy(self) -> ReasoningGuide:
         answer = self._answer.copy() if self._answer else None
         copy = ReasoningGuide(self._span, self._reasoning_left, answer, self._answer_left)
-        copy._phase, copy._num_separators = self._phase, self._num_separators
+        copy._phase, copy._num_forced = self._phase, self._num_forced
         return copy
 
     @property
@@ -57,6 +60,9 @@ class ReasoningGuide(Guide):
 
     def accept_token(self, token: int) -> bool:
         span = self._span
+        if self._phase is ReasoningPhase.OPENING:
+            self._accept_forced(span.opening, ReasoningPhase.REASONING)
+            return True
         if self._phase is ReasoningPhase.BEFORE:
             self._phase = ReasoningPhase.REASONING if token == span.begin else ReasoningPhase.ANSWER
             if self._phase is ReasoningPhase.REASONING:
@@ -69,13 +75,16 @@ class ReasoningGuide(Guide):
                 self._reasoning_left -= 1
             return True
         if self._phase is ReasoningPhase.SEPARATOR:
-            self._num_separators += 1
-            if self._num_separators == len(span.answer):
-                self._phase = ReasoningPhase.ANSWER
+            self._accept_forced(span.answer, ReasoningPhase.ANSWER)
             return True
         if self._answer_left:
             self._answer_left -= 1
         return self._answer is None or self._answer.accept_token(token)
+
+    def _accept_forced(self, tokens: tuple[int, ...], following: ReasoningPhase) -> None:
+        self._num_forced += 1
+        if self._num_forced == len(tokens):
+            self._phase, self._num_forced = following, 0
 
     @property
     def failure(self) -> Failure | None:
@@ -116,10 +125,12 @@ class ReasoningGuide(Guide):
         return self._forced()
 
     def _forced(self) -> list[int]:
-        """Tokens that are forced next: the end-of-reasoning token at the limit, and the separator."""
+        """Tokens that are forced next: the opening, the end-of-reasoning token at the limit, and the separator."""
         if self._phase is ReasoningPhase.REASONING and self._reasoning_left == 0:
             return [self._span.end]
-        return list(self._span.answer[self._num_separators :]) if self._phase is ReasoningPhase.SEPARATOR else []
+        if self._phase is ReasoningPhase.OPENING:
+            return list(self._span.opening[self._num_forced :])
+        return list(self._span.answer[self._num_forced :]) if self._phase is ReasoningPhase.SEPARATOR else []
 
 
 def make_guide(request: EngineRequest, grammar: Grammar | None) -> Guide | None:

@@ -48,7 +48,8 @@ class Matrix:
     Unquantized: ``values`` are ``[out, in]``. 8 bits: ``[panels, blocks, 64, 128]``, scales ``[panels * 64]`` or, of
     blocks, ``[out / 128, in / 128]``. 4 bits: ``[panels, blocks, 64, group_size]``, a block having two groups of
     inputs, one in the low halves of its bytes; scales ``[panels, blocks, 2, 64]`` are a sixteenth, or of mxfp4
-    bfloat16 and ``FLOAT4_STEP`` times as large, and offsets lie as they do. What is past the end of the matrix is zero."""
+    bfloat16 and ``FLOAT4_STEP`` times as large, and offsets lie as they do. What is past the end of the matrix is
+    zero."""
     bias: Tensor | None
     """float32."""
     outputs: int

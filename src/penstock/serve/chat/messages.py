@@ -179,6 +179,8 @@ def _message(message: Message, path: str, images: bool) -> dict[str, Any]:
         ]
     reasoning = message.reasoning_content or message.reasoning
     rest = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    if not (message.tool_calls and result["content"]):  # gpt-oss's template reads this name, and takes one of both
+        rest["thinking"] = reasoning
     return result | {name: value for name, value in rest.items() if value is not None}
 
 

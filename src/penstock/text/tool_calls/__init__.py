@@ -1,11 +1,12 @@
 """Tool calls: the formats in which models write them, their parsers, and a structural tag that forces them."""
 
 from .format import Schemas, ToolCallFormat
-from .formats import TOOL_CALL_FORMATS, tool_call_format
+from .formats import HARMONY, TOOL_CALL_FORMATS, tool_call_format
 from .parser import ToolCall, ToolCallParser
 from .structural_tag import forced_call_tag
 
 __all__ = [
+    "HARMONY",
     "TOOL_CALL_FORMATS",
     "Schemas",
     "ToolCall",

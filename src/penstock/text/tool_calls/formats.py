@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from . import json_formats
 from .format import ToolCallFormat
+from .json_formats import HARMONY as HARMONY
 from .pythonic_calls import PythonicFormat
 from .xml_calls import XMLFormat
 

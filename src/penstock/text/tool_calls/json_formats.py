@@ -189,7 +189,20 @@ KIMI_K2 = JSONFormat(
 """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`` for each call, in a section.
 What stands before the arguments is the call's id, which the template takes back: Kimi-K2."""
 
+HARMONY = JSONFormat(
+    parsers=("openai",),
+    template_markers=("<|channel|>", "<|call|>"),
+    start_markers=("<|channel|>commentary to=functions.",),
+    end_markers=("<|call|>",),
+    marker_tokens=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    call_start=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
+    separator="<|end|><|start|>assistant",
+)
+"""``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``: gpt-oss, whose answers are read
+by ``text.harmony``."""
+
 FORMATS = (
+    HARMONY,
     HERMES,
     MISTRAL_ARGS,
     MISTRAL,

@@ -348,8 +348,8 @@ def product_int4(
     UNROLL: tl.constexpr,
     FLOATS: tl.constexpr,
 ):
-    """Products whose weights are 4 bits with a scale an output and SIZE inputs, and perhaps an offset: integers, or with
-    FLOATS floating-point numbers.
+    """Products whose weights are 4 bits with a scale an output and SIZE inputs, and perhaps an offset: integers, or
+    with FLOATS floating-point numbers.
 
     A block has two groups of inputs: one in the low halves of its bytes, the other in the high ones. In an 8-bit
     integer a weight stands in the high half, sixteenfold, which takes one instruction for four weights and has a sign;

@@ -1,0 +1,133 @@
+"""Answers in channels (OpenAI's Harmony response format, 2025), as gpt-oss writes them.
+
+An answer is one message or several, each of a header and a text: ``<|channel|>analysis<|message|>…<|end|>`` is
+reasoning, ``<|start|>assistant<|channel|>final<|message|>…`` content, and
+``<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`` a tool call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .markers import split_at_marker
+from .reasoning import ReasoningSplit, ReasoningStage
+from .tool_calls import ToolCall
+
+START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
+CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
+ENDS = (END, CALL, RETURN, START)
+"""Each of them ends a message's text."""
+HEADER_STARTS = (START, CHANNEL, MESSAGE, CONSTRAIN, "to=")
+"""Texts that the first header may begin with: the prompt ends with ``<|start|>assistant``."""
+FUNCTIONS = "functions."
+MAX_HEADER = 512
+"""Characters of a header; what is longer is none."""
+CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class _Header(NamedTuple):
+    """What a message's header says."""
+
+    channel: str
+    recipient: str
+
+
+class HarmonyParser:
+    """Splits an answer into reasoning, content and tool calls.
+
+    Reasoning is the channel ``analysis``, and what is addressed to tools that are built into the model; all else that
+    is addressed to no function is content. Several messages of one kind are joined by a line break. A text without a
+    header is content, as grammars may force it.
+
+    Args:
+        stage: before the first header, or within the first message's reasoning or its content.
+        new_id: makes the id of a call; None where no tools may be called, so that calls are content.
+    """
+
+    def __init__(self, stage: ReasoningStage, new_id: Callable[[], str] | None) -> None:
+        self.calls: list[ToolCall] = []
+        """The calls so far; the last one may still grow."""
+        self.found = stage is ReasoningStage.WITHIN
+        """Whether there is reasoning."""
+        self.in_reasoning = self.found
+        self._new_id = new_id
+        self._held = ""
+        self._in_header = stage is ReasoningStage.BEFORE
+        self._first = True
+        """Whether no message has ended yet."""
+        self._in_call = False
+        self._begun = {"reasoning": False, "content": False}
+        """Whether there is text of each kind."""
+        self._joined = True
+        """Whether the current message needs no line break before its text."""
+
+    def add(self, text: str, last: bool = False) -> ReasoningSplit:
+        """Parse a piece: reasoning and content in it. With ``last`` nothing is held back any more."""
+        self._held += text
+        reasoning, content = "", ""
+        while self._held:
+            if self._in_header:
+                if not self._read_header(last):
+                    break
+                continue
+            split = split_at_marker(self._held, ENDS, last, space="")
+            self._held = split.rest
+            if self._in_call:
+                self.calls[-1].arguments += split.before
+            elif self.in_reasoning:
+                reasoning += self._separated("reasoning", split.before)
+            else:
+                content += self._separated("content", split.before)
+            if split.marker is None:
+                break
+            self._in_header, self._first = True, False
+            self._in_call = self.in_reasoning = False
+        return ReasoningSplit(reasoning, content)
+
+    def _separated(self, kind: str, text: str) -> str:
+        """A piece of a message, after a line break where an earlier message is of the same kind."""
+        if not text:
+            return ""
+        joined, self._joined = self._joined, True
+        before = "" if joined or not self._begun[kind] else "\n"
+        self._begun[kind] = True
+        return before + text
+
+    def _read_header(self, last: bool) -> bool:
+        """Read up to a message's text. False where more is needed, or nothing is left."""
+        if self._first and not _may_be_header(self._held):
+            self._begin(_Header("final", ""))
+            return True
+        at = self._held.find(MESSAGE, 0, MAX_HEADER + len(MESSAGE))
+        if at >= 0:
+            header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
+            channel, recipient = CHANNEL_NAME.search(header), RECIPIENT.search(header)
+            self._begin(_Header(channel[1] if channel else "", recipient[1] if recipient else ""))
+            return True
+        is_text = last and self._first and "<|" not in self._held
+        if is_text or len(self._held) >= MAX_HEADER + len(MESSAGE):
+            self._begin(_Header("final", ""))
+            return True
+        if last:
+            self._held = ""
+        return False
+
+    def _begin(self, header: _Header) -> None:
+        """Begin the text of a message."""
+        self._in_header, self._joined = False, False
+        if header.recipient.startswith(FUNCTIONS) and self._new_id:
+            self._in_call = True
+            self.calls.append(ToolCall(self._new_id(), header.recipient.removeprefix(FUNCTIONS)))
+            return
+        built_in = bool(header.recipient) and not header.recipient.startswith(FUNCTIONS)
+        self.in_reasoning = header.channel == "analysis" or built_in
+        self.found = self.found or self.in_reasoning
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a text is the beginning of a header, or of no more than that."""
+    ahead = text.lstrip()
+    return any(ahead.startswith(start) or start.startswith(ahead) for start in HEADER_STARTS)

@@ -1,0 +1,146 @@
+"""Answers of gpt-oss, in channels: taken apart in any pieces, forced by grammars, and given back to the template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from asking import ask
+from checkpoints import save
+from families import SIZES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import Served
+from test_reading import cut, read
+from transformers import GptOssConfig
+
+from penstock.serve.chat.messages import messages_of
+from penstock.serve.chat.request import Message
+from penstock.text import ChatTemplate, ParserConfig, ReasoningStage, initial_stage, reasoning_format, tool_call_format
+
+THOUGHT, TOOLS = reasoning_format("openai_gptoss", ""), tool_call_format("openai", "")
+START = "<|start|>assistant"
+CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+ANSWERS: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
+    f"<|channel|>analysis<|message|>Hm.\n<|end|>{START}<|channel|>final<|message|>42 <|return|>": ("Hm.\n", "42 ", []),
+    "<|channel|>final<|message|>Yes": ("", "Yes", []),
+    f"<|channel|>analysis<|message|>Hm.<|end|>{START}{CALL}": ("Hm.", "", [("add", '{"a": 1}')]),
+    f"{CALL[:-8]}<|end|>{START}{CALL[:-8]}": ("", "", [("add", '{"a": 1}')] * 2),
+    " to=functions.now<|channel|>commentary json<|message|>{}": ("", "", [("now", "{}")]),
+    f"<|channel|>commentary<|message|>I look.<|end|>{START}{CALL}": ("", "I look.", [("add", '{"a": 1}')]),
+    f"<|channel|>analysis to=browser.search<|message|>x<|end|>{START}<|channel|>analysis<|message|>y": ("x\ny", "", []),
+    f"<|channel|>commentary<|message|>a<|end|>{START}<|channel|>final<|message|>b": ("", "a\nb", []),
+    '{"forced": "to=json"}': ("", '{"forced": "to=json"}', []),
+    "to be": ("", "to be", []),
+    "<|channel|>anal": ("", "", []),
+    "<|channel|>analysis<|message|>cut o": ("cut o", "", []),
+}
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_answers_are_taken_apart(text: str, data: st.DataObject) -> None:
+    message = read(ParserConfig(THOUGHT, ReasoningStage.BEFORE, False, TOOLS), cut(text, data))
+    calls = [(call.name, call.arguments) for call in message.tool_calls]
+    assert (message.reasoning_content, message.content, calls) == ANSWERS[text]
+
+
+def test_a_call_of_no_tools_is_content() -> None:
+    assert read(ParserConfig(THOUGHT, ReasoningStage.BEFORE), [CALL]).content == '{"a": 1}'
+
+
+def test_a_prompt_says_where_its_answer_begins() -> None:
+    assert THOUGHT
+    assert initial_stage(THOUGHT, "<|end|><|start|>assistant") is ReasoningStage.BEFORE
+    assert initial_stage(THOUGHT, f"{START}<|channel|>analysis<|message|>") is ReasoningStage.WITHIN
+    assert initial_stage(THOUGHT, f"{START}<|channel|>final<|message|>") is ReasoningStage.AFTER
+    within = read(ParserConfig(THOUGHT, ReasoningStage.WITHIN), [f"a<|end|>{START}<|channel|>final<|message|>b"])
+    assert (within.reasoning_content, within.content) == ("a", "b")
+
+
+# --- Served -----------------------------------------------------------------------------------------------------------
+
+TEMPLATE = """<|start|>system<|message|>You are a model.
+Reasoning: {{ reasoning_effort or 'medium' }}<|end|>
+{%- if tools %}<|start|>developer<|message|>namespace functions {{ tools | tojson }}<|end|>{% endif %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- if message.thinking %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}
+        {{- call.arguments | tojson + "<|call|>" }}
+    {%- elif message.role == "tool" %}
+        {{- "<|start|>functions to=assistant<|channel|>commentary<|message|>" + message.content | tojson + "<|end|>" }}
+    {%- elif message.role == "assistant" %}
+        {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+"""Of the same parts as gpt-oss's."""
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False  # type: ignore[assignment]
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A server of a model with random weights and the tokens of the format."""
+    assert TOOLS
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"vocab_size": 3600}
+    save(GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2), folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    first = 1 + max(*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"]))
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for number, mark in enumerate(TOOLS.marker_tokens, first):
+        tokenizer["added_tokens"].append({"id": number, "content": mark, "special": True, **plain})
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [first + 5, first + 6]}))
+    with Served("--model", str(folder), "--max-model-len", "2048", "--num-gpu-blocks-override", "100") as served:
+        yield openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_answers_follow_the_reasoning(client: openai.OpenAI, stream: bool) -> None:
+    limits = {"reasoning_max_tokens": 6}
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    told = ask(client, stream, ASKED, response_format=form, extra_body=limits, reasoning_effort="low")
+    assert told.thought and json.loads(told.content)["city"] in ("Oslo", "Rome")
+    fields: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    called = ask(client, stream, ASKED, extra_body=limits, **fields)
+    ((name, arguments),) = called.calls
+    assert name == "weather" and json.loads(arguments)["city"] in ("Oslo", "Rome")
+    assert called.thought and (called.content, called.reason) == ("", "tool_calls")
+
+
+def test_a_conversation_with_tools_is_given_back() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    given: list[Any] = [
+        *ASKED,
+        {"role": "assistant", "content": None, "reasoning_content": "In Oslo?", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    messages = messages_of(msgspec.convert(given, list[Message]))
+    template = ChatTemplate(TEMPLATE)
+    text = template.render(messages, tools=[WEATHER], reasoning_effort="high")
+    assert "Reasoning: high<|end|>" in text and text.endswith('<|message|>"rain"<|end|><|start|>assistant')
+    thought = "<|start|>assistant<|channel|>analysis<|message|>In Oslo?<|end|>"
+    assert (
+        f'{thought}<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{{"city": "Oslo"}}'
+        in text
+    )
+    found = tool_call_format("auto", TEMPLATE), reasoning_format("auto", TEMPLATE)
+    assert found == (TOOLS, THOUGHT) and "reasoning_effort" in template.variables
