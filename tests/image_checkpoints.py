@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Ernie4_5_VLMoeConfig,
+    Ernie4_5_VLMoeForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -24,6 +26,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 COLOURS = ("red", "green", "blue")
@@ -98,6 +101,24 @@ def qwen3_vl_moe(**changes: Any) -> Qwen3VLMoeForConditionalGeneration:
     return Qwen3VLMoeForConditionalGeneration(config)
 
 
+ERNIE_IDS = {
+    "image_token_id": PLACEHOLDER,
+    "image_start_token_id": VISION_START,
+    "image_end_token_id": VISION_END,
+    "video_token_id": VIDEO,
+}
+
+
+def ernie4_5_vl(**changes: Any) -> Ernie4_5_VLMoeForConditionalGeneration:
+    """With a dense layer, and experts of two sizes in the others."""
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 44, "patch_size": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+    text = TEXT | {"num_hidden_layers": 3, "rope_parameters": rope, "moe_intermediate_size": [24, 16]}
+    text |= {"moe_k": 2, "moe_num_experts": 5, "moe_num_shared_experts": 1} | changes
+    config = Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ERNIE_IDS)
+    return Ernie4_5_VLMoeForConditionalGeneration(config)
+
+
 def draw(family: str, rng: Random) -> PreTrainedModel:
     """A model with other sizes, of one of the three families."""
     heads, kv_heads = rng.choice([(4, 2), (4, 4), (6, 2), (8, 1)])
@@ -130,8 +151,18 @@ def draw(family: str, rng: Random) -> PreTrainedModel:
         text |= {"num_experts": rng.choice([4, 7]), "num_experts_per_tok": rng.choice([1, 3])}
         text |= {"moe_intermediate_size": rng.choice([20, 36]), "decoder_sparse_step": rng.choice([1, 2])}
         text |= {"mlp_only_layers": rng.choice([None, [0]])}
+    if family == "ernie4.5-vl":
+        turns = rng.randint(1, (half - 1) // 2)
+        text["rope_parameters"] |= {"mrope_section": [turns, turns, half - 2 * turns]}
+        vision = {"depth": 2, "num_heads": vision_heads, "hidden_size": size, "patch_size": patch["patch_size"]}
+        vision |= {"intermediate_size": rng.choice([20, 44])}
+        text |= {"moe_intermediate_size": rng.choice([[24, 16], [16, 40]]), "moe_k": rng.choice([1, 3])}
+        text |= {"moe_num_experts": rng.choice([4, 7]), "moe_num_shared_experts": rng.choice([0, 1, 2])}
+        if rng.random() < 0.5:
+            text |= {"mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(depth)]}
     config, model = FAMILIES[family]
-    return model(config(text_config=text, vision_config=vision, tie_word_embeddings=rng.random() < 0.4, **IDS))
+    ids = ERNIE_IDS if family == "ernie4.5-vl" else IDS
+    return model(config(text_config=text, vision_config=vision, tie_word_embeddings=rng.random() < 0.4, **ids))
 
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -139,6 +170,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2.5-vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3-vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3-vl-moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+    "ernie4.5-vl": (Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration),
 }
 
 
@@ -184,7 +216,8 @@ def save_colours(folder: Path, latest: bool = False) -> PreTrainedModel:
 def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.eval().save_pretrained(folder)
     image_processor(model).save_pretrained(folder)
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(video_processor(model)))
+    if "qwen" in model.config.model_type:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(video_processor(model)))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(f"<|unused{i}|>" for i in range(FIRST - len(alphabet)))]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
@@ -197,11 +230,13 @@ def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model
 
 
-def image_processor(model: PreTrainedModel) -> Qwen2VLImageProcessorPil:
+def image_processor(model: PreTrainedModel) -> Any:
     """The library's processor of a model of this module."""
-    vision = model.config.vision_config
+    vision, size = model.config.vision_config, {"shortest_edge": 256, "longest_edge": 4096}
+    if "ernie" in model.config.model_type:
+        return Ernie4_5_VLMoeImageProcessorPil(patch_size=vision.patch_size, size=size)
     sizes = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
-    return Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 256, "longest_edge": 4096})
+    return Qwen2VLImageProcessorPil(**sizes, size=size)
 
 
 def video_processor(model: PreTrainedModel) -> dict[str, Any]:

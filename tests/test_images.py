@@ -40,9 +40,15 @@ from penstock.models.patches import normalized_patches
 from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 
-MODELS = {"qwen2-vl": checkpoints.qwen2_vl, "qwen2.5-vl": checkpoints.qwen2_5_vl, "qwen3-vl": checkpoints.qwen3_vl}
+MODELS = {
+    "qwen2-vl": checkpoints.qwen2_vl,
+    "qwen2.5-vl": checkpoints.qwen2_5_vl,
+    "qwen3-vl": checkpoints.qwen3_vl,
+    "ernie4.5-vl": checkpoints.ernie4_5_vl,
+}
 PICTURES = [noise(seed, *size) for seed, size in enumerate([(40, 56), (100, 60), (17, 70), (24, 24)])]
 SMALL = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
+AROUND = (checkpoints.VISION_START, checkpoints.VISION_END)
 ONE = SamplingParams(temperature=0, max_tokens=1)
 DRAWS = int(os.environ.get("PENSTOCK_FAMILY_DRAWS", "20"))
 """Configurations of each family in the thorough test."""
@@ -73,6 +79,8 @@ def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) 
     if images:
         seen = dict(checkpoints.image_processor(model)(images=images, return_tensors="pt"))
         seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+        if "ernie" in model.config.model_type:
+            seen["moe_mm_token_type_ids"] = torch.isin(ids, torch.tensor([*AROUND, PLACEHOLDER])).int()
     logits = model(input_ids=ids, **seen).logits[0]
     return logits.float().log_softmax(-1)
 
@@ -124,7 +132,7 @@ def test_other_configurations(family: str, tmp_path: Path) -> None:
         assert found[len(tokens) - 1 : -1].argmax(-1).tolist() == made
         told = torch.tensor([next(iter(one.values())).logprob for one in (output.prompt_logprobs or [])[1:] if one])
         library = table(model, tokens, images)[range(len(tokens) - 1), tokens[1:]]
-        if family == "qwen3-vl-moe":
+        if family in ("qwen3-vl-moe", "ernie4.5-vl"):
             model.set_experts_implementation("eager")  # others do not compute in float64
         exact = table(model.double(), tokens, images)[range(len(tokens) - 1), tokens[1:]]
         assert (told - library).abs().max() <= max(2e-5, 2 * (library - exact).abs().max())
@@ -166,9 +174,14 @@ def test_preprocessing(colours: Path, mode: str, kwargs: dict[str, Any]) -> None
 
 
 def test_sizes_of_weights(pair: tuple[Path, PreTrainedModel]) -> None:
+    """Those of the tower, and those of the language model."""
     folder, model = pair
-    matrices = sum(weight.numel() for weight in model.model.visual.parameters() if weight.dim() > 1)
-    assert model_size_of(read_config_json(folder)).vision_weights == matrices
+    parts = dict.fromkeys((True, False), 0)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and not name.endswith("e_score_correction_bias"):
+            parts["language_model" in name or name.startswith("lm_head")] += weight.numel()
+    size = model_size_of(read_config_json(folder))
+    assert (size.layer_weights + size.embedding_weights, size.vision_weights) == (parts[True], parts[False])
 
 
 # --- The prefix cache, company and preemption -------------------------------------------------------------------------
@@ -216,7 +229,7 @@ def draw_requests(folder: Path, rng: Random, count: int) -> list[EngineRequest]:
             ignore_eos=True,
             detokenize=False,
         )
-        shown = [rng.choice(videos)] if len(images) < 2 and rng.random() < 0.4 else []
+        shown = [rng.choice(videos)] if processor.sees_videos and len(images) < 2 and rng.random() < 0.4 else []
         given = prompt(images, text=rng.randint(1, 40), seed=number % 3, videos=shown)
         requests.append(processor.create_output_processor(str(number), given, sampling).request)
     return requests

@@ -22,12 +22,23 @@ class MRoPE:
         sections: numbers of pairs that are rotated by time, height and width.
         interleaved: take turns with the three, as long as their numbers last, and leave the other pairs to time
             (Qwen3-VL); else one comes after the other.
+        alternating: ``sections`` are of height, width and time, and the former two take turns, as many pairs each,
+            before time (ERNIE 4.5 VL).
     """
 
-    def __init__(self, table: Tensor, max_len: int, sections: Sequence[int], interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        table: Tensor,
+        max_len: int,
+        sections: Sequence[int],
+        interleaved: bool = False,
+        alternating: bool = False,
+    ) -> None:
         self._table = table
         self._max_len = max_len
         axes = torch.arange(3).repeat_interleave(torch.tensor(sections))
+        if alternating:
+            axes = torch.tensor([1, 2] * sections[0] + [0] * sections[2])
         if interleaved:
             axes.zero_()
             for axis in (1, 2):

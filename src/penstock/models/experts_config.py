@@ -42,6 +42,8 @@ class ExpertsConfig:
     """Whether the matrix has a bias, which is a part of the logits."""
     input_routing: Routing | None = None
     """As of ``MixtureOfExperts``."""
+    by_modality: bool = False
+    """Whether tokens of images have experts of their own, which no captured forward pass can choose."""
     fused: FusedLayout = field(default_factory=FusedLayout)
     """Of checkpoints that have a projection of all experts in one tensor; others are read whatever it is."""
 

@@ -183,7 +183,11 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
     """Parameters of a layer's experts and their router; 0 where the model has none."""
     if not (routed := _num_experts(config)):
         return 0
-    size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    given = config.get("moe_intermediate_size") or config["intermediate_size"]
+    if isinstance(given, list):  # ERNIE 4.5 VL: of as many experts for text, and for images
+        routers, shared = 2 * routed * hidden, int(given[0]) * int(config.get("moe_num_shared_experts") or 0)
+        return routers + 3 * hidden * (routed * sum(map(int, given)) + shared)
+    size = int(given)
     shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
     if config.get("intermediate_size_mlp"):
         shared = size
@@ -199,6 +203,8 @@ def _num_experts(config: Mapping[str, Any]) -> int:
 
 def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     """Layers with experts, of a model that has any."""
+    if config.get("moe_num_experts") and (kinds := config.get("mlp_layer_types")):
+        return list(kinds).count("sparse")
     if (given := config.get("moe_layers")) is not None:
         return len(given)
     dense = config.get("mlp_only_layers") or ()

@@ -9,6 +9,7 @@ WINDOWED = "Qwen2_5_VLForConditionalGeneration"
 DEEPSTACK = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, *DEEPSTACK)
 """Architectures of Qwen that see images."""
+ERNIE = "Ernie4_5_VLMoeForConditionalGeneration"
 GEMMA3 = "Gemma3ForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 
@@ -24,6 +25,8 @@ def vision_weights(config: Mapping[str, Any]) -> int:
         return vit_weights(vision) + int(vision["hidden_size"]) * int(config["hidden_size"])
     if architecture == MISTRAL3:
         return _pixtral_weights(config)
+    if architecture == ERNIE:
+        return _ernie_weights(config)
     if architecture not in ARCHITECTURES:
         return 0
     vision = config["vision_config"]
@@ -86,3 +89,12 @@ def _projector_weights(config: Mapping[str, Any], inputs: int) -> int:
 
 def _edge(size: Any) -> int:
     return int(size[0] if isinstance(size, list | tuple) else size)
+
+
+def _ernie_weights(config: Mapping[str, Any]) -> int:
+    vision = config["vision_config"]
+    size, wide = int(vision.get("hidden_size", 1280)), int(vision.get("intermediate_size", 4 * 1280))
+    merged = size * int(vision.get("spatial_merge_size", 2)) ** 2
+    blocks = int(vision.get("depth", 32)) * (4 * size * size + 2 * size * wide)
+    patches = 3 * int(vision.get("patch_size", 14)) ** 2 * size
+    return patches + blocks + 5 * merged * merged + merged * int(config["hidden_size"])

@@ -120,9 +120,10 @@ class ModelRunner:
         hidden = None
         if model.layers.start or model.vision:
             hidden = torch.zeros(self._max_tokens, model.config.hidden_size, dtype=model.dtype)
-        own = model.config.model_impl == "penstock"
+        experts = model.config.experts
+        calls_others = model.config.model_impl != "penstock" or (experts is not None and experts.by_modality)
         capture = partial(
-            self._ops.capture if own else eager,
+            eager if calls_others else self._ops.capture,
             partial(model.forward, cache=self.cache, export=self._export),
             self._max_tokens,
             self._max_rows,

@@ -14,7 +14,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
 from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK
+from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
 
 from .gemma3 import read_gemma3
 from .pixtral import read_pixtral
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROCESSORS = tuple(
     f"{name}{suffix}"
-    for name in ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+    for name in ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Ernie4_5_VLMoeImageProcessor")
     for suffix in ("", "Fast", "Pil")
 )
 FILES = ("preprocessor_config.json", "processor_config.json")
@@ -140,7 +140,7 @@ def read_image_processor(
     architecture = next(iter(config.get("architectures") or [""]))
     if reader := READERS.get(architecture):
         return _read_processor(reader, folder, config, limit, token_id).with_kwargs(kwargs)
-    if architecture not in ARCHITECTURES:
+    if architecture not in (*ARCHITECTURES, ERNIE):
         return None
     given = _read(folder)
     if (kind := given.get("image_processor_type", PROCESSORS[0])) not in PROCESSORS:
@@ -152,9 +152,9 @@ def read_image_processor(
         vision = config["vision_config"]
         patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in DEEPSTACK else 14))
         merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
-        smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * 1280)
+        smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * (6177 if architecture == ERNIE else 1280))
         processor = QwenVLProcessor(
-            placeholder=int(config.get("image_token_id", 151655)),
+            placeholder=int(config.get("image_token_id", 100295 if architecture == ERNIE else 151655)),
             edge=patch * merge,
             min_pixels=int(smallest),
             max_pixels=int(largest),
