@@ -10,7 +10,7 @@ import torch
 from checkpoints import save
 from families import SIZES
 from safetensors.torch import load_file, save_file
-from test_families import GREEDY, OPTIONS, PROMPTS, TOLERANCE, check_bfloat16
+from test_families import GREEDY, OPTIONS, PROMPTS, TOLERANCE, bfloat16_errors
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config, PreTrainedModel
 
@@ -66,7 +66,8 @@ def test_weights_are_what_the_library_dequantizes(folder: Path, model: PreTraine
 
 def test_kernels_multiply_them_as_they_are(folder: Path, model: PreTrainedModel) -> None:
     """In bfloat16, no worse than the library with the same weights in bfloat16."""
-    check_bfloat16(folder, model)
+    ours, library = bfloat16_errors(folder, model)
+    assert ours <= 1.2 * library
 
 
 def test_planned_memory_is_that_of_the_kernels(folder: Path, model: PreTrainedModel) -> None:
