@@ -33,6 +33,10 @@ def client(servers: Servers) -> ollama.Client:
     return ollama.Client(servers.get().root)
 
 
+@pytest.mark.row("ollama", "/api/chat")
+@pytest.mark.row(
+    "ollama", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
+)
 def test_chat(client: ollama.Client) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     whole = client.chat(MODEL, messages, options=GREEDY)
@@ -40,10 +44,14 @@ def test_chat(client: ollama.Client) -> None:
     assert (whole.done, whole.done_reason, whole.message.role) == (True, "stop", "assistant")
     assert whole.eval_count and whole.prompt_eval_count and whole.total_duration and whole.eval_duration
     pieces = list(client.chat(f"{MODEL}:latest", messages, options=GREEDY, stream=True))
-    assert len(pieces) > 2
+    assert len(pieces) >= 2
     assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
     assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1].eval_count == whole.eval_count
+    drawn = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "stop": ["Ottawa"]}
+    drawn |= {"presence_penalty": 0.1, "frequency_penalty": 0.1}
+    first, again = (client.chat(MODEL, messages, options=drawn).message.content for _ in range(2))
+    assert first == again and ANSWER not in (first or "")
 
 
 def test_tools(client: ollama.Client) -> None:
@@ -60,6 +68,10 @@ def test_tools(client: ollama.Client) -> None:
     assert "21" in (client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY).message.content or "")
 
 
+@pytest.mark.row("ollama", "/api/generate")
+@pytest.mark.row("ollama", "num_predict")
+@pytest.mark.row("ollama", "num_ctx", "num_thread", "num_gpu", "num_batch", "num_keep", "main_gpu", "use_mmap")
+@pytest.mark.row("ollama", "repeat_penalty")
 def test_generate(client: ollama.Client) -> None:
     whole = client.generate(MODEL, QUESTION, options=GREEDY)
     assert ANSWER in whole.response
@@ -73,6 +85,10 @@ def test_generate(client: ollama.Client) -> None:
     assert ANSWER in raw.response
     cut = client.generate(MODEL, QUESTION, options=GREEDY | {"num_predict": 2, "num_ctx": 4096})
     assert (cut.eval_count, cut.done_reason) == (2, "length")
+    loading = {"num_thread": 1, "num_gpu": 0, "num_batch": 8, "num_keep": 4, "main_gpu": 0, "use_mmap": True}
+    assert client.generate(MODEL, QUESTION, options=GREEDY | loading).response == whole.response
+    varied = {"repeat_penalty": 1.5, "num_predict": 12}
+    assert client.generate(MODEL, "a a a a a a a", options=GREEDY | varied, raw=True).response
     scored = client.generate(MODEL, QUESTION, options=GREEDY, logprobs=True, top_logprobs=2)
     assert scored.logprobs and len(scored.logprobs) == scored.eval_count
     assert all(len(one.top_logprobs or ()) == 2 and one.logprob <= 0 for one in scored.logprobs)
@@ -94,6 +110,7 @@ def test_formats(client: ollama.Client) -> None:
     )  # type: ignore[index]
 
 
+@pytest.mark.row("ollama", "/api/embed", "/api/embeddings")
 def test_embeddings(client: ollama.Client) -> None:
     both = client.embed(MODEL, ["one text", "another"])
     assert len(both.embeddings) == 2 and both.prompt_eval_count
@@ -101,6 +118,9 @@ def test_embeddings(client: ollama.Client) -> None:
     assert len(client.embed(MODEL, "one", dimensions=16).embeddings[0]) == 16
 
 
+@pytest.mark.row("ollama", "/api/tags", "/api/ps", "/api/show")
+@pytest.mark.row("ollama", "/api/version")
+@pytest.mark.row("ollama", "/api/pull")
 def test_models(client: ollama.Client) -> None:
     (listed,) = client.list().models
     assert listed.model == MODEL and listed.size and listed.digest and listed.details
@@ -110,10 +130,12 @@ def test_models(client: ollama.Client) -> None:
     assert shown.modelinfo and shown.details
     family = shown.details.family
     assert shown.modelinfo[f"{family}.context_length"] > 1000
+    assert httpx.get(f"{client._client.base_url}/api/version").json() == {"version": "0.12.6"}
     assert client.pull(MODEL).status == "success"
     assert client.generate(MODEL, "", keep_alive=0).done_reason == "load"
 
 
+@pytest.mark.row("ollama", "mirostat", "tfs_z", "typical_p")
 def test_errors(client: ollama.Client, servers: Servers) -> None:
     with pytest.raises(ollama.ResponseError, match="does not exist") as missing:
         client.chat("llama3.2", [{"role": "user", "content": "?"}])
@@ -121,6 +143,8 @@ def test_errors(client: ollama.Client, servers: Servers) -> None:
     for options, words in (
         ({"temperature": -1}, "temperature"),
         ({"mirostat": 2}, "mirostat"),
+        ({"tfs_z": 0.5}, "tfs_z"),
+        ({"typical_p": 0.5}, "typical_p"),
         ({"num_predict": "x"}, "num_predict"),
     ):
         with pytest.raises(ollama.ResponseError, match=words):

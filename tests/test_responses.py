@@ -212,7 +212,8 @@ def test_tokens_are_counted(client: openai.OpenAI) -> None:
         client.responses.input_tokens.count(**asked | {"model": "nobody"})
 
 
-@pytest.mark.row("responses", "responses.retrieve", "cancel", "delete", "input_items", "compact")
+@pytest.mark.row("responses", "responses.retrieve", "cancel", "delete", "input_items")
+@pytest.mark.row("responses", "responses.compact")
 def test_nothing_is_kept(client: openai.OpenAI) -> None:
     kept = client.responses.create(**PLAIN, input=CAPITAL)
     for ask in (
@@ -261,14 +262,15 @@ def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
     assert stopped.status == "completed" and "Ottawa" not in stopped.output_text
 
 
-@pytest.mark.row("responses", "previous_response_id", "conversation", "prompt", "store: true", "background: true")
+@pytest.mark.row("responses", "previous_response_id", "store", "background")
+@pytest.mark.row("responses", "conversation", "prompt")
 @pytest.mark.row("responses", "truncation: auto", "context_management", "moderation")
 @pytest.mark.row("responses", "top_logprobs", "include", "text.verbosity", "errors")
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id.*keeps no state"),
-        ({"conversation": "conv_1"}, "conversation.*keeps no state"),
+        ({"conversation": "conv_1"}, "conversation: no conversations are kept here"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt: no prompts are kept here"),
         ({"store": True}, "store.*send false"),
         ({"background": True}, "background.*send false"),

@@ -846,6 +846,16 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     allowed_origins: Annotated[tuple[str, ...], option("Origins allowed by CORS; * is any.")] = ("*",)
+    storage_dir: Annotated[
+        str,
+        option(
+            "Folder for what clients have the server keep: stored responses. Without it or storage_url nothing is kept."
+        ),
+    ] = ""
+    storage_url: Annotated[
+        str, option("SQL database in place of a file of SQLite in storage_dir, as a URL of SQLAlchemy's.")
+    ] = ""
+    storage_retention: Annotated[float, option("Time that what is stored is kept.", "days", gt=0)] = 30.0
     web: Annotated[bool, option("Serve the web page, a playground and a live view, at /.")] = True
 
     def __post_init__(self) -> None:

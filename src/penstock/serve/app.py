@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -43,6 +43,9 @@ from .models.served_models import ServedModels
 from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes
 
+if TYPE_CHECKING:  # what it imports may not be installed
+    from .storage.responses import ResponseStore
+
 SCHEMAS: dict[str, tuple[type, ...]] = {
     "": (
         *openai.SCHEMAS,
@@ -67,6 +70,7 @@ def build(
     health_ports: frozenset[int] = frozenset(),
     configuration: Configuration | None = None,
     register: instances.Register | None = None,
+    store: ResponseStore | None = None,
 ) -> ASGIApp:
     """The ASGI application.
 
@@ -76,6 +80,7 @@ def build(
         health_ports: ports that serve health and metrics only.
         configuration: the server's own, and ``register`` as in ``instances.add_routes``; None where it has no instances
             and is none.
+        store: keeps responses; None where they are not kept.
     """
     routes = Routes()
     blade = BladeLLM(served_models)
@@ -92,7 +97,7 @@ def build(
     add_shared_routes(routes, served_models, dialects, openai.shared_paths())
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
-    responses.add_routes(routes, served_models)
+    responses.add_routes(routes, served_models, store)
     ollama.add_routes(routes, served_models)
     operator = operations.Operator(served_models, repository.model_manager)
     fastdeploy.add_routes(routes, served_models, operator)

@@ -7,11 +7,12 @@ import contextlib
 import signal
 import socket
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import uvicorn
 
+from penstock.config.options import ServerOptions
 from penstock.config.profiles import load
 from penstock.core.errors import invalid
 from penstock.engine.service.client import STOPPING
@@ -26,8 +27,12 @@ from ..models.served_models import ServedModels
 from . import metrics_files
 from .loop_watchdog import Watchdog
 
+if TYPE_CHECKING:  # what it imports may not be installed
+    from ..storage.responses import ResponseStore
+
 ACCEPT_GRACE = 0.2
 """Seconds after SIGTERM during which connections that are established already are still accepted."""
+SECONDS_PER_DAY = 86_400.0
 FLUSH_GRACE = 5.0
 """Seconds after ``drain_timeout`` in which streams may send their last error."""
 
@@ -38,6 +43,16 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def open_store(options: ServerOptions) -> ResponseStore | None:
+    """The store of responses; None without one. Raises ``PenstockError`` where it cannot be opened."""
+    if not (options.storage_dir or options.storage_url):
+        return None
+    from ..storage.database import Database
+    from ..storage.responses import ResponseStore
+
+    return ResponseStore(Database(options), options.storage_retention * SECONDS_PER_DAY)
 
 
 async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
@@ -63,6 +78,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
             report.write(line(message))
             report.flush()
 
+    store = open_store(options)
     model_manager = ModelManager(served_models, send)
     repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
@@ -71,7 +87,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     http = protocol(options.client_timeout, options.max_header_size)
     server = Server(
         uvicorn.Config(
-            build(served_models, repository, health_ports, start.configuration, model_manager.register),
+            build(served_models, repository, health_ports, start.configuration, model_manager.register, store),
             http=http,
             ws="none",
             lifespan="off",

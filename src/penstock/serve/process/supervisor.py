@@ -69,6 +69,7 @@ class Supervisor:
         """
         options = self._configuration.server
         check_certificate(options)
+        check_storage(options)
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -252,6 +253,13 @@ def check_certificate(options: ServerOptions) -> None:
     for name in ("ssl_certfile", "ssl_keyfile"):
         if (path := getattr(options, name)) and not Path(path).is_file():
             raise invalid(name, f"{path} is not a file")
+
+
+def check_storage(options: ServerOptions) -> None:
+    """Raises ``PenstockError`` (``invalid``) where something is to be stored and SQLAlchemy is not installed."""
+    name = "storage_dir" if options.storage_dir else "storage_url"
+    if getattr(options, name) and find_spec("sqlalchemy") is None:
+        raise invalid(name, "needs SQLAlchemy, which is not installed: pip install 'penstock-llm[sql]'")
 
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: ``/v1/responses``. Nothing is kept between requests."""
+"""OpenAI's Responses: ``/v1/responses``. Responses are kept with ``storage_dir``."""
 
 from .routes import ERROR_FORMAT, SCHEMAS, add_routes
 

@@ -23,7 +23,17 @@ from penstock.serve.chat.request import ROLES, ChatRequest
 from penstock.serve.http.body import check_supported, convert, require
 from penstock.serve.http.unknown_fields import UnknownFields
 
-from .requests import UNSUPPORTED_FIELDS, CountTokensRequest, Format, Item, NamedTool, Part, ResponsesRequest, Tool
+from .requests import (
+    STORED_FIELDS,
+    UNSUPPORTED_FIELDS,
+    CountTokensRequest,
+    Format,
+    Item,
+    NamedTool,
+    Part,
+    ResponsesRequest,
+    Tool,
+)
 
 T = TypeVar("T", bound=CountTokensRequest)
 
@@ -33,9 +43,10 @@ CHAT_FIELDS = "stream temperature top_p top_k min_p seed stop ignore_eos cache_s
 """Fields that have the same name in chats."""
 
 
-def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
-    """Parse a request. Raises ``PenstockError``: ``unsupported`` or ``invalid``."""
-    check_supported(fields, UNSUPPORTED_FIELDS)
+def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool) -> T:
+    """Parse a request; ``stores``: whether responses are stored. Raises ``PenstockError``: ``unsupported`` or
+    ``invalid``."""
+    check_supported(fields, UNSUPPORTED_FIELDS if stores else UNSUPPORTED_FIELDS | STORED_FIELDS)
     return convert(fields, schema, unknown)
 
 

@@ -87,7 +87,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's addition."""
 
-    previous_response_id: None = None
+    previous_response_id: Annotated[str, msgspec.Meta(max_length=160)] | None = None
+    """A stored response, whose conversation ``input`` continues."""
     conversation: None = None
 
 
@@ -99,7 +100,9 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
 
     store: bool | None = None
+    """Whether the server keeps the response; by default it does where it can (``storage_dir``)."""
     background: bool | None = None
+    """Answer at once, and compute the response meanwhile; it has to be stored."""
     prompt: None = None
     context_management: None = None
     moderation: None = None
@@ -124,13 +127,16 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     """vLLM's additions."""
 
 
-STATELESS = "the server keeps no state between requests: send the conversation as input"
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
+STATELESS = "the server keeps no state between requests: send the conversation as input, or start it with --storage-dir"
+STORED_FIELDS: dict[str, tuple[Any, str]] = {
     "previous_response_id": (None, STATELESS),
-    "conversation": (None, STATELESS),
+    "store": (False, "nothing is kept here; send false, or start the server with --storage-dir"),
+    "background": (False, "nothing is kept here; send false, or start the server with --storage-dir"),
+}
+"""As ``UNSUPPORTED_FIELDS``, where nothing is stored."""
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
+    "conversation": (None, "no conversations are kept here: send previous_response_id, or the conversation as input"),
     "prompt": (None, "no prompts are kept here: send instructions and input"),
-    "store": (False, "nothing is kept here; send false"),
-    "background": (False, "background responses are not supported; send false"),
     "truncation": ("disabled", "no input is cut; send disabled, and less input"),
     "context_management": (None, "no input is made shorter; send less of it"),
     "moderation": (None, "nothing is moderated here"),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core import Failure
-from penstock.frontend.outputs import RequestOutput
-from penstock.serve.chat.generation import ChatGeneration
+from penstock.core.errors import invalid
 from penstock.serve.chat.prompt import count_tokens
-from penstock.serve.chat.stream_cursor import StreamCursor
 from penstock.serve.dialects.openai.responses import ErrorResponse, encode, error_of
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
@@ -24,11 +20,15 @@ from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
 
-from .events import Events, OutputItemStream, usage_of
+from .events import Events
+from .handler import Document, ResponseHandler
 from .parse import read, to_chat_request
 from .requests import CountTokensRequest, ResponsesRequest
+from .stored import Background, input_items, with_conversation
+
+if TYPE_CHECKING:  # what it imports may not be installed
+    from penstock.serve.storage.responses import ResponseStore
 
 SCHEMAS = (ResponsesRequest, CountTokensRequest)
 SCHEMA_PREFIX = "responses."
@@ -40,6 +40,8 @@ FIELD_NAMES = {
     "response_format": "text.format",
 }
 """Field names of chats → those of responses, for errors."""
+MAX_LISTED, DEFAULT_LISTED = 100, 20
+"""Items of a page of a response's input."""
 
 
 class ResponsesErrorFormat(ErrorFormat):
@@ -68,107 +70,121 @@ ERROR_FORMAT = ResponsesErrorFormat({}, Events())
 """Until a request has been read."""
 
 
-class ResponseHandler:
-    """One request, from its input to a response."""
+class ResponsesRoutes:
+    """The endpoints that compute.
 
-    def __init__(
-        self, service: ModelService, record: RequestRecord, request: ResponsesRequest, size: int, events: Events
-    ) -> None:
-        self._chat = ChatGeneration(
-            service, record, to_chat_request(request, service.template_variables, service.sees_images), size
-        )
-        self._events = events
-        self._request = request
-        self._name = record.request_id
-        self._created = int(time.time())
+    Args:
+        store: where responses are kept; None where they are not.
+    """
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        items = OutputItemStream(self._name, lambda kind, **fields: b"")
-        last = await self._chat.final()
-        items.add(StreamCursor().delta(self._chat.message(last.outputs[0])))
-        items.end(self._status(last))
-        yield encode(self._response(items, last))
+    def __init__(self, served_models: ServedModels, store: ResponseStore | None) -> None:
+        self._served_models = served_models
+        self._store = store
+        self.background = Background(store) if store else None
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        event, cursor = self._events.event, StreamCursor()
-        items = OutputItemStream(self._name, event)
-        started = False
-        async with aclosing(self._chat.deltas(cursor)) as deltas:
-            async for output, delta in deltas:
-                if not started:
-                    started = True
-                    empty = self._response(items, None)
-                    yield event("response.created", response=empty) + event("response.in_progress", response=empty)
-                if events := items.add(delta):
-                    yield events
-                if output.outputs[0].finished:
-                    status = self._status(output)
-                    yield items.end(status) + event(f"response.{status}", response=self._response(items, output))
-
-    def _status(self, output: RequestOutput) -> str:
-        return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
-
-    def _response(self, items: OutputItemStream, output: RequestOutput | None) -> dict[str, Any]:
-        """The response object so far; ``output`` is the final output, None before it."""
-        request = self._request
-        status = self._status(output) if output else "in_progress"
-        given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
-        return {
-            "id": f"resp_{self._name}",
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._chat.model,
-            "output": items.items,
-            "usage": usage_of(output) if output else None,
-            **given,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "tool_choice": given["tool_choice"] or "auto",
-            "tools": given["tools"] or [],
-            "text": given["text"] or {"format": {"type": "text"}},
-            "previous_response_id": None,
-            "store": False,
-            "truncation": "disabled",
-        }
-
-
-ECHOED_FIELDS = (
-    "instructions max_output_tokens metadata reasoning temperature text tool_choice tools top_p user service_tier"
-).split()
-"""Fields of the request that the response repeats."""
-
-
-def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add the routes of OpenAI's Responses API."""
-
-    async def create_response(raw_request: Request) -> Response:
-        body = await served_models.read_body(raw_request)
-        record, events = record_of(raw_request.scope), Events()
-        request = read(read_object(body), ResponsesRequest, record.unknown)
+    async def create(self, raw_request: Request) -> Response:
+        body = await self._served_models.read_body(raw_request)
+        record, events, store = record_of(raw_request.scope), Events(), self._store
+        request = read(read_object(body), ResponsesRequest, record.unknown, store is not None)
         error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
-        service = served_models.find(request.model)
-        return Reply.of(
-            service, ResponseHandler(service, record, request, len(body), events), error_format, request.stream
-        )
+        service = self._served_models.find(request.model)
+        keep = self._keeper(record, request)
+        if store:
+            request = await with_conversation(request, store, record.tenant)
+        handler = ResponseHandler(service, record, request, len(body), events, keep)
+        if not request.background:
+            return Reply.of(service, handler, error_format, request.stream)
+        if request.stream:
+            raise invalid("stream", "cannot be combined with background; retrieve the response instead")
+        if keep is None or self.background is None:
+            raise invalid("background", "needs a response that is stored; leave store out")
+        return _json(await self.background.start(service, handler, keep))
 
-    async def count_input_tokens(raw_request: Request) -> Response:
-        body = await served_models.read_body(raw_request)
-        unknown = record_of(raw_request.scope).unknown
-        request = read(read_object(body), CountTokensRequest, unknown)
-        service = served_models.find(request.model)
-        count = await count_tokens(
-            service, to_chat_request(request, service.template_variables, service.sees_images), len(body), unknown
-        )
-        return Response(
-            encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"
-        )
+    async def count_input_tokens(self, raw_request: Request) -> Response:
+        body = await self._served_models.read_body(raw_request)
+        record = record_of(raw_request.scope)
+        request = read(read_object(body), CountTokensRequest, record.unknown, self._store is not None)
+        service = self._served_models.find(request.model)
+        if self._store:
+            request = await with_conversation(request, self._store, record.tenant)
+        chat = to_chat_request(request, service.template_variables, service.sees_images)
+        count = await count_tokens(service, chat, len(body), record.unknown)
+        return _json({"object": "response.input_tokens", "input_tokens": count})
 
+    def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Callable[[Document], Awaitable[None]] | None:
+        """Keeps the response of a request; None where it is not stored."""
+        if self._store is None or request.store is False:
+            return None
+        items = input_items(request, record.request_id)
+        return lambda document, store=self._store: store.save(record.tenant, document, items)  # type: ignore[misc]
+
+
+class StoredRoutes:
+    """The endpoints of stored responses."""
+
+    def __init__(self, store: ResponseStore, background: Background) -> None:
+        self._store = store
+        self._background = background
+
+    async def retrieve(self, raw_request: Request) -> Response:
+        if raw_request.query_params.get("stream") == "true":
+            raise invalid("stream", "a stored response is returned whole; leave it out")
+        stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
+        return _json(stored.document)
+
+    async def delete(self, raw_request: Request) -> Response:
+        name = raw_request.path_params["name"]
+        await self._store.delete(_tenant(raw_request), name)
+        self._background.cancel(name)
+        return _json({"id": name, "object": "response", "deleted": True})
+
+    async def cancel(self, raw_request: Request) -> Response:
+        name = raw_request.path_params["name"]
+        stored = await self._store.cancel(_tenant(raw_request), name)
+        self._background.cancel(name)
+        return _json(stored.document)
+
+    async def list_input(self, raw_request: Request) -> Response:
+        stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
+        query = raw_request.query_params
+        items = stored.input if query.get("order") == "asc" else stored.input[::-1]
+        if after := query.get("after"):
+            items = items[next((i + 1 for i, item in enumerate(items) if item["id"] == after), len(items)) :]
+        given = query.get("limit", str(DEFAULT_LISTED))
+        if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= MAX_LISTED:
+            raise invalid("limit", f"must be 1 to {MAX_LISTED}", MAX_LISTED)
+        page = items[: int(given)]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return _json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+
+
+def add_routes(routes: Routes, served_models: ServedModels, store: ResponseStore | None) -> None:
+    """Add the routes of OpenAI's Responses API.
+
+    Args:
+        store: where responses are kept; None where they are not.
+    """
+    endpoints = ResponsesRoutes(served_models, store)
     for path, endpoint, request in (
-        ("/v1/responses", create_response, ResponsesRequest),
-        ("/v1/responses/input_tokens", count_input_tokens, CountTokensRequest),
+        ("/v1/responses", endpoints.create, ResponsesRequest),
+        ("/v1/responses/input_tokens", endpoints.count_input_tokens, CountTokensRequest),
     ):
         schema = reference(request, SCHEMA_PREFIX)
         described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
         routes.add(path, endpoint, method="POST", described=described)
+    if store is None or endpoints.background is None:
+        return
+    stored = StoredRoutes(store, endpoints.background)
+    add = partial(routes.add, described=operation(OBJECT, reference(ErrorResponse)))
+    add("/v1/responses/{name}", stored.retrieve, summary="A stored response")
+    add("/v1/responses/{name}", stored.delete, method="DELETE", summary="Delete a stored response")
+    add("/v1/responses/{name}/cancel", stored.cancel, method="POST", summary="Cancel a background response")
+    add("/v1/responses/{name}/input_items", stored.list_input, summary="The input of a stored response")
+
+
+def _tenant(raw_request: Request) -> str:
+    return record_of(raw_request.scope).tenant
+
+
+def _json(document: Document) -> Response:
+    return Response(encode(document), media_type="application/json")
