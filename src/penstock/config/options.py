@@ -849,13 +849,19 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     storage_dir: Annotated[
         str,
         option(
-            "Folder for what clients have the server keep: stored responses. Without it or storage_url nothing is kept."
+            "Folder for what clients have the server keep: stored responses, files, batches. Without it or storage_url "
+            "nothing is kept."
         ),
     ] = ""
     storage_url: Annotated[
         str, option("SQL database in place of a file of SQLite in storage_dir, as a URL of SQLAlchemy's.")
     ] = ""
     storage_retention: Annotated[float, option("Time that what is stored is kept.", "days", gt=0)] = 30.0
+    max_file_size: Annotated[int, option("Maximum size of a file that clients upload.", "bytes", ge=1)] = 200 * 2**20
+    batch_concurrency: Annotated[
+        int,
+        option("Requests of a batch (/v1/batches) that are computed at a time; 0 is half of max_num_seqs.", ge=0),
+    ] = 0
     web: Annotated[bool, option("Serve the web page, a playground and a live view, at /.")] = True
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,6 +22,9 @@ from penstock.version import __version__
 from .dialects import anthropic, fastdeploy, instances, kserve, ollama, openai, operations, paddlenlp, responses, sglang
 from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
+from .dialects.openai.batches.routes import SCHEMAS as BATCH_SCHEMAS
+from .dialects.openai.batches.routes import Batches
+from .dialects.openai.batches.routes import add_routes as add_batch_routes
 from .dialects.vllm import development, management
 from .dialects.vllm import generate as vllm
 from .http import unknown_fields
@@ -46,9 +49,19 @@ from .web import add_routes as add_web_routes
 if TYPE_CHECKING:  # what it imports may not be installed
     from .storage.responses import ResponseStore
 
+
+class Storage(NamedTuple):
+    """What clients have the server keep."""
+
+    responses: ResponseStore
+    batches: Batches | None
+    """None where there is no folder for files."""
+
+
 SCHEMAS: dict[str, tuple[type, ...]] = {
     "": (
         *openai.SCHEMAS,
+        *BATCH_SCHEMAS,
         *vllm.SCHEMAS,
         *fastdeploy.SCHEMAS,
         *management.SCHEMAS,
@@ -70,7 +83,7 @@ def build(
     health_ports: frozenset[int] = frozenset(),
     configuration: Configuration | None = None,
     register: instances.Register | None = None,
-    store: ResponseStore | None = None,
+    storage: Storage | None = None,
 ) -> ASGIApp:
     """The ASGI application.
 
@@ -80,7 +93,7 @@ def build(
         health_ports: ports that serve health and metrics only.
         configuration: the server's own, and ``register`` as in ``instances.add_routes``; None where it has no instances
             and is none.
-        store: keeps responses; None where they are not kept.
+        storage: keeps responses, files and batches; None where nothing is kept.
     """
     routes = Routes()
     blade = BladeLLM(served_models)
@@ -97,7 +110,9 @@ def build(
     add_shared_routes(routes, served_models, dialects, openai.shared_paths())
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
-    responses.add_routes(routes, served_models, store)
+    responses.add_routes(routes, served_models, storage.responses if storage else None)
+    if storage and storage.batches:
+        add_batch_routes(routes, served_models, storage.batches)
     ollama.add_routes(routes, served_models)
     operator = operations.Operator(served_models, repository.model_manager)
     fastdeploy.add_routes(routes, served_models, operator)

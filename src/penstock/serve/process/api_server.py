@@ -7,18 +7,21 @@ import contextlib
 import signal
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import uvicorn
 
-from penstock.config.options import ServerOptions
+from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core.errors import invalid
 from penstock.engine.service.client import STOPPING
 
-from ..app import build
+from ..app import Storage, build
 from ..dialects import kserve, paddlenlp
+from ..dialects.openai.batches.routes import Batches
+from ..dialects.openai.batches.worker import BatchWorker
 from ..http.protocol import protocol
 from ..metrics import Metrics
 from ..models.manager import ModelManager
@@ -26,9 +29,6 @@ from ..models.messages import ApiProcessStart, line
 from ..models.served_models import ServedModels
 from . import metrics_files
 from .loop_watchdog import Watchdog
-
-if TYPE_CHECKING:  # what it imports may not be installed
-    from ..storage.responses import ResponseStore
 
 ACCEPT_GRACE = 0.2
 """Seconds after SIGTERM during which connections that are established already are still accepted."""
@@ -45,14 +45,27 @@ class Server(uvicorn.Server):
         yield
 
 
-def open_store(options: ServerOptions) -> ResponseStore | None:
-    """The store of responses; None without one. Raises ``PenstockError`` where it cannot be opened."""
+def open_storage(configuration: Configuration, served_models: ServedModels) -> Storage | None:
+    """What clients have the server keep; None where nothing is kept. Raises ``PenstockError`` where it cannot be
+    opened."""
+    options, engine = configuration.server, configuration.engine
     if not (options.storage_dir or options.storage_url):
         return None
+    from ..storage.batches import BatchStore
     from ..storage.database import Database
+    from ..storage.files import FileStore
     from ..storage.responses import ResponseStore
 
-    return ResponseStore(Database(options), options.storage_retention * SECONDS_PER_DAY)
+    retention = options.storage_retention * SECONDS_PER_DAY
+    database = Database(options)
+    responses = ResponseStore(database, retention)
+    if not options.storage_dir:
+        return Storage(responses, None)
+    files = FileStore(database, Path(options.storage_dir).expanduser() / "files", retention, options.max_file_size)
+    batches = BatchStore(database, retention)
+    at_once = options.batch_concurrency or max(1, engine.max_num_seqs // 2)
+    worker = BatchWorker(served_models, batches, files, at_once)
+    return Storage(responses, Batches(files, options.max_file_size, batches, worker))
 
 
 async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
@@ -78,7 +91,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
             report.write(line(message))
             report.flush()
 
-    store = open_store(options)
+    storage = open_storage(start.configuration, served_models)
     model_manager = ModelManager(served_models, send)
     repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
@@ -87,7 +100,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     http = protocol(options.client_timeout, options.max_header_size)
     server = Server(
         uvicorn.Config(
-            build(served_models, repository, health_ports, start.configuration, model_manager.register, store),
+            build(served_models, repository, health_ports, start.configuration, model_manager.register, storage),
             http=http,
             ws="none",
             lifespan="off",
@@ -126,6 +139,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the supervisor handles it
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
+        if storage and storage.batches:
+            tasks.append(group.create_task(storage.batches.worker.run()))
         watchdog = Watchdog(metrics.event_loop_holds)
         await server.serve(sockets=listeners)
         watchdog.close()

@@ -256,10 +256,11 @@ def check_certificate(options: ServerOptions) -> None:
 
 
 def check_storage(options: ServerOptions) -> None:
-    """Raises ``PenstockError`` (``invalid``) where something is to be stored and SQLAlchemy is not installed."""
+    """Raises ``PenstockError`` (``invalid``) where something is to be stored and what that takes is not installed."""
     name = "storage_dir" if options.storage_dir else "storage_url"
-    if getattr(options, name) and find_spec("sqlalchemy") is None:
-        raise invalid(name, "needs SQLAlchemy, which is not installed: pip install 'penstock-llm[sql]'")
+    missing = [module for module in ("sqlalchemy", "python_multipart") if find_spec(module) is None]
+    if getattr(options, name) and missing:
+        raise invalid(name, f"needs {missing[0]}, which is not installed: pip install 'penstock-llm[storage]'")
 
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:

@@ -1,1 +1,1 @@
-"""What clients have the server keep, in a SQL database. Needs the extra ``sql``."""
+"""What clients have the server keep, in a SQL database. Needs the extra ``storage``."""

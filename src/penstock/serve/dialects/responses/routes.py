@@ -16,6 +16,7 @@ from penstock.serve.dialects.openai.responses import ErrorResponse, encode, erro
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
+from penstock.serve.http.paging import page
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
@@ -40,7 +41,7 @@ FIELD_NAMES = {
     "response_format": "text.format",
 }
 """Field names of chats → those of responses, for errors."""
-MAX_LISTED, DEFAULT_LISTED = 100, 20
+MAX_LISTED = 100
 """Items of a page of a response's input."""
 
 
@@ -146,16 +147,7 @@ class StoredRoutes:
 
     async def list_input(self, raw_request: Request) -> Response:
         stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
-        query = raw_request.query_params
-        items = stored.input if query.get("order") == "asc" else stored.input[::-1]
-        if after := query.get("after"):
-            items = items[next((i + 1 for i, item in enumerate(items) if item["id"] == after), len(items)) :]
-        given = query.get("limit", str(DEFAULT_LISTED))
-        if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= MAX_LISTED:
-            raise invalid("limit", f"must be 1 to {MAX_LISTED}", MAX_LISTED)
-        page = items[: int(given)]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return _json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+        return _json(page(raw_request, stored.input[::-1], MAX_LISTED))
 
 
 def add_routes(routes: Routes, served_models: ServedModels, store: ResponseStore | None) -> None:

@@ -20,15 +20,15 @@ from penstock.frontend.gateway import Gateway
 from penstock.frontend.hub import resolve, resolve_draft
 from penstock.frontend.input_processor import InputProcessor
 from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
+from penstock.serve.dialects.openai.batches.results import BatchState, Results, check_input, requests, survey
+from penstock.serve.dialects.openai.batches.work import Work
 from penstock.serve.metrics import Metrics
 from penstock.serve.models.messages import ServedModel
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
-from ..flags import add_options, configure
-from ..served_models import DEMO
-from .files import BatchState, Results, check_input, requests, survey
-from .work import Work
+from .flags import add_options, configure
+from .served_models import DEMO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
                 results.add(custom_id, response, error)
                 bar.update()
 
-            work, started = Work(service, watch, record), time.monotonic()
+            work, started = Work(lambda line: service, watch, record), time.monotonic()
             left = (line for line in requests(path) if results.find(line) is None)
             try:
                 await work.run(left, at_once)

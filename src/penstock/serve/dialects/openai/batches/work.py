@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from penstock.core import Code, Failure
+from penstock.core import Code, Failure, PenstockError
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, answer
+from penstock.serve.dialects.openai.responses import encode, error_of
 from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.http.status import STATUS
 from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
 from penstock.serve.models.service import ModelService
 
 TRIES = 3
 """Engine deaths after which a request is not tried again, as it may have caused them."""
+
+LOAD_INTERVAL = 0.5
+"""Seconds between two looks for a model that is being loaded."""
 
 Record = Callable[[str | None, BatchResponse | None, BatchError | None], None]
 
@@ -24,12 +30,13 @@ class Work:
     """Answers lines.
 
     Args:
+        find: the model that answers a line. Raises ``PenstockError`` where it is not served.
         watch: ends when the engine is not started again any more.
         record: called with each line's custom_id, response and error as they come.
     """
 
-    def __init__(self, service: ModelService, watch: asyncio.Task[None], record: Record) -> None:
-        self._service = service
+    def __init__(self, find: Callable[[BatchLine], ModelService], watch: asyncio.Future[None], record: Record) -> None:
+        self._find = find
         self._watch = watch
         self._record = record
         self._open = 0
@@ -73,15 +80,20 @@ class Work:
     async def _respond(self, line: BatchLine) -> BatchResponse | None:
         """The result of a line; None where the engine is gone."""
         request_id, deaths = uuid4().hex, 0
+        try:
+            service = await self._served(line)
+        except PenstockError as error:
+            body = encode(error_of(error.failure))
+            return BatchResponse(status_code=STATUS[error.failure.code], request_id=request_id, body=msgspec.Raw(body))
         while True:
-            record = RequestRecord(request_id, unknown=UnknownFields(self._service.options.strict_requests))
+            record = RequestRecord(request_id, unknown=UnknownFields(service.options.strict_requests))
             self._open += 1
-            status, body = await answer(self._service, record, line.url, bytes(line.body))
+            status, body = await answer(service, record, line.url, bytes(line.body))
             self._open -= 1
             self._once.log(request_id, "batch", record.unknown)
             if _is(record.failure, Code.UNAVAILABLE):
                 deaths += 1
-                if not await self._engine_restarted():
+                if not await self._engine_restarted(service):
                     return None
                 if deaths < TRIES:
                     continue
@@ -92,10 +104,21 @@ class Work:
             self.tokens += record.facts.get("output", 0)
             return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
 
-    async def _engine_restarted(self) -> bool:
+    async def _served(self, line: BatchLine) -> ModelService:
+        """The model of a line, once it is loaded. Raises ``PenstockError`` where it is not served."""
+        while True:
+            try:
+                return self._find(line)
+            except PenstockError as error:
+                if error.failure.code is not Code.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(LOAD_INTERVAL)
+
+    async def _engine_restarted(self, service: ModelService) -> bool:
         """Wait for the engine's restart; False where it is gone."""
-        ready = asyncio.ensure_future(self._service.gateway.engine_pool.ready())
-        await asyncio.wait({ready, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+        ready = asyncio.ensure_future(service.gateway.engine_pool.ready())
+        waited: set[asyncio.Future[Any]] = {ready, self._watch}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return not self._watch.done()
 

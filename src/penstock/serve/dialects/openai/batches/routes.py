@@ -1,0 +1,205 @@
+"""``/v1/files`` and ``/v1/batches``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from uuid import uuid4
+
+import msgspec
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.http.body import convert, read_object
+from penstock.serve.http.openapi import OBJECT, operation, reference
+from penstock.serve.http.paging import page
+from penstock.serve.http.request_record import record_of
+from penstock.serve.http.routes import Routes
+from penstock.serve.models.served_models import ServedModels
+
+from ..responses import ErrorResponse, encode
+
+if TYPE_CHECKING:  # what it imports may not be installed
+    from penstock.serve.storage.batches import BatchStore, Document
+    from penstock.serve.storage.files import FileStore, StoredFile
+
+    from .worker import BatchWorker
+
+DAY = 86_400
+MAX_LISTED = 10_000
+"""Entries of a page."""
+FORM_OVERHEAD = 2**16
+"""Bytes that a form may have besides its file."""
+READ_SIZE = 2**20
+
+
+class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A batch of requests, each a line of a file."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+    output_expires_after: dict[str, Any] | None = None
+    """No effect: storage_retention is how long files are kept."""
+
+
+SCHEMAS = (BatchRequest,)
+
+
+class FileRoutes:
+    """The endpoints of files."""
+
+    def __init__(self, files: FileStore, max_size: int) -> None:
+        self._files = files
+        self._max_size = max_size
+
+    async def upload(self, raw_request: Request) -> Response:
+        if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise invalid("file", "is missing; send it as multipart/form-data")
+        try:
+            form = await MultiPartParser(raw_request.headers, self._limited(raw_request)).parse()
+        except MultiPartException as error:
+            raise invalid("file", f"the form cannot be read: {error.message}") from error
+        try:
+            file, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(file, UploadFile):
+                raise invalid("file", "is missing")
+            if not isinstance(purpose, str) or not purpose:
+                raise invalid("purpose", "is missing; it is batch for requests")
+            stored = await self._files.add(_tenant(raw_request), file.filename or "file", purpose, _pieces(file))
+        finally:
+            await form.close()
+        return _json(stored)
+
+    async def list(self, raw_request: Request) -> Response:
+        files = await self._files.all(_tenant(raw_request), raw_request.query_params.get("purpose"))
+        described: list[dict[str, Any]] = msgspec.to_builtins(files)
+        return _json(page(raw_request, described, MAX_LISTED))
+
+    async def retrieve(self, raw_request: Request) -> Response:
+        return _json(await self._get(raw_request))
+
+    async def content(self, raw_request: Request) -> Response:
+        stored = await self._get(raw_request)
+        path = self._files.path(stored.id)
+        return FileResponse(path, media_type="application/octet-stream", filename=stored.filename)
+
+    async def delete(self, raw_request: Request) -> Response:
+        name = raw_request.path_params["name"]
+        await self._files.delete(_tenant(raw_request), name)
+        return _json({"id": name, "object": "file", "deleted": True})
+
+    async def _get(self, raw_request: Request) -> StoredFile:
+        return await self._files.get(_tenant(raw_request), raw_request.path_params["name"])
+
+    async def _limited(self, raw_request: Request) -> AsyncGenerator[bytes, None]:
+        received = 0
+        async for piece in raw_request.stream():
+            received += len(piece)
+            if received > self._max_size + FORM_OVERHEAD:
+                words = f"file: must have at most {self._max_size} bytes"
+                raise PenstockError(Code.TOO_LARGE, words, "file", self._max_size)
+            yield piece
+
+
+class BatchRoutes:
+    """The endpoints of batches."""
+
+    def __init__(self, served_models: ServedModels, files: FileStore, batches: BatchStore, worker: BatchWorker) -> None:
+        self._served_models = served_models
+        self._files = files
+        self._batches = batches
+        self._worker = worker
+
+    async def create(self, raw_request: Request) -> Response:
+        body = await self._served_models.read_body(raw_request)
+        request = convert(read_object(body), BatchRequest, record_of(raw_request.scope).unknown)
+        tenant, now = _tenant(raw_request), int(time.time())
+        await self._files.get(tenant, request.input_file_id, "input_file_id")
+        times = dict.fromkeys(
+            f"{event}_at" for event in "in_progress finalizing completed failed expired cancelling cancelled".split()
+        )
+        document: Document = {
+            "id": f"batch_{uuid4().hex}",
+            "object": "batch",
+            "endpoint": request.endpoint,
+            "errors": None,
+            "input_file_id": request.input_file_id,
+            "completion_window": request.completion_window,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "expires_at": now + DAY,
+            **times,
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": request.metadata,
+        }
+        await self._batches.add(tenant, document)
+        self._worker.wake()
+        return _json(document)
+
+    async def list(self, raw_request: Request) -> Response:
+        return _json(page(raw_request, await self._batches.all(_tenant(raw_request)), MAX_LISTED))
+
+    async def retrieve(self, raw_request: Request) -> Response:
+        return _json(await self._batches.get(_tenant(raw_request), raw_request.path_params["name"]))
+
+    async def cancel(self, raw_request: Request) -> Response:
+        name = raw_request.path_params["name"]
+        await self._batches.get(_tenant(raw_request), name)
+
+        def change(batch: Document) -> Document:
+            return {**batch, "status": "cancelling", "cancelling_at": batch["cancelling_at"] or int(time.time())}
+
+        changed = await self._batches.change(name, change)
+        self._worker.wake()
+        return _json(changed or {})
+
+
+class Batches(NamedTuple):
+    """What batches need."""
+
+    files: FileStore
+    max_size: int
+    """Bytes of the largest file."""
+    batches: BatchStore
+    worker: BatchWorker
+
+
+def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> None:
+    """Add the endpoints of files and batches."""
+    failure = reference(ErrorResponse)
+    add = partial(routes.add, described=operation(OBJECT, failure))
+    of_files = FileRoutes(kept.files, kept.max_size)
+    add("/v1/files", of_files.upload, method="POST", summary="Upload a file")
+    add("/v1/files", of_files.list, summary="The files")
+    add("/v1/files/{name}", of_files.retrieve, summary="A file")
+    add("/v1/files/{name}", of_files.delete, method="DELETE", summary="Delete a file")
+    add("/v1/files/{name}/content", of_files.content, summary="The contents of a file")
+    of_batches = BatchRoutes(served_models, kept.files, kept.batches, kept.worker)
+    described = operation(OBJECT, failure, reference(BatchRequest))
+    routes.add("/v1/batches", of_batches.create, method="POST", summary="Begin a batch", described=described)
+    add("/v1/batches", of_batches.list, summary="The batches")
+    add("/v1/batches/{name}", of_batches.retrieve, summary="A batch")
+    add("/v1/batches/{name}/cancel", of_batches.cancel, method="POST", summary="Cancel a batch")
+
+
+async def _pieces(file: UploadFile) -> AsyncIterator[bytes]:
+    while piece := await file.read(READ_SIZE):
+        yield piece
+
+
+def _tenant(raw_request: Request) -> str:
+    return record_of(raw_request.scope).tenant
+
+
+def _json(document: Any) -> Response:
+    return Response(encode(document), media_type="application/json")

@@ -1,0 +1,227 @@
+"""Computes the batches of ``/v1/batches``, one at a time in each API process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.core import PenstockError
+from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse
+from penstock.serve.models.served_models import ServedModels
+from penstock.serve.models.service import ModelService
+
+from .results import BatchState, Results, requests, survey
+from .work import Work
+
+if TYPE_CHECKING:  # what it imports may not be installed
+    from penstock.serve.storage.batches import BatchStore, Document
+    from penstock.serve.storage.files import FileStore
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL = 2.0
+"""Seconds between two looks for batches that others have added, cancelled or left."""
+MAX_ERRORS = 100
+"""Wrong lines that a failed batch names."""
+MAX_LINES = 50_000
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+
+
+_model = msgspec.json.Decoder(_Body).decode
+
+
+class BatchWorker:
+    """Computes batches.
+
+    A batch belongs to the process that has locked its file of results. Where it is killed, another process finds the
+    lock free and goes on with the lines that have no result.
+
+    Args:
+        at_once: requests of a batch that are in the engine at the same time.
+    """
+
+    def __init__(self, served_models: ServedModels, batches: BatchStore, files: FileStore, at_once: int) -> None:
+        self._served_models = served_models
+        self._batches = batches
+        self._files = files
+        self._at_once = at_once
+        self._wake = asyncio.Event()
+        self._changed: set[str] = set()
+
+    def wake(self) -> None:
+        """There is a new batch, or one was cancelled."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._wake.clear()
+            try:
+                for owner, document in await self._batches.open():
+                    await self._try(owner, document)
+            except PenstockError as error:
+                logger.warning("batches wait: %s", error)
+            except Exception:
+                logger.exception("a batch failed")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), POLL_INTERVAL)
+
+    async def _try(self, owner: str, document: Document) -> None:
+        """Compute a batch, unless another process does."""
+        path = self._files.path(f"{document['id']}.partial")
+        results = Results(path)
+        try:
+            results.__enter__()
+        except PenstockError:  # another process has it
+            return
+        with contextlib.ExitStack() as stack:
+            stack.push(results)
+            current = await self._batches.change(document["id"], lambda batch: batch)
+            if current is None or current["status"] not in ("validating", "in_progress", "finalizing", "cancelling"):
+                path.unlink(missing_ok=True)
+                return
+            await self._compute(owner, current, results, path)
+
+    async def _compute(self, owner: str, document: Document, results: Results, path: Path) -> None:
+        name, source = document["id"], self._files.path(document["input_file_id"])
+        if document["status"] == "validating":
+            errors, total = await asyncio.to_thread(_check, source, document["endpoint"])
+            if errors or not total:
+                await self._fail(name, errors or [_problem("empty_file", "the file has no requests", None)])
+                path.unlink(missing_ok=True)
+                return
+            counts = {"total": total, "completed": 0, "failed": 0}
+            await self._set(name, "in_progress", request_counts=counts)
+        state = await asyncio.to_thread(lambda: survey(requests(source), results))
+        end = await self._answer(document, source, results, state)
+        if end is None:
+            return  # the engine is gone; this or another process goes on
+        await self._set(name, "finalizing")
+        await self._finish(owner, name, path, end)
+
+    async def _answer(self, document: Document, source: Path, results: Results, state: BatchState) -> str | None:
+        """Answer the lines that are left; returns the status with which the batch ends, None where it has to go on."""
+        name = document["id"]
+        done = {"completed": state.skipped - state.failed, "failed": state.failed}
+
+        def record(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
+            results.add(custom_id, response, error)
+            good = response is not None and response.status_code == 200
+            done["completed" if good else "failed"] += 1
+
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        work = Work(self._find, never, record)
+        left: Iterator[BatchLine | BatchError] = (line for line in requests(source) if results.find(line) is None)
+        task = asyncio.create_task(work.run(left, self._at_once))
+        try:
+            while True:
+                await asyncio.wait([task], timeout=POLL_INTERVAL)
+                current = await self._set_counts(name, done)
+                if current is None or current["status"] == "cancelling":
+                    return "cancelled"
+                if task.done():
+                    await task
+                    return None if work.stopped else "completed"
+                if time.time() > document["expires_at"]:
+                    return "expired"
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _finish(self, owner: str, name: str, path: Path, end: str) -> None:
+        """Make the files of results and errors, and end the batch."""
+        good, bad = self._files.path(f"file-{name}-output"), self._files.path(f"file-{name}-errors")
+        sizes = await asyncio.to_thread(_split, path, good, bad)
+        made: dict[str, str] = {}
+        for field, file, size in zip(("output_file_id", "error_file_id"), (good, bad), sizes, strict=True):
+            if size:
+                purpose = "batch_output"
+                stored = await self._files.register(owner, file.name, f"{name}_{field[:-8]}.jsonl", purpose, size)
+                made[field] = stored.id
+        await self._set(name, end, **made)
+        path.unlink(missing_ok=True)
+
+    def _find(self, line: BatchLine) -> ModelService:
+        try:
+            model = _model(line.body).model
+        except msgspec.MsgspecError:  # which its handler will say
+            model = None
+        return self._served_models.find(model)
+
+    async def _set(self, name: str, status: str, **fields: Any) -> None:
+        """Change a batch's status and fields; one that is being cancelled stays so until it ends."""
+
+        def change(batch: Document) -> Document:
+            keeps = batch["status"] == "cancelling" and status in ("in_progress", "finalizing")
+            return {**batch, **fields, f"{status}_at": int(time.time())} | ({} if keeps else {"status": status})
+
+        await self._batches.change(name, change)
+
+    async def _set_counts(self, name: str, done: dict[str, int]) -> Document | None:
+        return await self._batches.change(
+            name, lambda batch: {**batch, "request_counts": {**batch["request_counts"], **done}}
+        )
+
+    async def _fail(self, name: str, errors: list[dict[str, Any]]) -> None:
+        await self._set(name, "failed", errors={"object": "list", "data": errors})
+
+
+def _check(path: Path, endpoint: str) -> tuple[list[dict[str, Any]], int]:
+    """What is wrong with a file of requests, and how many lines it has."""
+    errors, total = [], 0
+    for line in requests(path):
+        total += 1
+        if isinstance(line, BatchError):
+            errors.append(_problem(line.code, line.message, line.line))
+        elif line.url != endpoint:
+            words = f"{line.custom_id!r} is for {line.url[:80]}, the batch for {endpoint}"
+            errors.append(_problem("mismatched_endpoint", words, None))
+        if total > MAX_LINES:
+            errors.append(_problem("too_many_requests", f"the file has more than {MAX_LINES} requests", None))
+        if len(errors) >= MAX_ERRORS or total > MAX_LINES:
+            break
+    return errors, total
+
+
+def _problem(code: str, message: str, line: int | None) -> dict[str, Any]:
+    return {"code": code, "message": message, "line": line, "param": None}
+
+
+def _split(path: Path, good: Path, bad: Path) -> tuple[int, int]:
+    """Write the successful results of a file to one and the others to another; returns their sizes in bytes. Of several
+    results of a line, the last counts."""
+    decode = msgspec.json.Decoder(_Result).decode
+    last: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, text in enumerate(file):
+            last[decode(text).custom_id or f"line {number}"] = number
+    kept = set(last.values())
+    with path.open("rb") as file, good.open("wb") as passed, bad.open("wb") as failed:
+        for number, text in enumerate(file):
+            if number in kept:
+                response = decode(text).response
+                (passed if response and response.status_code == 200 else failed).write(text)
+        sizes = passed.tell(), failed.tell()
+    for size, file_path in zip(sizes, (good, bad), strict=True):
+        if not size:
+            file_path.unlink()
+    return sizes
+
+
+class _Status(msgspec.Struct):
+    status_code: int
+
+
+class _Result(msgspec.Struct):
+    custom_id: str | None = None
+    response: _Status | None = None

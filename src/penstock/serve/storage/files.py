@@ -1,0 +1,143 @@
+"""Files that clients have uploaded, or that batches have written: contents in a folder, the rest in the database."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from sqlalchemy import BigInteger, Column, Connection, Float, Row, String, Table, delete, insert, select
+
+from penstock.core import Code, PenstockError
+
+from .database import METADATA, Database
+
+FILES = Table(
+    "files",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("owner", String(64), nullable=False),
+    Column("created", Float, nullable=False),
+    Column("expires", Float, nullable=False),
+    Column("name", String(1024), nullable=False),
+    Column("purpose", String(64), nullable=False),
+    Column("size", BigInteger, nullable=False),
+)
+"""``size`` in bytes; times in seconds since 1970."""
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """A file, as OpenAI's API describes it."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    expires_at: int
+    object: str = "file"
+    status: str = "processed"
+    status_details: None = None
+
+
+class FileStore:
+    """Keeps files, each for the owner that made it.
+
+    Args:
+        folder: for their contents; made if it is not there.
+        retention: seconds that a file is kept.
+        max_size: bytes of the largest file.
+    """
+
+    def __init__(self, database: Database, folder: Path, retention: float, max_size: int) -> None:
+        self._database = database
+        self.folder = folder
+        self._retention = retention
+        self._max_size = max_size
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        """Where the contents of a file are."""
+        return self.folder / name
+
+    async def add(self, owner: str, filename: str, purpose: str, pieces: AsyncIterator[bytes]) -> StoredFile:
+        """Keep a file. Raises ``PenstockError``: ``too_large``; ``unavailable`` where the disk is full."""
+        name = f"file-{uuid4().hex}"
+        partial, size = self.folder / f"{name}.partial", 0
+        try:
+            with partial.open("xb") as file:
+                async for piece in pieces:
+                    size += len(piece)
+                    if size > self._max_size:
+                        words = f"file: must have at most {self._max_size} bytes"
+                        raise PenstockError(Code.TOO_LARGE, words, "file", self._max_size)
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(self.path(name))
+        except OSError as error:
+            words = f"the file cannot be stored: {(error.strerror or str(error)).lower()}"
+            raise PenstockError(Code.UNAVAILABLE, words) from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return await self.register(owner, name, filename, purpose, size)
+
+    async def register(self, owner: str, name: str, filename: str, purpose: str, size: int) -> StoredFile:
+        """Keep a file whose contents are there already."""
+        now = time.time()
+        values = {"id": name, "owner": owner, "created": now, "expires": now + self._retention}
+
+        def transaction(connection: Connection) -> None:
+            connection.execute(delete(FILES).where(FILES.c.id == name))  # of a process that was killed afterwards
+            connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
+
+        await self._database.run(transaction)
+        await self._remove_expired()
+        return StoredFile(name, size, int(now), filename, purpose, int(now + self._retention))
+
+    async def get(self, owner: str, name: str, field: str = "file_id") -> StoredFile:
+        """A file. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
+        row = await self._database.run(lambda connection: _row(connection, owner, name))
+        if row is None or not self.path(row.id).is_file():
+            raise PenstockError(Code.NOT_FOUND, f"{field}: there is no file {name[:80]!r}", field)
+        return _described(row)
+
+    async def all(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
+        """The owner's files, newest first."""
+
+        def transaction(connection: Connection) -> list[Row[Any]]:
+            where = [FILES.c.owner == owner, FILES.c.expires >= time.time()]
+            if purpose is not None:
+                where.append(FILES.c.purpose == purpose)
+            return list(connection.execute(select(FILES).where(*where).order_by(FILES.c.created.desc(), FILES.c.id)))
+
+        return [_described(row) for row in await self._database.run(transaction)]
+
+    async def delete(self, owner: str, name: str) -> None:
+        """Raises as ``get``."""
+        await self.get(owner, name)
+        await self._database.run(lambda connection: connection.execute(delete(FILES).where(FILES.c.id == name)))
+        self.path(name).unlink(missing_ok=True)
+
+    async def _remove_expired(self) -> None:
+        def transaction(connection: Connection) -> list[str]:
+            old = FILES.c.expires < time.time()
+            names = list(connection.execute(select(FILES.c.id).where(old)).scalars())
+            connection.execute(delete(FILES).where(old))
+            return names
+
+        for name in await self._database.run(transaction):
+            self.path(name).unlink(missing_ok=True)
+
+
+def _row(connection: Connection, owner: str, name: str) -> Row[Any] | None:
+    where = (FILES.c.id == name, FILES.c.owner == owner, FILES.c.expires >= time.time())
+    return connection.execute(select(FILES).where(*where)).first()
+
+
+def _described(row: Row[Any]) -> StoredFile:
+    return StoredFile(row.id, row.size, int(row.created), row.name, row.purpose, int(row.expires))

@@ -1,0 +1,197 @@
+"""Files and batches, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+from serving import Served
+
+QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
+CHAT = "/v1/chat/completions"
+KEYS = ("first key", "second key")
+DONE = ("completed", "failed", "cancelled", "expired")
+
+
+def line(name: str, url: str = CHAT, **fields: Any) -> str:
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 40, **fields}
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
+
+
+def client_of(server: Served, key: str = KEYS[0]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key=key, max_retries=0)
+
+
+def begin(client: openai.OpenAI, *lines: str, endpoint: Any = CHAT) -> Batch:
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"})
+
+
+def until(client: openai.OpenAI, name: str, wanted: Callable[[Batch], bool]) -> Batch:
+    deadline = time.monotonic() + 90
+    while not wanted(found := client.batches.retrieve(name)):
+        assert time.monotonic() < deadline, found
+    return found
+
+
+def ended(client: openai.OpenAI, name: str) -> Batch:
+    return until(client, name, lambda batch: batch.status in DONE)
+
+
+def results(client: openai.OpenAI, name: str | None) -> dict[str, Any]:
+    assert name
+    return {one["custom_id"]: one for one in map(json.loads, client.files.content(name).text.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = str(tmp_path_factory.mktemp("storage"))
+    flags = ["--api-key", ",".join(KEYS), "--storage-dir", folder, "--max-file-size", "100000"]
+    with Served(*flags, "--num-gpu-blocks-override", "400", "--max-num-seqs", "8") as server:
+        yield server
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    return client_of(served)
+
+
+def test_files(client: openai.OpenAI, served: Served) -> None:
+    content = bytes(range(256)) * 20
+    made = client.files.create(file=("data.bin", content), purpose="user_data")
+    assert (made.filename, made.bytes, made.purpose, made.status) == (
+        "data.bin",
+        len(content),
+        "user_data",
+        "processed",
+    )
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).content == content
+    others = [client.files.create(file=(f"{i}.txt", b"x"), purpose="batch") for i in range(3)]
+    assert [one.id for one in client.files.list(purpose="batch", limit=2)] == [one.id for one in others[::-1]]
+    assert next(iter(client.files.list(order="asc"))).id == made.id
+    with pytest.raises(openai.NotFoundError):  # another key's
+        client_of(served, KEYS[1]).files.retrieve(made.id)
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        client.files.content(made.id)
+    for one in others:
+        client.files.delete(one.id)
+
+
+def test_what_is_wrong_with_a_file(client: openai.OpenAI, served: Served) -> None:
+    with pytest.raises(openai.APIStatusError, match="at most 100000 bytes") as large:
+        client.files.create(file=("large", b"x" * 100_001), purpose="batch")
+    assert large.value.status_code == 413
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    for form, words in (
+        ({"json": {}}, "multipart/form-data"),
+        ({"files": {"other": b"x"}, "data": {"purpose": "batch"}}, "file: is missing"),
+        ({"files": {"file": b"x"}}, "purpose: is missing"),
+        ({"content": b"--x\r\nno", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "file"),
+    ):
+        more = form.pop("headers", {})
+        answer = httpx.post(f"{served.url}/files", headers=headers | more, **form)  # type: ignore[arg-type]
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_a_batch(client: openai.OpenAI, served: Served) -> None:
+    lines = [line(f"q{i}") for i in range(20)]
+    begun = begin(
+        client, *lines, line("wrong", temperature=-1), line("nobody", model="nobody"), line("mine", model="default")
+    )
+    assert begun.status == "validating" and begun.metadata == {"a": "b"}
+    batch = ended(client, begun.id)
+    assert batch.status == "completed" and batch.completed_at and batch.in_progress_at
+    assert batch.request_counts and batch.request_counts.to_dict() == {"total": 23, "completed": 21, "failed": 2}
+    good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
+    assert set(good) == {f"q{i}" for i in range(20)} | {"mine"}
+    for one in good.values():
+        assert ANSWER in one["response"]["body"]["choices"][0]["message"]["content"]
+    assert "temperature" in bad["wrong"]["response"]["body"]["error"]["message"]
+    assert bad["nobody"]["response"]["status_code"] == 404
+    assert [one.id for one in client.batches.list(limit=1)][:1] == [batch.id]
+    with pytest.raises(openai.NotFoundError):
+        client_of(served, KEYS[1]).batches.retrieve(batch.id)
+
+
+def test_embeddings_and_completions(client: openai.OpenAI) -> None:
+    texts = [
+        json.dumps({"custom_id": f"{i}", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}})
+        for i in range(3)
+    ]
+    prompt = json.dumps(
+        {"custom_id": "0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
+    )
+    begun = [begin(client, *texts, endpoint="/v1/embeddings"), begin(client, prompt, endpoint="/v1/completions")]
+    for batch in (ended(client, one.id) for one in begun):
+        assert batch.status == "completed" and batch.error_file_id is None
+        assert results(client, batch.output_file_id)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (["{"], "invalid_line"),
+        ([line("a"), line("a")], "duplicate_custom_id"),
+        ([line("a", url="/v1/embeddings")], "mismatched_endpoint"),
+        ([""], "empty_file"),
+    ],
+)
+def test_files_that_are_no_batch(client: openai.OpenAI, lines: list[str], code: str) -> None:
+    batch = ended(client, begin(client, *lines).id)
+    assert batch.status == "failed" and batch.errors and batch.errors.data
+    assert batch.errors.data[0].code == code
+
+
+def test_requests_that_are_wrong(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="input_file_id"):
+        client.batches.create(input_file_id="file-x", endpoint=CHAT, completion_window="24h")
+    file = client.files.create(file=("in.jsonl", line("a").encode()), purpose="batch")
+    for fields in ({"endpoint": "/v1/moderations"}, {"completion_window": "1h"}):
+        with pytest.raises(openai.BadRequestError):
+            client.batches.create(**{"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | fields)  # type: ignore[arg-type]
+
+
+def test_cancelling(client: openai.OpenAI) -> None:
+    long = {"max_tokens": 1900, "min_tokens": 1900, "temperature": 1}
+    begun = begin(client, *[line(f"{i}", **long) for i in range(100)])
+    until(client, begun.id, lambda batch: batch.status == "in_progress")
+    assert client.batches.cancel(begun.id).status == "cancelling"
+    batch = ended(client, begun.id)
+    assert batch.status == "cancelled" and batch.cancelled_at
+    assert client.batches.cancel(batch.id).status == "cancelled"
+    assert batch.request_counts and batch.request_counts.completed < 100
+
+
+def test_a_kill(tmp_path: Path) -> None:
+    """Another process goes on with the lines that are left, and answers none twice."""
+    with Served(
+        "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "400", "--batch-concurrency", "2"
+    ) as server:
+        client = client_of(server, "none")
+        begun = begin(client, *[line(f"q{i}", max_tokens=200, min_tokens=200) for i in range(60)])
+        partial = tmp_path / "files" / f"{begun.id}.partial"
+        deadline = time.monotonic() + 60
+        while not partial.exists() or not partial.stat().st_size:
+            assert time.monotonic() < deadline
+        os.kill(server.pids["api"][0], signal.SIGKILL)
+        while True:
+            try:
+                batch = ended(client, begun.id)
+                break
+            except (openai.APIConnectionError, openai.InternalServerError):
+                assert time.monotonic() < deadline + 60
+        assert batch.request_counts and batch.request_counts.completed == 60
+        texts = client.files.content(batch.output_file_id or "").text.splitlines()
+        assert sorted(json.loads(text)["custom_id"] for text in texts) == sorted(f"q{i}" for i in range(60))
+        assert not partial.exists()
