@@ -19,6 +19,7 @@ from .parser import Parser
 COMMANDS = {
     "serve": "answer over HTTP and gRPC, in OpenAI's protocol and six others",
     "chat": "talk to a model in the terminal",
+    "top": "watch what a server is doing",
     "generate": "continue a prompt, or answer a question with --chat",
     "download": "fetch a model from a hub, an object store or a web server",
     "run-batch": "answer a file of requests in OpenAI's batch format",

@@ -1,0 +1,161 @@
+"""The lines of ``penstock top``."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+SPAN = 120.0
+"""Seconds over which times to first token and between tokens are counted."""
+BAR, EMPTY = "█", "░"
+HEIGHTS = "▁▂▃▄▅▆▇█"
+COLUMNS = (
+    ("REQUEST", "id"),
+    ("STATE", "state"),
+    ("PROMPT", "prompt_tokens"),
+    ("CACHED", "cached_tokens"),
+    ("COMPUTED", "computed_tokens"),
+    ("OUTPUT", "output_tokens"),
+    ("SECONDS", "seconds"),
+)
+"""Of the table of sequences: title, and field of a snapshot's sequence."""
+
+Answer = dict[str, Any]
+"""What ``/web/live`` answers."""
+
+
+class History:
+    """The answers of the last two minutes."""
+
+    def __init__(self) -> None:
+        self._answers: deque[Answer] = deque()
+
+    def add(self, answer: Answer) -> None:
+        self._answers.append(answer)
+        while answer["time"] - self._answers[0]["time"] > SPAN:
+            self._answers.popleft()
+
+    @property
+    def last(self) -> Answer:
+        return self._answers[-1]
+
+    def rate(self, model: str, counter: str) -> float:
+        """Increase of a counter a second, between the last two answers."""
+        if len(self._answers) < 2:
+            return 0.0
+        before, after = self._answers[-2], self._answers[-1]
+        seconds: float = max(after["time"] - before["time"], 1e-9)
+        increase = _counter(after, model, counter) - _counter(before, model, counter)
+        return float(max(0.0, increase / seconds))
+
+    def quantiles(self, model: str, histogram: str) -> tuple[float, float] | None:
+        """Bounds of the buckets in which half and 95 % of the observations are; None where there are none."""
+        first, last = (_histogram(answer, model, histogram) for answer in (self._answers[0], self._answers[-1]))
+        before = first["counts"] or [0] * len(last["counts"])
+        counts = [now - then for now, then in zip(last["counts"], before, strict=False)]
+        if not (total := sum(counts)):
+            return None
+        return _quantile(last["buckets"], counts, 0.5 * total), _quantile(last["buckets"], counts, 0.95 * total)
+
+
+def render(history: History, url: str, width: int, height: int | None) -> list[str]:
+    """The lines of the screen.
+
+    Args:
+        width: characters of a line.
+        height: lines of the screen; None for any number.
+    """
+    lines = [f"penstock top   {url}   {time.strftime('%H:%M:%S', time.localtime(history.last['time']))}"]
+    for model in history.last["models"]:
+        for number, engine in enumerate(model["engines"]):
+            where = engine["address"] or (f"engine {number}" if len(model["engines"]) > 1 else "")
+            name = " ".join([model["name"], where, engine["role"]]).strip()
+            lines += ["", *_engine(history, model, engine, name, width)]
+    if not history.last["models"]:
+        lines += ["", "no model is loaded yet"]
+    if height is not None and len(lines) > height - 1:
+        lines = [*lines[: height - 2], f"… {len(lines) - height + 2} more lines"]
+    return [line[:width] for line in lines]
+
+
+def _engine(history: History, model: Answer, engine: Answer, name: str, width: int) -> list[str]:
+    stats, counters, snapshot = engine["stats"], model["counters"], engine["snapshot"]
+    used = stats["blocks_used"] / max(stats["blocks"], 1)
+    bar = BAR * round(20 * used)
+    rates = [history.rate(model["name"], counter) for counter in ("generation_tokens", "prompt_tokens")]
+    lines = [
+        f"{name}   steps {stats['steps']:,}   heartbeat {_time(stats['heartbeat_age'])}",
+        f"running {stats['running']}   waiting {stats['waiting']}   generated {rates[0]:,.0f} tokens/s   "
+        f"prompts {rates[1]:,.0f} tokens/s   preemptions {stats['preemptions']}",
+        f"KV cache {bar:{EMPTY}<20} {100 * used:.0f} % of {stats['blocks']:,} blocks   "
+        f"prefix hits {_share(counters['prefix_cache_hits'], counters['prefix_cache_queries'])}   "
+        f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}",
+    ]
+    times = []
+    for words, histogram in (
+        ("first token", "time_to_first_token_seconds"),
+        ("between tokens", "inter_token_latency_seconds"),
+    ):
+        if found := history.quantiles(model["name"], histogram):
+            times.append(f"{words} {_time(found[0])} (half), {_time(found[1])} (95 %)")
+    if times:
+        lines.append("within: " + "   ".join(times))
+    if snapshot is None:
+        return [*lines, "the engine does not say what it is doing"]
+    if snapshot["steps"]:
+        lines.append("tokens of the last steps " + _sparkline(snapshot["steps"], max(10, width - 26)))
+    return [*lines, *_table(snapshot)]
+
+
+def _table(snapshot: Answer) -> list[str]:
+    sequences = snapshot["sequences"]
+    if not sequences:
+        return []
+    rows = [[title for title, _ in COLUMNS] + ["BLOCKS"]]
+    for one in sequences:
+        cells = [f"{one[field]:.1f}" if field == "seconds" else str(one[field]) for _, field in COLUMNS]
+        rows.append([*cells, str(len(one["blocks"]))])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    aligned = [[*map(str.ljust, row[:2], widths[:2]), *map(str.rjust, row[2:], widths[2:])] for row in rows]
+    lines = ["  ".join(row) for row in aligned]
+    return [*lines, *([f"… and {snapshot['hidden']:,} more"] if snapshot["hidden"] else [])]
+
+
+def _sparkline(steps: list[Answer], width: int) -> str:
+    """A bar for each of the last steps, as high as it had tokens."""
+    tokens = [sum(part[1] for part in step["parts"]) for step in steps[-width:]]
+    most = max(1, *tokens)
+    return "".join(HEIGHTS[min(len(HEIGHTS) - 1, len(HEIGHTS) * count // (most + 1))] for count in tokens)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "–"
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _model(answer: Answer, name: str) -> Answer | None:
+    return next((model for model in answer["models"] if model["name"] == name), None)
+
+
+def _counter(answer: Answer, name: str, counter: str) -> float:
+    model = _model(answer, name)
+    return float(model["counters"][counter]) if model else 0.0
+
+
+def _histogram(answer: Answer, name: str, histogram: str) -> Answer:
+    model = _model(answer, name)
+    found: Answer = model["histograms"][histogram] if model else {"buckets": [], "counts": []}
+    return found
+
+
+def _quantile(bounds: list[float | None], counts: list[float], wanted: float) -> float:
+    seen, last = 0.0, 0.0
+    for bound, count in zip(bounds, counts, strict=True):
+        seen, last = seen + count, bound if bound is not None else last
+        if seen >= wanted:
+            break
+    return last

@@ -1,0 +1,70 @@
+"""``penstock top``: what a server is doing, in the terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+
+import httpx
+from serving import Served, Servers, free_ports, within
+
+from penstock.cli.main import main
+
+COMMAND = [sys.executable, "-m", "penstock.cli.main", "top"]
+
+
+def test_once(servers: Servers) -> None:
+    server = servers.get("--num-gpu-blocks-override", "400")
+    ended = threading.Event()
+
+    def generate() -> None:
+        body = {"prompt": "Once", "max_tokens": 1500, "min_tokens": 1500, "stream": True}
+        while not ended.is_set():
+            with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=60) as answer:
+                for _ in answer.iter_lines():
+                    if ended.is_set():
+                        break
+
+    threads = [threading.Thread(target=generate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(50):  # until both run, and the engine has recorded steps
+            said = within(main, "top", "--url", server.root, "--once", "--interval", "0.2")
+            if "running 2" in said.stdout and "last steps" in said.stdout:
+                break
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert said.returncode == 0
+    assert "of 400 blocks" in said.stdout and "REQUEST" in said.stdout and "between tokens" in said.stdout
+    assert said.stdout.count(" running ") == 2  # a line for each
+
+
+def test_a_terminal(servers: Servers) -> None:
+    server = servers.get("--num-gpu-blocks-override", "400")
+    master, slave = pty.openpty()
+    process = subprocess.Popen([*COMMAND, "--url", server.url, "--interval", "0.1"], stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    while shown.count(b"penstock top   ") < 2:
+        shown += os.read(master, 4096)
+    assert b"\033[2J" in shown and b"KV cache" in shown
+    process.send_signal(2)
+    assert process.wait(30) == 130
+    os.close(master)
+
+
+def test_servers_that_cannot_be_watched() -> None:
+    (port,) = free_ports(1)
+    said = within(main, "top", "--url", f"http://127.0.0.1:{port}", "--once")
+    assert said.returncode == 1 and "does not answer" in said.stderr
+    with Served("--api-key", "secret") as server:
+        said = within(main, "top", "--url", server.root, "--once")
+        assert said.returncode == 1 and "give --api-key" in said.stderr
+        assert within(main, "top", "--url", server.root, "--once", "--api-key", "secret").returncode == 0
+    assert "interval" in within(main, "top", "--interval", "0").stderr
