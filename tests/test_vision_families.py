@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -161,8 +162,13 @@ def test_bfloat16_is_no_worse_than_the_librarys(saved: Saved) -> None:
 
 def test_sizes_of_weights(saved: Saved) -> None:
     _, folder, model = saved
-    parts = [model.model.vision_tower, model.model.multi_modal_projector]
-    matrices = sum(weight.numel() for part in parts for weight in part.parameters() if weight.dim() > 1)
+    given, depth = getattr(model.config, "vision_feature_layer", -1), model.config.vision_config.num_hidden_layers
+    used = max(layer % (depth + 1) for layer in ([given] if isinstance(given, int) else given))
+    matrices = 0
+    for name, weight in model.named_parameters():
+        layer = re.search(r"vision_tower.*layers?\.(\d+)", name)
+        if weight.dim() > 1 and ("vision_tower" in name or "projector" in name):
+            matrices += weight.numel() if layer is None or int(layer[1]) < used else 0
     assert model_size_of(read_config_json(folder)).vision_weights == matrices
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,14 +15,24 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 FIRST = 280
 """Token of the first mark; those of bytes and some runs of line feeds come before."""
@@ -185,6 +196,129 @@ def pixtral_inputs(
     return dict(tokenizer(first, return_tensors="pt")) | seen
 
 
+# --- LLaVA ------------------------------------------------------------------------------------------------------------
+
+LLAVA_MARKS = ("<image>",)
+
+
+def llava(rng: Random | None = None) -> PreTrainedModel:
+    text = TEXT | {"model_type": "llama"}
+    vision = VISION | {"model_type": "clip_vision_model", "image_size": 16}
+    strategy, layer = "default", -2
+    if rng:
+        text = draw_text(rng) | {"model_type": "llama"}
+        vision = draw_vision(rng) | {"image_size": rng.choice([16, 19, 24])}
+        vision |= {"model_type": rng.choice(["clip_vision_model", "siglip_vision_model"]), "vision_use_head": False}
+        strategy, layer = rng.choice(["default", "full"]), draw_layers(rng, vision["num_hidden_layers"])
+        if flag(rng):
+            layer = [layer, 1]
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=FIRST + 3,
+            vision_feature_layer=layer,
+            vision_feature_select_strategy=strategy,
+            multimodal_projector_bias=not rng or flag(rng),
+            projector_hidden_act=rng.choice(["gelu", "silu"]) if rng else "gelu",
+            tie_word_embeddings=bool(rng and flag(rng)),
+        )
+    )
+
+
+def llava_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
+    edge = model.config.vision_config.image_size
+    square = {"height": edge, "width": edge}
+    if model.config.vision_config.model_type == "siglip_vision_model":
+        return SiglipImageProcessorPil(size=square)
+    if model.config.vision_feature_select_strategy == "full":
+        return LlavaImageProcessorPil(size={"shortest_edge": edge}, crop_size=square, do_pad=True)
+    return CLIPImageProcessorPil(size={"shortest_edge": edge + 3}, crop_size=square)
+
+
+def llava_inputs(
+    model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    config = model.config
+    processor = LlavaProcessor(
+        llava_processor(model, kwargs),
+        tokenizer,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=int(config.vision_config.model_type == "clip_vision_model"),
+    )
+    return dict(processor(text=text, images=images or None, return_tensors="pt"))
+
+
+def llava_pixtral(rng: Random | None = None) -> PreTrainedModel:
+    text, vision = TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral", "patch_size": 8}
+    if rng:
+        text = draw_text(rng) | {"model_type": rng.choice(["mistral", "llama"])}
+        vision = draw_vision(rng) | {"model_type": "pixtral", "patch_size": rng.choice([7, 8])}
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=FIRST + 3,
+            vision_feature_layer=draw_layers(rng, vision["num_hidden_layers"]),
+            vision_feature_select_strategy="full",
+        )
+    )
+
+
+# --- LLaVA-OneVision --------------------------------------------------------------------------------------------------
+
+
+def onevision(rng: Random | None = None) -> PreTrainedModel:
+    text = TEXT | {"model_type": "qwen2"}
+    vision, edge, tiles = VISION | {"patch_size": 4}, 12, 2
+    if rng:
+        text = draw_text(rng) | {"model_type": rng.choice(["qwen2", "qwen3"])}
+        vision, tiles = draw_vision(rng) | {"patch_size": rng.choice([4, 6])}, rng.choice([1, 2, 4])
+        edge = vision["patch_size"] * rng.choice([2, 3]) + rng.choice([0, 1])
+    text = {name: each for name, each in text.items() if name != "head_dim" or text["model_type"] == "qwen3"}
+    vision |= {"model_type": "siglip_vision_model", "image_size": edge, "vision_use_head": False}
+    return LlavaOnevisionForConditionalGeneration(
+        LlavaOnevisionConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_index=FIRST + 3,
+            image_grid_pinpoints=[[edge * rows, edge * columns] for rows in (1, 2, 3) for columns in (1, 2, 3, 4)],
+            vision_aspect_ratio=f"anyres_max_{tiles}",
+            vision_feature_layer=draw_layers(rng, vision["num_hidden_layers"]),
+            multimodal_projector_bias=not rng or flag(rng),
+            tie_word_embeddings=bool(rng and flag(rng)),
+        )
+    )
+
+
+def onevision_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> LlavaOnevisionImageProcessorPil:
+    edge = model.config.vision_config.image_size
+    pinpoints = model.config.image_grid_pinpoints
+    return LlavaOnevisionImageProcessorPil(size={"height": edge, "width": edge}, image_grid_pinpoints=pinpoints)
+
+
+def onevision_inputs(
+    model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """As for a conversation, whose images transformers' chat template gives as a list of its own."""
+    config = model.config
+    seen = dict(onevision_processor(model, kwargs)([images], return_tensors="pt")) if images else {}
+    processor = SimpleNamespace(
+        num_image_tokens=(config.vision_config.image_size // config.vision_config.patch_size) ** 2,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        image_token=LLAVA_MARKS[0],
+        image_processor=onevision_processor(model, kwargs),
+        vision_aspect_ratio=config.vision_aspect_ratio,
+    )
+    for name in ("_get_number_of_features", "_get_unpadded_features"):
+        setattr(processor, name, MethodType(getattr(LlavaOnevisionProcessor, name), processor))
+    first, *rest = text.split(LLAVA_MARKS[0])
+    for number, part in enumerate(rest):
+        first += LlavaOnevisionProcessor.replace_image_token(processor, seen, number) + part
+    return dict(tokenizer(first, return_tensors="pt")) | seen
+
+
 SCAN = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8}
 FAMILIES = {
     "gemma3": Family(
@@ -205,6 +339,33 @@ FAMILIES = {
         names={},
         kwargs=({}, {"size": {"longest_edge": 20}}),
     ),
+    "llava": Family(
+        marks=LLAVA_MARKS,
+        marker=LLAVA_MARKS[0],
+        model=llava,
+        image_processor=llava_processor,
+        inputs=llava_inputs,
+        names={},
+        kwargs=({},),
+    ),
+    "llava with Pixtral": Family(
+        marks=PIXTRAL_MARKS,
+        marker=PIXTRAL_MARKS[0],
+        model=llava_pixtral,
+        image_processor=pixtral_processor,
+        inputs=pixtral_inputs,
+        names={},
+        kwargs=({},),
+    ),
+    "llava-onevision": Family(
+        marks=LLAVA_MARKS,
+        marker=LLAVA_MARKS[0],
+        model=onevision,
+        image_processor=onevision_processor,
+        inputs=onevision_inputs,
+        names={},
+        kwargs=({},),
+    ),
 }
 
 
@@ -213,7 +374,7 @@ def save(family: str, folder: Path, rng: Random | None = None) -> PreTrainedMode
     model = FAMILIES[family].model(rng)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
-        std = 0.5 if name.endswith("bias") else 0.1 if "embed_tokens" in name else 0.2
+        std = 0.5 if name.endswith("bias") else 0.1 if "embed_tokens" in name else 1.2 / weight[0].numel() ** 0.5
         torch.nn.init.normal_(weight, std=std, generator=generator)
         if "norm" in name:
             around = 0 if family == "gemma3" and ("language_model" in name or "soft_emb" in name) else 1

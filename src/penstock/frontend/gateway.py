@@ -21,7 +21,7 @@ from penstock.text.template_process import RenderRequest
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor, Messages, Prompt
-from .multimodal import split_media
+from .multimodal import IMAGE, split_media
 from .outputs import RequestOutput
 from .request_templates import SandboxedTemplateRenderer
 
@@ -153,8 +153,10 @@ class Gateway:
             return prompt
         self.input_processor.check_placeholders(token_ids, sources)
         loop, load = asyncio.get_running_loop(), self.input_processor.load_media
+        num_images = sum(source.kind == IMAGE for source in sources)
         loading = [
-            loop.run_in_executor(self._media_threads, load, source, mm_processor_kwargs or None) for source in sources
+            loop.run_in_executor(self._media_threads, load, source, mm_processor_kwargs or None, num_images)
+            for source in sources
         ]
         media = await asyncio.gather(*loading)
         place = partial(self.input_processor.place_media, token_ids, text, media, add_special_tokens)

@@ -122,16 +122,21 @@ class InputProcessor:
             if count > (maximum := self._options.max_media(kind)):
                 raise invalid(f"{kind}s", f"{count} are more than a prompt may have (limit_mm_per_prompt)", maximum)
 
-    def load_media(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None) -> Media:
+    def load_media(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None, num_images: int = 1) -> Media:
         """Fetch, decode and resize an image or a video, which takes long. Its place in the prompt is not set.
 
         Args:
             kwargs: ``mm_processor_kwargs`` of the request.
+            num_images: of the prompt.
 
         Raises ``PenstockError`` with one sentence where that is not possible.
         """
         assert self._media, "check_media first"
-        return self._media.load(source, kwargs)
+        return self._media.load(source, kwargs, num_images)
+
+    def _load_all(self, sources: Sequence[MediaSource], kwargs: Mapping[str, Any] | None = None) -> list[Media]:
+        num_images = sum(source.kind == IMAGE for source in sources)
+        return [self.load_media(source, kwargs, num_images) for source in sources]
 
     def check_placeholders(self, token_ids: Sequence[int], sources: Sequence[MediaSource]) -> None:
         """Raise ``PenstockError`` (``invalid``) where a prompt has not as many placeholders as images and videos."""
@@ -272,7 +277,7 @@ class InputProcessor:
         images: tuple[ImageInput, ...] = ()
         if sources:
             self.check_placeholders(token_ids, sources)
-            token_ids, images = self.place_media(token_ids, text, [self.load_media(source) for source in sources])
+            token_ids, images = self.place_media(token_ids, text, self._load_all(sources))
         return {
             "prompt": text,
             "prompt_token_ids": token_ids,
@@ -358,7 +363,7 @@ class InputProcessor:
         if sources:
             self.check_placeholders(token_ids, sources)
         kwargs = prompt.get("mm_processor_kwargs")
-        media = [self.load_media(source, kwargs) for source in sources]
+        media = self._load_all(sources, kwargs)
         given = prompt.get("prompt_token_ids") is not None
         return self.place_media(token_ids, None if given else text, media, add_special_tokens=True)
 

@@ -106,6 +106,8 @@ def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:
     if config.activation not in ACTIVATIONS:
         words = f"vision_config has the activation {config.activation[:40]!r}; known are {', '.join(ACTIVATIONS)}"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
+    if config.image_size and config.grid < 1:
+        raise ValueError(f"image_size is {config.image_size}, less than patch_size, which is {config.patch_size}")
     if config.heads < 1 or config.size % config.heads or config.patch_size < 1 or config.depth < 1:
         raise ValueError(f"vision_config has {config.heads} heads of {config.size} elements, or no layers or patches")
     return config

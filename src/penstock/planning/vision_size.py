@@ -12,6 +12,7 @@ ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, *DEEPSTACK)
 ERNIE = "Ernie4_5_VLMoeForConditionalGeneration"
 GEMMA3 = "Gemma3ForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
+LLAVA = ("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")
 
 
 def vision_weights(config: Mapping[str, Any]) -> int:
@@ -23,10 +24,13 @@ def vision_weights(config: Mapping[str, Any]) -> int:
     if architecture == GEMMA3:
         vision = config["vision_config"]
         return vit_weights(vision) + int(vision["hidden_size"]) * int(config["hidden_size"])
-    if architecture == MISTRAL3:
+    if architecture == MISTRAL3 or (architecture in LLAVA and config["vision_config"].get("model_type") == "pixtral"):
         return _pixtral_weights(config)
     if architecture == ERNIE:
         return _ernie_weights(config)
+    if architecture in LLAVA:
+        clip, vision = config["vision_config"].get("model_type") == "clip_vision_model", config["vision_config"]
+        return vit_weights(vision, _depth(config), others=clip) + _projector_weights(config, int(vision["hidden_size"]))
     if architecture not in ARCHITECTURES:
         return 0
     vision = config["vision_config"]

@@ -90,7 +90,7 @@ class Gemma3Processor:
         check_kwargs(kwargs, KWARGS)
         return replace(self, pan_and_scan=self.pan_and_scan.with_kwargs(kwargs))
 
-    def __call__(self, image: Image) -> Crops:
+    def __call__(self, image: Image, num_images: int = 1) -> Crops:
         """As ``ImageProcessor.__call__``: the image itself, and its crops."""
         boxes = self.pan_and_scan.boxes(image.height, image.width)
         self.resizing.check(1 + len(boxes), *self.size)

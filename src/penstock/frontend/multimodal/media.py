@@ -51,11 +51,12 @@ class MediaLoader:
         self._root = Path(options.allowed_local_media_path).resolve() if options.allowed_local_media_path else None
         self._domains = frozenset(name.lower() for name in options.allowed_media_domains)
 
-    def load(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None) -> Media:
+    def load(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None, num_images: int = 1) -> Media:
         """Fetch, decode and resize an image or a video.
 
         Args:
             kwargs: ``mm_processor_kwargs`` of the request.
+            num_images: of the prompt.
 
         Raises ``PenstockError`` with one sentence where it cannot be had, is broken, or exceeds a limit.
         """
@@ -73,7 +74,7 @@ class MediaLoader:
         else:
             image = as_image(source.value, limit, source.field)
         with _named(source.field):
-            return images(image)
+            return images(image, num_images)
 
     def _video(self, source: MediaSource, processor: VideoProcessor) -> Video:
         value, options = source.value, self._options

@@ -48,7 +48,7 @@ class PixtralProcessor:
         longest = count_of(kwargs["size"], "longest_edge", 0)
         return replace(self, size=(longest, longest))
 
-    def __call__(self, image: Image) -> TokenizedImage:
+    def __call__(self, image: Image, num_images: int = 1) -> TokenizedImage:
         """As ``ImageProcessor.__call__``."""
         height, width = image.height, image.width
         if (ratio := max(height / self.size[0], width / self.size[1])) > 1:

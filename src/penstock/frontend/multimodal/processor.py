@@ -17,6 +17,7 @@ from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
 
 from .gemma3 import read_gemma3
+from .llava import read_llava, read_onevision
 from .pixtral import read_pixtral
 from .prompts import ImageProcessor, Reader
 
@@ -70,7 +71,7 @@ class QwenVLProcessor:
             raise invalid("mm_processor_kwargs", "numbers of pixels must be whole numbers from 1 on", 1)
         return replace(self, min_pixels=smallest, max_pixels=largest)
 
-    def __call__(self, image: Image) -> ImageInput:
+    def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
         """Resize an image; its ``offset`` is to be set. Raises ``PenstockError`` (``invalid``) for an image that is too
         long for its width, or too large."""
         height, width = self._size(image.height, image.width)
@@ -117,6 +118,8 @@ def smart_resize(
 
 READERS: dict[str, Reader] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "LlavaForConditionalGeneration": read_llava,
+    "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Mistral3ForConditionalGeneration": read_pixtral,
 }
 """By architecture; Qwen's are read here."""

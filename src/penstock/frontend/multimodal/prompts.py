@@ -48,9 +48,14 @@ class ImageProcessor(Protocol):
         """The processor with ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and wrong values."""
         ...
 
-    def __call__(self, image: Image) -> ImageInput | TokenizedImage | Crops:
-        """Resize an image. Raises ``PenstockError`` (``invalid``) for one that is too long for its width, or too
-        large."""
+    def __call__(self, image: Image, num_images: int = 1) -> ImageInput | TokenizedImage | Crops:
+        """Resize an image.
+
+        Args:
+            num_images: of the prompt; some families take fewer pixels of each of several.
+
+        Raises ``PenstockError`` (``invalid``) for an image that is too long for its width, or too large.
+        """
         ...
 
 
