@@ -196,6 +196,24 @@ def test_what_is_refused(
     assert "has no layers, or some with another number of experts" in capsys.readouterr().err
 
 
+def test_replicas_take_memory(
+    checkpoint: tuple[Path, PreTrainedModel], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder, model = checkpoint
+    own = model.model.layers[0].mlp.experts
+    expert = sum(weight.numel() for weight in own.parameters()) // EXPERTS
+
+    def planned(*flags: str) -> int:
+        ranks = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32"]
+        assert not main(["plan", "memory", "--model", str(folder), "--json", *ranks, *flags])
+        return int(json.loads(capsys.readouterr().out)["weight_bytes"])
+
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps({"num_experts": EXPERTS, "layers": {0: place([1] * EXPERTS, 2, 4)}}))
+    for flags in (("--num-redundant-experts", "4"), ("--expert-placement", str(path))):
+        assert planned(*flags) - planned() == 4 * expert * len(SPARSE_LAYERS) * 4 // 2
+
+
 @pytest.fixture(scope="module")
 def served(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[Served]:
     options = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--expert-load"]

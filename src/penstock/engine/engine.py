@@ -31,7 +31,7 @@ from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import ModelConfig, read_config
 from penstock.planning.engine_config import DECIDED, engine_config_of
-from penstock.planning.expert_placement import check_sizes, read_placement
+from penstock.planning.expert_placement import check_sizes, num_redundant_experts, read_placement
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
@@ -243,6 +243,8 @@ class Engine:
     ) -> None:
         """Log the numbers that ``penstock plan memory`` prints."""
         info, model_size = self.info, model_size_of(config_json)
+        redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
+        model_size = model_size.with_redundant_experts(redundant)
         if not profile.total:
             model_size = model_size.on_cpu()
         size = profile.host_block_bytes // options.block_size

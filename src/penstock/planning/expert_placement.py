@@ -146,6 +146,15 @@ def read_placement(path: str, num_experts: int, ranks: int, redundant: int = 0) 
     return found
 
 
+def num_redundant_experts(path: str, count: int) -> int:
+    """Replicas in each layer: those asked for, or the most that a file's layers have. Raises ``PenstockError``
+    (``invalid``) where there is no such file."""
+    if count or not path:
+        return count
+    found = _read(path, ExpertPlacement, "expert_placement")
+    return max((sum(map(len, placed)) - found.num_experts for placed in found.layers.values()), default=0)
+
+
 def read_load(path: str) -> ExpertLoadReport:
     """Read a report of ``/expert_load``. Raises ``PenstockError`` (``invalid``) where it is none."""
     report = _read(path, ExpertLoadReport, "load")

@@ -61,10 +61,16 @@ class ModelSize:
     """Among the weights of embedding and language model head."""
     unquantized_weights: int = 0
     """Of the layers' weights, those that no format quantizes: latent attention's that are absorbed."""
+    expert_weights: int = 0
+    """Parameters of one expert, in all layers that have experts together."""
     vision_weights: int = 0
     """Parameters of the vision tower, which is not quantized; 0 for none."""
     encoder: bool = False
     """Whether it attends in both directions, and keeps keys and values of one layer only while a step runs."""
+
+    def with_redundant_experts(self, count: int) -> ModelSize:
+        """The same model with so many replicas of experts in each layer."""
+        return replace(self, layer_weights=self.layer_weights + count * self.expert_weights)
 
     def on_cpu(self) -> ModelSize:
         """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
@@ -94,7 +100,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         absorbed, kv_dim = 0, head_dim
     matrices = 2 if config.get("model_type") == "starcoder2" or not is_gated(config) else 3  # without a gate
     dense = matrices * hidden * int(config.get("intermediate_size_mlp") or config["intermediate_size"])  # of Llama 4
-    sparse = _experts(config, hidden)
+    sparse, of_expert = _experts(config, hidden), 3 * hidden * _expert_size(config)
     plain = layers - _num_sparse_layers(config, layers) if sparse else layers
     mtp = int(config.get("num_nextn_predict_layers") or 0)
     encoder = encoder_prefix(config) is not None
@@ -128,6 +134,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         gguf_layers=shares,
         gguf_head=_gguf_shares(config, "head"),
         unquantized_weights=layers * absorbed,
+        expert_weights=(layers - plain) * of_expert,
         vision_weights=vision_weights(config),
         encoder=encoder,
     )
@@ -199,6 +206,12 @@ def _num_experts(config: Mapping[str, Any]) -> int:
     """Experts of a layer that a router chooses from; 0 where the model has none."""
     names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
+
+
+def _expert_size(config: Mapping[str, Any]) -> int:
+    """Intermediate size of an expert, of a model that has any; of several kinds their sum."""
+    given = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return sum(map(int, given)) if isinstance(given, list) else int(given)
 
 
 def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:

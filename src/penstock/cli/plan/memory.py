@@ -13,6 +13,7 @@ from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.config_json import read_config_json
+from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.host_memory import FREE_SHARE, free_host_bytes
 from penstock.planning.kv_size import (
     CachePlan,
@@ -74,6 +75,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         selection=Selection(include=["config.json"]),
     )
     size = model_size_of(read_config_json(folder))
+    size = size.with_redundant_experts(num_redundant_experts(options.expert_placement, options.num_redundant_experts))
     if args.gpu_memory is None:
         size = size.on_cpu()
     speculative = SpeculativeConfig.read(options.speculative_config)

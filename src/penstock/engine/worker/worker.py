@@ -24,6 +24,7 @@ from penstock.core import Code, PenstockError
 from penstock.models import LoRAAdapter, Model, load_lora
 from penstock.ops import LayerExport
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
+from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.host_memory import free_host_bytes
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.kv_spec import KV_QUANTIZATION
@@ -148,6 +149,8 @@ class Worker:
         self._runner = runner(loaded.model, bool(loaded.max_loras))
         self._runners = [self._runner]
         info, model_size = loaded.info, model_size_of(loaded.model.config.raw)
+        redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
+        model_size = model_size.with_redundant_experts(redundant)
         if loaded.device.type == "cpu":
             model_size = model_size.on_cpu()
         total = weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers))
