@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     Cohere2Config,
@@ -44,6 +47,8 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
 )
+
+from penstock.models.internlm import NAMES
 
 SIZES = SMALL | {"max_position_embeddings": 512}
 VOCABULARY = SIZES["vocab_size"]
@@ -428,3 +433,31 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     if family != "Llama4":  # which has one implementation
         model.set_experts_implementation("eager")  # others do not compute in float64
     return model
+
+
+def draw_llama_without_biases(folder: Path, vocab_size: int = VOCABULARY) -> PreTrainedModel:
+    """A checkpoint that InternLM 2 could have, too."""
+    config = llama(Random("Llama 0"))
+    config.attention_bias = config.mlp_bias = config.tie_word_embeddings = False
+    config.vocab_size = vocab_size
+    return save(config, folder)
+
+
+def rewrite_as_internlm2(folder: Path) -> None:
+    """A Llama checkpoint under InternLM 2's names, which the library does not know."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    groups, dim = config["num_key_value_heads"], config["head_dim"]
+    renamed = {}
+    for name, tensor in tensors.items():
+        for own, other in NAMES.items():
+            if name.endswith(f"{own}.weight"):
+                name = name.removesuffix(f"{own}.weight") + f"{other}.weight"
+        renamed[name] = tensor
+    for layer in range(config["num_hidden_layers"]):
+        parts = [renamed.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
+        heads = [part.unflatten(0, (groups, -1, dim)) for part in parts]
+        renamed[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(heads, 1).flatten(0, 2).contiguous()
+    save_file(renamed, folder / "model.safetensors")
+    kept = {name: value for name, value in config.items() if name not in ("attention_bias", "mlp_bias")}
+    kept |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
+    (folder / "config.json").write_text(json.dumps(kept))

@@ -13,14 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, WITH_EXPERTS, draw
+from families import (
+    FAMILIES,
+    VOCABULARY,
+    WITH_EXPERTS,
+    draw,
+    draw_llama_without_biases,
+    rewrite_as_internlm2,
+)
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
-from penstock.models.internlm import NAMES
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -123,38 +129,10 @@ def test_bfloat16_of_other_configurations(family: str, tmp_path: Path) -> None:
     assert statistics.mean(ratios) - 2 * error <= math.log(1.2)
 
 
-def rewrite_as_internlm2(folder: Path) -> PreTrainedModel:
-    """A Llama checkpoint under InternLM 2's names, which the library does not know."""
-    model = draw("Llama", 0, folder)
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    groups, dim = config["num_key_value_heads"], config["head_dim"]
-    renamed = {}
-    for name, tensor in tensors.items():
-        for own, other in NAMES.items():
-            if name.endswith(f"{own}.weight"):
-                name = name.removesuffix(f"{own}.weight") + f"{other}.weight"
-        renamed[name] = tensor
-    for layer in range(config["num_hidden_layers"]):
-        parts = [renamed.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
-        heads = [part.unflatten(0, (groups, -1, dim)) for part in parts]
-        renamed[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(heads, 1).flatten(0, 2).contiguous()
-    save_file(renamed, folder / "model.safetensors")
-    kept = {name: value for name, value in config.items() if name not in ("attention_bias", "mlp_bias")}
-    kept |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
-    (folder / "config.json").write_text(json.dumps(kept))
-    return model
-
-
-def test_internlm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = FAMILIES["Llama"]
-
-    def without_biases(rng: Random) -> PreTrainedConfig:
-        config = plain(rng)
-        config.attention_bias = config.mlp_bias = config.tie_word_embeddings = False
-        return config
-
-    monkeypatch.setitem(FAMILIES, "Llama", without_biases)
-    check(tmp_path, rewrite_as_internlm2(tmp_path))
+def test_internlm2(tmp_path: Path) -> None:
+    model = draw_llama_without_biases(tmp_path)
+    rewrite_as_internlm2(tmp_path)
+    check(tmp_path, model)
 
 
 def test_llama4_without_its_vision_tower(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,8 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, WITH_EXPERTS, draw
+from families import (
+    FAMILIES,
+    VOCABULARY,
+    WITH_EXPERTS,
+    draw,
+    draw_llama_without_biases,
+    rewrite_as_internlm2,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from penstock import GuidedDecodingParams, LoRARequest, PenstockError, SamplingParams
@@ -215,3 +224,23 @@ def test_all_features(family: str, tmp_path: Path) -> None:
     draw(family, 3, tmp_path, TOKENS)
     for name in CHECKS:
         check(name, tmp_path, row[name])
+
+
+@pytest.mark.thorough
+def test_all_features_of_internlm2(tmp_path: Path) -> None:
+    """Adapters have its own names, and are refused; under Llama's names one goes along in the other columns."""
+    row = rows()["InternLM2ForCausalLM"]
+    draw_llama_without_biases(tmp_path, TOKENS)
+    llama = adapter(tmp_path)
+    rewrite_as_internlm2(tmp_path)
+    own = shutil.copytree(llama, tmp_path / "own")
+    tensors = load_file(own / "adapter_model.safetensors")
+    renamed = {name.replace("self_attn.o_proj", "attention.wo"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, own / "adapter_model.safetensors")
+    assert row.pop("LoRA") == NO
+    llm = LLM(tmp_path, enable_lora=True, max_loras=1, **OPTIONS)
+    with pytest.raises(PenstockError) as refused:
+        llm.load_lora_adapter("own", own)
+    assert refused.value.failure.code is Code.UNSUPPORTED
+    for name, said in row.items():
+        check(name, tmp_path, said)
