@@ -17,6 +17,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -28,6 +29,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    HunYuanMoEV1Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -331,6 +333,36 @@ def ernie4_5_moe(rng: Random) -> PreTrainedConfig:
     )
 
 
+def dots1(rng: Random) -> PreTrainedConfig:
+    groups, layers = rng.choice((1, 4)), rng.choice((2, 9))
+    return Dots1Config(
+        **sizes(rng),
+        n_routed_experts=16,
+        num_experts_per_tok=rng.choice((1, 2, 4)),
+        norm_topk_prob=flag(rng),
+        n_group=groups,
+        topk_group=max(groups // 2, 1),
+        n_shared_experts=rng.choice((1, 2)),
+        routed_scaling_factor=rng.choice((1.0, 2.5)),
+        first_k_dense_replace=rng.choice((0, 1)),
+        moe_intermediate_size=rng.choice((20, 32, 64)),
+        attention_bias=flag(rng),
+        sliding_window=24,
+        max_window_layers=layers,
+    )
+
+
+def hunyuan_moe(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    topk = rng.choice((1, 2, 4))
+    return HunYuanMoEV1Config(
+        **given,
+        num_experts=rng.choice((5, 8)),
+        moe_topk=rng.choice((topk, [topk] * given["num_hidden_layers"])),
+        attention_bias=flag(rng),
+    )
+
+
 def minimax_m2(rng: Random) -> PreTrainedConfig:
     return MiniMaxM2Config(
         **sizes(rng), **experts(rng, "num_local_experts", norm=False), rotary_dim=rng.choice((8, 16))
@@ -414,6 +446,8 @@ WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Olmoe": olmoe,
     "Glm4Moe": glm4_moe,
     "Ernie4_5_Moe": ernie4_5_moe,
+    "Dots1": dots1,
+    "HunYuanMoEV1": hunyuan_moe,
     "MiniMaxM2": minimax_m2,
     "GptOss": gpt_oss,
     "Llama4": llama4,

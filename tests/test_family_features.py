@@ -78,7 +78,9 @@ def adapter(folder: Path) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if hasattr(model.config, "num_experts_per_tok"):  # PEFT adapts experts as tensors, which is refused
+    if any(
+        hasattr(model.config, name) for name in ("num_experts_per_tok", "moe_topk")
+    ):  # PEFT adapts experts as tensors, which is refused
         present -= {"gate_proj", "up_proj", "down_proj"}
     changed = get_peft_model(
         model, LoraConfig(r=3, target_modules=sorted(present & set(TARGETS)), init_lora_weights=False)

@@ -1,17 +1,21 @@
-"""Hunyuan (Tencent, 2025), dense: Llama with norms on rotated queries and keys, and a base of the rotary positions that
-a factor stretches."""
+"""Hunyuan (Tencent, 2025): Llama with norms on rotated queries and keys, and a base of the rotary positions that a
+factor stretches; dense, or with experts and one that every token has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from penstock.core import Code, PenstockError
 from penstock.planning.model_size import rope_parameters_of
 
 from .config import ModelConfig, dense_config, options_of
 from .decoder import build_decoder
 from .decoder_options import QKNormOptions
+from .experts import mixture_of_experts
+from .experts_config import ExpertsConfig, read_routing
 from .registry import Family
 from .weights.renamed import Stored
 
@@ -32,10 +36,42 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+    num_experts, top_k = _same_in_all_layers(raw, "num_experts"), _same_in_all_layers(raw, "moe_topk")
+    size = int(raw["intermediate_size"])
+    experts = ExpertsConfig(
+        num_experts,
+        size,
+        read_routing(raw, num_experts, top_k=top_k, renormalize=True),
+        shared_size=size * _same_in_all_layers(raw, "num_shared_expert"),
+        shared_name="shared_mlp",
+        router="gate.wg",
+        router_float32=True,
+    )
+    return replace(read_config(raw), experts=experts)
+
+
+def _same_in_all_layers(raw: Mapping[str, Any], name: str) -> int:
+    """A number that may be given for each layer; 1 where it is not given."""
+    value = raw.get(name) or 1
+    values = {int(each) for each in (value if isinstance(value, list) else [value])}
+    if len(values) > 1:
+        raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json differs between layers", "model")
+    return values.pop()
+
+
 def find_stored(config: ModelConfig, name: str) -> Stored:
     """``Family.find_stored``."""
     parent, _, last = name.rpartition(".")
     return Stored(f"{parent}.{NAMES[last]}") if last in NAMES else Stored(name)
 
 
-FAMILY = Family(("HunYuanDenseV1ForCausalLM",), read_config=read_config, build=build_decoder, find_stored=find_stored)
+FAMILIES = (
+    Family(("HunYuanDenseV1ForCausalLM",), read_config=read_config, build=build_decoder, find_stored=find_stored),
+    Family(
+        ("HunYuanMoEV1ForCausalLM",),
+        read_config=read_moe_config,
+        build=partial(build_decoder, mlp=mixture_of_experts),
+        find_stored=find_stored,
+    ),
+)

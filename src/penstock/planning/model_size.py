@@ -191,13 +191,17 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
     if not (routed := _num_experts(config)):
         return 0
     given = config.get("moe_intermediate_size") or config["intermediate_size"]
-    if isinstance(given, list):  # ERNIE 4.5 VL: of as many experts for text, and for images
+    if (
+        isinstance(given, list) and "moe_topk" not in config
+    ):  # ERNIE 4.5 VL: of as many experts for text, and for images
         routers, shared = 2 * routed * hidden, int(given[0]) * int(config.get("moe_num_shared_experts") or 0)
         return routers + 3 * hidden * (routed * sum(map(int, given)) + shared)
-    size = int(given)
+    size = _first(given)
     shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
-    if config.get("intermediate_size_mlp"):
+    if config.get("intermediate_size_mlp"):  # Llama 4
         shared = size
+    if "moe_topk" in config:  # Hunyuan
+        shared = size * _first(config.get("num_shared_expert") or 1)
     gated = int(config.get("shared_expert_intermediate_size") or 0)  # by a matrix of one output
     return (routed + bool(gated)) * hidden + 3 * hidden * (routed * size + (gated or shared))
 
@@ -205,7 +209,12 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
 def _num_experts(config: Mapping[str, Any]) -> int:
     """Experts of a layer that a router chooses from; 0 where the model has none."""
     names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    return next((int(config[name]) for name in names if config.get(name)), 0)
+    return next((_first(config[name]) for name in names if config.get(name)), 0)
+
+
+def _first(value: Any) -> int:
+    """A number, or that of the first layer where each has one."""
+    return int(value[0] if isinstance(value, list) else value)
 
 
 def _expert_size(config: Mapping[str, Any]) -> int:
