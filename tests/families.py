@@ -29,6 +29,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HunYuanMoEV1Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -185,6 +186,17 @@ def granite(rng: Random) -> PreTrainedConfig:
         attention_multiplier=rng.choice((0.25, 0.1)),
         residual_multiplier=rng.choice((1.0, 0.22)),
         logits_scaling=rng.choice((1.0, 3.0, 8.0)),
+    )
+
+
+def granite_moe(rng: Random) -> PreTrainedConfig:
+    return GraniteMoeConfig(
+        **sizes(rng, head_dim=False),
+        **experts(rng, "num_local_experts", norm=False),
+        embedding_multiplier=rng.choice((1.0, 12.0)),
+        attention_multiplier=rng.choice((0.2, 0.1)),
+        residual_multiplier=rng.choice((1.0, 0.22)),
+        logits_scaling=rng.choice((1.0, 8.0)),
     )
 
 
@@ -446,6 +458,7 @@ WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Olmoe": olmoe,
     "Glm4Moe": glm4_moe,
     "Ernie4_5_Moe": ernie4_5_moe,
+    "GraniteMoe": granite_moe,
     "Dots1": dots1,
     "HunYuanMoEV1": hunyuan_moe,
     "MiniMaxM2": minimax_m2,

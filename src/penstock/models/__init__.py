@@ -115,7 +115,7 @@ for family in (
     *glm.FAMILIES,
     glm4_moe.FAMILY,
     gpt_oss.FAMILY,
-    granite.FAMILY,
+    *granite.FAMILIES,
     gte.FAMILY,
     *hunyuan.FAMILIES,
     *internlm.FAMILIES,

@@ -1,13 +1,19 @@
-"""Granite 3 (IBM, 2024): Llama with factors of embedding, attention, residual stream and logits."""
+"""Granite 3 (IBM, 2024): Llama with factors of embedding, attention, residual stream and logits; dense or with
+experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .config import ModelConfig, dense_config, options_of
 from .decoder import build_decoder
+from .experts import mixture_of_experts
+from .experts_config import ExpertsConfig, num_experts_of, read_routing
 from .registry import Family
+from .weights import FusedLayout
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -25,4 +31,22 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, options=options)
 
 
-FAMILY = Family(("GraniteForCausalLM",), read_config=read_config, build=build_decoder)
+def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+    num_experts = num_experts_of(raw)
+    experts = ExpertsConfig(
+        num_experts,
+        int(raw["intermediate_size"]),
+        read_routing(raw, num_experts, renormalize=True),
+        module="block_sparse_moe",
+        router="router.layer",
+        fused=FusedLayout(tensors=("input_linear.weight", "output_linear.weight")),
+    )
+    return replace(read_config(raw), experts=experts)
+
+
+FAMILIES = (
+    Family(("GraniteForCausalLM",), read_config=read_config, build=build_decoder),
+    Family(
+        ("GraniteMoeForCausalLM",), read_config=read_moe_config, build=partial(build_decoder, mlp=mixture_of_experts)
+    ),
+)

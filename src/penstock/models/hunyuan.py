@@ -37,6 +37,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+    for name in ("use_cla", "moe_layer_num_skipped"):
+        if raw.get(name):
+            raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json", "model")
     num_experts, top_k = _same_in_all_layers(raw, "num_experts"), _same_in_all_layers(raw, "moe_topk")
     size = int(raw["intermediate_size"])
     experts = ExpertsConfig(

@@ -25,6 +25,8 @@ class FusedLayout:
     """Whether they are ``[experts, inputs, outputs]``; quantized ones never are. None is where their shape is that."""
     interleaved: bool = False
     """Whether outputs of gate and up take turns, the gate's first."""
+    tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    """Names of the two tensors, below that of the layer's module."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class FusedExperts:
         if not (found := EXPERT.fullmatch(name)) or found[3] not in self._projections:
             return None
         number = self._projections.index(found[3])
-        tensor = f"{found[1]}.{'down_proj' if number == 2 else 'gate_up_proj'}"
+        tensor = f"{found[1].removesuffix('experts')}{self._layout.tensors[number == 2]}"
         if not self._base.has(tensor) and not self._base.format_of(tensor).bits:
             return None
         return _Part(tensor, int(found[2]), number % 2, 1 if number == 2 else 2)
