@@ -191,9 +191,7 @@ def _experts(config: Mapping[str, Any], hidden: int) -> int:
     if not (routed := _num_experts(config)):
         return 0
     given = config.get("moe_intermediate_size") or config["intermediate_size"]
-    if (
-        isinstance(given, list) and "moe_topk" not in config
-    ):  # ERNIE 4.5 VL: of as many experts for text, and for images
+    if isinstance(given, list) and "moe_topk" not in config:  # ERNIE 4.5 VL: as many experts for text and for images
         routers, shared = 2 * routed * hidden, int(given[0]) * int(config.get("moe_num_shared_experts") or 0)
         return routers + 3 * hidden * (routed * sum(map(int, given)) + shared)
     size = _first(given)
