@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.planning.config_bounds import GENERATION_BOUNDS, out_of_bounds
 from penstock.text import Tokenizer
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -33,7 +34,7 @@ def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | Non
     Args:
         other: folder of the ``generation_config.json`` to read in place of the model's.
 
-    Raises ``PenstockError`` (``invalid``) where a file is not JSON, or ``other`` has none.
+    Raises ``PenstockError`` (``invalid``) where a file is not JSON, has a value out of bounds, or ``other`` has none.
     """
     path = (other or folder) / "generation_config.json"
     if other and not path.exists():
@@ -58,4 +59,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise invalid("model", f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
+    if sentence := next(out_of_bounds(result, GENERATION_BOUNDS), ""):
+        raise invalid("model", f"{path}: {sentence}")
     return result

@@ -121,16 +121,28 @@ BOUNDS: dict[str, Bound | Flag | Text] = {
     **dict.fromkeys(("architectures", "layer_types"), Text(many=True)),
 }
 """By name, wherever in ``config.json`` it is."""
+GENERATION_BOUNDS: dict[str, Bound | Flag | Text] = {
+    "eos_token_id": Bound(0, MAX_TOKENS, many=True),
+    "temperature": Bound(0, 1e6, whole=False),
+    "top_k": Bound(-1, MAX_TOKENS),
+    **dict.fromkeys(("top_p", "min_p"), Bound(0, 1, whole=False)),
+    "repetition_penalty": Bound(1e-6, 1e6, whole=False),
+    "do_sample": Flag(),
+}
+"""Of ``generation_config.json``, likewise."""
 SKIPPED = frozenset(("quantization_config", "compression_config", "id2label", "label2id", "gguf"))
 """Objects that are checked where they are read, or that are not."""
 
 
-def out_of_bounds(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def out_of_bounds(
+    config: Mapping[str, Any], bounds: Mapping[str, Bound | Flag | Text] = BOUNDS, path: str = ""
+) -> Iterator[str]:
     """Sentences about fields that no model has like this, those in objects within by their path, ``text_config.…``."""
     for name, value in config.items():
-        if isinstance(value, Mapping) and name not in SKIPPED and name not in BOUNDS:
-            yield from out_of_bounds(value, f"{path}{name}.")
-        elif value is not None and (bound := BOUNDS.get(name)) and not bound.allows(value):
+        bound = bounds.get(name)
+        if isinstance(value, Mapping) and name not in SKIPPED and not bound:
+            yield from out_of_bounds(value, bounds, f"{path}{name}.")
+        elif value is not None and bound and not bound.allows(value):
             yield f"{path}{name} is {_shown(value)}, and has to be {bound}"
 
 

@@ -34,14 +34,18 @@ class Tokenizer:
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         config = _read_json(folder / files.CONFIG)
-        self._tokenizer = files.load(folder, config)
         self._spelled: dict[int, str] = {}
+        try:
+            self._tokenizer = files.load(folder, config)
+            self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
+            """Special tokens by their role, ``bos_token`` and so on."""
+            self.template_source = chat_template or _chat_template(folder, config)
+            """The chat template's text; None where there is none."""
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            words = f"{folder / files.CONFIG} or its chat template has a value of the wrong kind"
+            raise invalid("tokenizer", f"{words}: {error!r:.200}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
-        """Special tokens by their role, ``bos_token`` and so on."""
-        self.template_source = chat_template or _chat_template(folder, config)
-        """The chat template's text; None where there is none."""
         self.info = config | {"chat_template": self.template_source}
         """``tokenizer_config.json``, with the chat template that is used."""
 
@@ -143,6 +147,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         result = json.loads(files.read(path))
+        json.dumps(result, ensure_ascii=False).encode()  # raises for unpaired surrogates
     except (ValueError, RecursionError) as error:
         raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict):
