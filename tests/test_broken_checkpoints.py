@@ -26,7 +26,10 @@ DRAWS = int(os.environ.get("PENSTOCK_BROKEN_CHECKPOINTS", "40"))
 MODEL, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 OPTIONAL = ("g_idx", "weight_shape", "weight_format")
 OTHER_DTYPES = {torch.int32: torch.int16, torch.int64: torch.float32, torch.int8: torch.int16, torch.uint8: torch.int32}
-ODD: list[Any] = [None, 0, -1, -7, 1, 3, 13, 2**40, 1.5, "128", [], {}, [128], {"a": 1}, "", True]
+ODD: list[Any] = [
+    *(None, 0, -1, -7, 1, 3, 13, 10**6, 10**9, 2**40, 1.5, 1e-300, 1e300, float("nan"), float("inf"), -1e9),
+    *("128", "load", "", True, [], {}, [128], [None], [float("nan")], {"a": 1}),
+]
 
 
 class Bomb:
@@ -128,11 +131,17 @@ def odd_config(rng: Random, folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config))
 
 
-def odd_sizes(rng: Random, folder: Path) -> None:
+def odd_field(rng: Random, folder: Path) -> None:
+    """A field of ``config.json``, or of an object in it, has another value or is not there."""
     config = json.loads((folder / CONFIG).read_text())
-    config[rng.choice(["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"])] = rng.choice(
-        ODD
-    )
+    place, key = config, rng.choice(sorted(config))
+    if isinstance(place[key], dict) and place[key] and rng.random() < 0.8:
+        place = place[key]
+        key = rng.choice(sorted(place))
+    if rng.random() < 0.1:
+        del place[key]
+    else:
+        place[key] = rng.choice(ODD)
     (folder / CONFIG).write_text(json.dumps(config))
 
 
@@ -163,7 +172,7 @@ def pickled_code(rng: Random, folder: Path) -> None:
 
 BREAK = (missing, wrong_shape, wrong_dtype, not_finite, truncated, bad_header, unknown_method, bad_index, pickled_code)
 """Faults that no checkpoint is loaded with."""
-ALTER = (noise_in_header, noise_in_tensors, odd_config, odd_sizes)
+ALTER = (noise_in_header, noise_in_tensors, odd_config, odd_field)
 """Changes that may leave a checkpoint that can be loaded."""
 
 

@@ -175,6 +175,12 @@ def broken(folder: Path, how: str) -> None:
         case "wrong kind":
             text = (folder / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": [3]')
             (folder / "config.json").write_text(text)
+        case str() if "=" in how:
+            name, value = how.split("=")
+            config = json.loads((folder / "config.json").read_text())
+            within = config["rope_parameters"] if name == "rope_theta" else config
+            within[name] = json.loads(value)
+            (folder / "config.json").write_text(json.dumps(config))
         case "dtype: load" | "head_dim: -4" | "num_key_value_heads: x":
             name, value = how.split(": ")
             config = json.loads((folder / "config.json").read_text())
@@ -198,6 +204,10 @@ def broken(folder: Path, how: str) -> None:
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         case "broken defaults":
             (folder / "generation_config.json").write_text("[1]")
+        case "odd ends":
+            (folder / "generation_config.json").write_text('{"eos_token_id": [[1]]}')
+        case "odd special token":
+            (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
 
 
 @pytest.mark.parametrize(
@@ -215,6 +225,16 @@ def broken(folder: Path, how: str) -> None:
         ("dtype: load", "a value of the wrong kind: dtype is 'load'"),
         ("head_dim: -4", "head_dim is -4, and has to be a whole number from 0"),
         ("num_key_value_heads: x", "num_key_value_heads is 'x', and has to be a whole number"),
+        ("rope_theta=NaN", "rope_parameters.rope_theta is nan, and has to be a number from"),
+        ("rope_theta=-10000", "rope_theta is -10000, and"),
+        ("rms_norm_eps=NaN", "rms_norm_eps is nan, and"),
+        ("rms_norm_eps=-1e-6", "rms_norm_eps is -1e-06, and"),
+        ("sliding_window=-5", "sliding_window is -5, and"),
+        ("head_dim=1000000", "head_dim is 1000000, and"),
+        ("num_hidden_layers=0", "num_hidden_layers is 0, and"),
+        ('num_key_value_heads="2"', "num_key_value_heads is '2', and"),
+        ("eos_token_id=1000000000", "eos_token_id is 1000000000, and"),
+        ('tie_word_embeddings="no"', "tie_word_embeddings is 'no', and has to be true or false"),
         ("broken config", "is not JSON"),
         ("deep config", "is not JSON"),
         ("no object", "config.json does not hold an object"),
@@ -224,6 +244,8 @@ def broken(folder: Path, how: str) -> None:
         ("index of numbers", r"index\.json is damaged"),
         ("index of files elsewhere", r"names '\.\./model\.safetensors', which is not a file beside it"),
         ("broken defaults", r"generation_config\.json does not hold an object"),
+        ("odd ends", r"generation_config\.json: eos_token_id is \[\[1\]\], and has to be"),
+        ("odd special token", r"tokenizer_config\.json is not JSON"),
     ],
 )
 def test_broken_checkpoints_are_told_in_one_sentence(tmp_path: Path, how: str, words: str) -> None:

@@ -20,7 +20,7 @@ class Bound(NamedTuple):
 
     def allows(self, value: Any) -> bool:
         if isinstance(value, list) and self.many:
-            return all(self.allows(each) for each in value)
+            return all(self._replace(many=False).allows(each) for each in value)
         kinds = (int,) if self.whole else (int, float)
         return type(value) in kinds and self.least <= value <= self.most  # not of NaN
 
@@ -30,7 +30,7 @@ class Bound(NamedTuple):
         return f"a number from {self.least:g} to {self.most:g}"
 
 
-class Flag(NamedTuple):
+class Flag:
     """True or false, which some files write as numbers."""
 
     def allows(self, value: Any) -> bool:
@@ -69,7 +69,7 @@ FACTOR = Bound(1e-6, 1e6, whole=False)
 SCALE = Bound(-1e6, 1e6, whole=False)
 POSITIONS, WINDOW = Bound(1, MAX_POSITIONS), Bound(-1, MAX_POSITIONS)
 PIXELS = Bound(1, 2**16, many=True)
-TOKEN = Bound(-1, MAX_TOKENS, many=True)
+TOKEN = Bound(-1, MAX_TOKENS)
 
 BOUNDS: dict[str, Bound | Flag | Text] = {
     **dict.fromkeys(("hidden_size", "out_hidden_size", "embed_dim", "d_model"), SIZE),
@@ -110,7 +110,8 @@ BOUNDS: dict[str, Bound | Flag | Text] = {
     **dict.fromkeys(("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size"), PIXELS),
     **dict.fromkeys(("window_size", "mm_tokens_per_image"), PIXELS),
     **dict.fromkeys(("tokens_per_second", "mlp_ratio"), Bound(1e-3, 1e4, whole=False)),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "image_token_id", "image_token_index", "video_token_id"), TOKEN),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), TOKEN._replace(many=True)),
+    **dict.fromkeys(("image_token_id", "image_token_index", "video_token_id"), TOKEN),
     **dict.fromkeys(
         ("attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias"), Flag()
     ),
@@ -140,9 +141,9 @@ def out_of_bounds(
     """Sentences about fields that no model has like this, those in objects within by their path, ``text_config.…``."""
     for name, value in config.items():
         bound = bounds.get(name)
-        if isinstance(value, Mapping) and name not in SKIPPED and not bound:
+        if isinstance(value, Mapping) and name not in SKIPPED and bound is None:
             yield from out_of_bounds(value, bounds, f"{path}{name}.")
-        elif value is not None and bound and not bound.allows(value):
+        elif value is not None and bound is not None and not bound.allows(value):
             yield f"{path}{name} is {_shown(value)}, and has to be {bound}"
 
 
