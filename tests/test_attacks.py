@@ -123,7 +123,21 @@ def a_large_answer(served: Served, tokens: int = 20) -> None:
     assert [len(choice["logprobs"]["content"]) for choice in answer.json()["choices"]] == [tokens] * 128
 
 
-ATTACKS: tuple[Callable[[Served], None], ...] = (huge_shapes, many_words, many_numbers, a_large_answer)
+def endless_grammars(served: Served) -> None:
+    """Whose compilation takes ever more memory. One client leaves, one waits for what becomes of it."""
+    patterns = [{"pattern": f"[a-z]{{{i}}}.*[0-9]"} for i in range(1, 40)]
+    body: dict[str, Any] = {"prompt": "x", "guided_json": {"type": "string", "allOf": patterns}}
+    with suppress(httpx.ReadTimeout):
+        httpx.post(f"{served.url}/completions", json=body, headers=A, timeout=1)
+    body = {"prompt": "x", "guided_regex": "b((a{1000}){1000}){5}"}
+    answer = httpx.post(f"{served.url}/completions", json=body, headers=A, timeout=120)
+    assert answer.status_code == 400 and "compiling it takes more than" in answer.text
+
+
+ATTACKS: tuple[Callable[[Served], None], ...] = (
+    *(huge_shapes, many_words, many_numbers, a_large_answer),
+    endless_grammars,
+)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
