@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 from checkpoints import SMALL, save
+from image_checkpoints import ernie4_5_vl
 from serving import Served
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig
@@ -191,6 +192,11 @@ def test_what_is_refused(
         LLM(folder, **ranks, num_redundant_experts=9)
     with pytest.raises(PenstockError, match="cannot be read: no such file"):
         LLM(folder, **ranks, expert_placement=str(tmp_path / "none.json"))
+    config = ernie4_5_vl().config
+    config.architectures = ["Ernie4_5_VLMoeForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(PenstockError, match="is not counted in Ernie4_5_VL"):
+        Engine(EngineOptions(model=str(tmp_path), expert_load=True))
     (tmp_path / "load.json").write_text('{"num_experts": 4, "layers": {"0": [1, 2]}}')
     assert main(["plan", "experts", str(tmp_path / "load.json"), "--expert-parallel-size", "2"])
     assert "has no layers, or some with another number of experts" in capsys.readouterr().err

@@ -619,6 +619,11 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         from penstock.parallel import SingleRank, shard_heads  # which brings PyTorch
 
         shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
+    if config.experts and config.experts.by_modality and options.expert_load:
+        words = f"the load of experts is not counted in {config.architecture}, which has others for images"
+        raise PenstockError(Code.UNSUPPORTED, words, "expert_load")
+    if options.expert_load and config.model_impl != "penstock":
+        raise PenstockError(Code.UNSUPPORTED, "transformers' experts are not counted", "expert_load")
     _check_experts(options, config.experts.num_experts if config.experts else 0)
 
 
