@@ -15,6 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaOnevisionConfig,
@@ -27,6 +29,8 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -319,6 +323,66 @@ def onevision_inputs(
     return dict(tokenizer(first, return_tensors="pt")) | seen
 
 
+# --- InternVL ---------------------------------------------------------------------------------------------------------
+
+INTERNVL_NAMES = {
+    "context_image_token": "<IMG_CONTEXT>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "video_token": "<video>",
+}
+
+
+def internvl(rng: Random | None = None) -> PreTrainedModel:
+    text = TEXT | {"model_type": "qwen2"}
+    vision, edge, merge = VISION | {"patch_size": [4, 4]}, 16, 2
+    if rng:
+        text = draw_text(rng) | {"model_type": rng.choice(["qwen2", "qwen3", "llama"])}
+        vision, merge, patch = draw_vision(rng), rng.choice([1, 2, 4]), rng.choice([3, 4])
+        vision |= {"patch_size": [patch, patch], "attention_bias": flag(rng), "use_qk_norm": flag(rng)}
+        vision |= {"norm_type": rng.choice(["layer_norm", "rms_norm"]), "use_mean_pooling": flag(rng)}
+        edge = patch * merge * rng.choice([1, 2])
+    text = {name: each for name, each in text.items() if name != "head_dim" or text["model_type"] != "qwen2"}
+    vision |= {"image_size": [edge, edge], "layer_scale_init_value": 0.5}
+    layer = draw_layers(rng, vision["num_hidden_layers"])
+    grid = edge // vision["patch_size"][0] // merge
+    return InternVLForConditionalGeneration(
+        InternVLConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=FIRST + 3,
+            image_seq_length=grid**2,
+            downsample_ratio=1 / merge,
+            vision_feature_layer=layer,
+            tie_word_embeddings=bool(rng and flag(rng)),
+        )
+    )
+
+
+def internvl_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> GotOcr2ImageProcessorPil:
+    edge = model.config.vision_config.image_size[0]
+    return GotOcr2ImageProcessorPil(size={"height": edge, "width": edge}, **{"crop_to_patches": True} | kwargs)
+
+
+def internvl_inputs(
+    model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """As ``InternVLProcessor``, whose processor of videos takes torchvision."""
+    seen = dict(internvl_processor(model, kwargs)(images, return_tensors="pt")) if images else {}
+    names = INTERNVL_NAMES
+    processor = SimpleNamespace(
+        image_seq_length=model.config.image_seq_length,
+        start_image_token=names["start_image_token"],
+        image_token=names["context_image_token"],
+        end_image_token=names["end_image_token"],
+    )
+    first, *rest = text.split(names["context_image_token"])
+    for number, part in enumerate(rest):
+        first += InternVLProcessor.replace_image_token(processor, seen, number) + part
+    seen.pop("num_patches", None)
+    return dict(tokenizer(first, return_tensors="pt")) | seen
+
+
 SCAN = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8}
 FAMILIES = {
     "gemma3": Family(
@@ -347,6 +411,15 @@ FAMILIES = {
         inputs=llava_inputs,
         names={},
         kwargs=({},),
+    ),
+    "internvl": Family(
+        marks=tuple(INTERNVL_NAMES.values()),
+        marker=INTERNVL_NAMES["context_image_token"],
+        model=internvl,
+        image_processor=internvl_processor,
+        inputs=internvl_inputs,
+        names=INTERNVL_NAMES,
+        kwargs=({}, {"max_patches": 3}, {"min_patches": 4, "max_patches": 6}, {"crop_to_patches": False}),
     ),
     "llava with Pixtral": Family(
         marks=PIXTRAL_MARKS,

@@ -12,6 +12,7 @@ ARCHITECTURES = ("Qwen2VLForConditionalGeneration", WINDOWED, *DEEPSTACK)
 ERNIE = "Ernie4_5_VLMoeForConditionalGeneration"
 GEMMA3 = "Gemma3ForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
+INTERNVL = "InternVLForConditionalGeneration"
 LLAVA = ("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")
 
 
@@ -28,6 +29,10 @@ def vision_weights(config: Mapping[str, Any]) -> int:
         return _pixtral_weights(config)
     if architecture == ERNIE:
         return _ernie_weights(config)
+    if architecture == INTERNVL:
+        vision, merged = config["vision_config"], round(1 / float(config["downsample_ratio"])) ** 2
+        encoder = vit_weights(vision, _depth(config), others=2)  # the class token, and its position
+        return encoder + _projector_weights(config, merged * int(vision["hidden_size"]))
     if architecture in LLAVA:
         clip, vision = config["vision_config"].get("model_type") == "clip_vision_model", config["vision_config"]
         return vit_weights(vision, _depth(config), others=clip) + _projector_weights(config, int(vision["hidden_size"]))

@@ -17,6 +17,7 @@ from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
 
 from .gemma3 import read_gemma3
+from .internvl import read_internvl
 from .llava import read_llava, read_onevision
 from .pixtral import read_pixtral
 from .prompts import ImageProcessor, Reader
@@ -118,6 +119,7 @@ def smart_resize(
 
 READERS: dict[str, Reader] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "InternVLForConditionalGeneration": read_internvl,
     "LlavaForConditionalGeneration": read_llava,
     "LlavaOnevisionForConditionalGeneration": read_onevision,
     "Mistral3ForConditionalGeneration": read_pixtral,
