@@ -23,6 +23,13 @@ void attention(const Attention& a, int64_t task) {
   with_kept(a.type, a.rounded, [&]<class T, class K>() { a.latent ? latent_task<T, K>(a, task) : attention_task<T, K>(a, task); });
 }
 
+void latent_join(const Attention& a, int64_t task) {
+  if (a.type == Type::float32)
+    join_parts<float>(a, task);
+  else
+    join_parts<bf16>(a, task);
+}
+
 void latent_store(const LatentStore& a, int64_t token) {
   with_kept(a.type, a.rounded, [&]<class T, class K>() { store_latent<T, K>(a, token); });
 }

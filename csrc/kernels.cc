@@ -80,6 +80,7 @@ void store(const Store& a, int64_t token);
 void export_kv(const Exchange& a, int64_t task);
 void import_kv(const Exchange& a, int64_t task);
 void attention(const Attention& a, int64_t task);
+void latent_join(const Attention& a, int64_t task);
 void latent_store(const LatentStore& a, int64_t token);
 
 #define PENSTOCK_TEXT(x) #x
@@ -117,6 +118,7 @@ const Kernels kernels = {
     export_kv,
     import_kv,
     attention,
+    latent_join,
     latent_store,
     by_head,
     read,

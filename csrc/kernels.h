@@ -272,7 +272,9 @@ struct Attention {
   const int32_t* block_tables;  // [sequences, table_width]
   const int32_t* query_starts;  // [sequences + 1]
   const int32_t* lengths;       // [sequences]
-  const int32_t* tiles;         // [tasks, 2]: sequence and first row (query * heads per kv head) of each task
+  // [tasks, 2]: sequence and first row (query * heads per kv head) of each task; of a latent cache [tasks, 4]: these, and
+  // which part of the positions (kPart) the task takes, of how many parts; -1: all of them, in turn.
+  const int32_t* tiles;
   int64_t tasks, heads, kv_heads, dim, block_size, table_width, window;
   int64_t out_stride;  // elements from one token to the next
   float scale;
@@ -282,6 +284,7 @@ struct Attention {
   const float* sinks;  // [heads]: scores that take part in the softmax and have no value; null: none
   int64_t latent;     // of a latent cache, elements of a value; 0: the cache has keys and values
   int64_t task_rows;  // of a latent cache: queries times heads of a task
+  float* partial;     // of a latent cache: [tasks, task_rows, latent + 32], what rows come to in a task's part
   bool causal;  // else a query sees the positions after its own, too: all, or as many as `window` has before it
   const int32_t* key_ends;  // [tokens]: behind the last position that each query sees; null: as `causal` says
   bool chunked;  // a query sees its own chunk of `window` positions, from the beginning
@@ -321,6 +324,9 @@ struct Read {
 
 // Positions that attention takes together, whatever the block size, on which its results therefore do not depend.
 constexpr int64_t kSpan = 64;
+
+// Positions of a latent cache that are summed together, by whichever thread: sums of parts are joined in their order.
+constexpr int64_t kPart = 512;
 
 // Positions of a panel, of which both blocks and spans are made: a span, unless it is not of whole blocks. Block sizes are
 // multiples of 16.
@@ -368,6 +374,7 @@ struct Kernels {
   void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
   void (*import_kv)(const Exchange&, int64_t task);
   void (*attention)(const Attention&, int64_t task);
+  void (*latent_join)(const Attention&, int64_t task);  // parts of the same rows, if the task takes the first of them
   void (*latent_store)(const LatentStore&, int64_t task);
   void (*by_head)(const ByHead&, int64_t task);  // of a head and linear_rows rows
   void (*read)(const Read&, int64_t task);

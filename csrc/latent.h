@@ -146,51 +146,110 @@ void lay_out(const Panel<K>& span, int64_t at, const LatentPanel<K>& panel, int6
   }
 }
 
+// What a row of queries has come to at some positions.
+struct Sums {
+  float* out;  // of values, times their weights
+  f32x16* total;  // of weights
+  float* top;     // the score that these are relative to
+};
+
+// Sums over later positions join those over earlier ones.
+PENSTOCK_APART void join_sums(const Sums& sums, const Sums& later, int64_t latent, float power) {
+  if (*later.top == kNever) return;
+  const float top = *later.top > *sums.top ? *later.top : *sums.top;
+  const f32x16 keep = exp2<false>(all((*sums.top - top) * power)), join = exp2<false>(all((*later.top - top) * power));
+  for (int64_t d = 0; d < latent; d += 16)
+    store(sums.out + d, fma(load(later.out + d), join, load(sums.out + d) * keep));
+  *sums.total = fma(*later.total, join, *sums.total * keep);
+  *sums.top = top;
+}
+
+template <class T>
+inline void finish_row(const Sums& sums, T* out, int64_t latent) {
+  const f32x16 share = all(1.0f / sum(*sums.total));
+  for (int64_t d = 0; d < latent; d += 16) store(out + d, load(sums.out + d) * share);
+}
+
+inline float power_of(const Attention& a) { return a.scale * 1.44269504088896341f; }
+
+// A row's sums in a task's part.
+inline Sums partial_sums(const Attention& a, int64_t task, int64_t row) {
+  float* to = a.partial + (task * a.task_rows + row) * (a.latent + 32);
+  return {to, (f32x16*)(to + a.latent), to + a.latent + 16};
+}
+
+// The rows that a task takes, of which its tile names the first.
+inline int64_t rows_of_task(const Attention& a, const int32_t* tile) {
+  const int64_t queries = a.query_starts[tile[0] + 1] - a.query_starts[tile[0]], left = queries * a.heads - tile[1];
+  return left < a.task_rows ? left : a.task_rows;
+}
+
+template <class T>
+void join_parts(const Attention& a, int64_t task) {
+  const int32_t* tile = a.tiles + 4 * task;
+  if (tile[2] != 0) return;
+  T* out = (T*)a.out + (a.query_starts[tile[0]] * a.heads + tile[1]) * a.latent;
+  const int64_t count = rows_of_task(a, tile);
+  for (int64_t row = 0; row < count; row++) {
+    const Sums sums = partial_sums(a, task, row);
+    for (int64_t part = 1; part < tile[3]; part++)
+      join_sums(sums, partial_sums(a, task + part, row), a.latent, power_of(a));
+    finish_row(sums, out + row * a.latent, a.latent);
+  }
+}
+
 // The memory of a task, which is this thread's.
 template <class K>
 struct LatentMemory {
+  static constexpr int64_t kRows = kLatentGroups * kTaskRows;
   std::vector<Line> q, out, span;
+  std::vector<Line> before;  // as `out`: of the parts before
+  f32x16 total[kRows];
+  float top[kRows];
   Rows<K> groups[kLatentGroups];
 
   LatentMemory()
-      : q(ceil_div(kLatentGroups * kTaskRows * kMaxLatentKey * sizeof(typename K::KeyStep::In), sizeof(Line))),
-        out(ceil_div(kLatentGroups * kTaskRows * kMaxLatent * sizeof(float), sizeof(Line))),
-        span(ceil_div(Panel<K>::bytes(kMaxLatentKey, kSpan), sizeof(Line))) {}
+      : q(ceil_div(kRows * kMaxLatentKey * sizeof(typename K::KeyStep::In), sizeof(Line))),
+        out(ceil_div(kRows * kMaxLatent * sizeof(float), sizeof(Line))),
+        span(ceil_div(Panel<K>::bytes(kMaxLatentKey, kSpan), sizeof(Line))),
+        before(out.size()) {}
+
+  Rows<K>& group(int64_t row) { return groups[row / kTaskRows]; }
+
+  // Sums of the part at work, and of those before it.
+  Sums now(int64_t row, int64_t latent) {
+    Rows<K>& rows = group(row);
+    const int64_t r = row % kTaskRows;
+    return {rows.out + r * latent, rows.total + r, rows.top + r};
+  }
+  Sums sums(int64_t row, int64_t latent) {
+    return {(float*)before.data() + row * latent, total + row, top + row};
+  }
 };
 
+inline void copy_sums(const Sums& to, const Sums& from, int64_t latent) {
+  memcpy(to.out, from.out, latent * sizeof(float));
+  memcpy(to.total, from.total, sizeof(f32x16));
+  *to.top = *from.top;
+}
+
+// Attends to the positions from `begin` to `last`, which are at most a part.
 template <class T, class K>
-void latent_task(const Attention& a, int64_t task) {
-  thread_local LatentMemory<K> memory;
-  const int64_t sequence = a.tiles[2 * task], first_row = a.tiles[2 * task + 1], dim = a.dim, latent = a.latent;
-  const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
-  const int64_t before = a.lengths[sequence] - queries, left = queries * a.heads - first_row;
-  const int64_t count = left < a.task_rows ? left : a.task_rows, groups = ceil_div(count, kTaskRows);
+void attend_part(const Attention& a, LatentMemory<K>& memory, int64_t sequence, int64_t count, int64_t begin,
+                 int64_t last) {
+  const int64_t dim = a.dim, latent = a.latent, groups = ceil_div(count, kTaskRows);
+  const int64_t size = panel_of(a.block_size), of_block = a.block_size / size;
   auto rows_of = [&](int64_t group) { return int(group + 1 < groups ? kTaskRows : count - group * kTaskRows); };
   for (int64_t group = 0; group < groups; group++) {
     Rows<K>& rows = memory.groups[group];
-    rows.q = (typename K::KeyStep::In*)memory.q.data() + group * kTaskRows * kMaxLatentKey;
-    rows.out = (float*)memory.out.data() + group * kTaskRows * kMaxLatent;
     memset(rows.out, 0, rows_of(group) * latent * sizeof(float));
     for (int r = 0; r < rows_of(group); r++) {
-      const int64_t row = first_row + group * kTaskRows + r;
-      const T* q = (const T*)a.q + (start * a.heads + row) * dim;
       rows.top[r] = kNever;
       rows.total[r] = f32x16{};
-      rows.seen[r] = before + row / a.heads;
-      rows.from[r] = 0;
-      if constexpr (K::kRounds) {
-        int8_t rounded[kMaxLatentKey];
-        rows.rounding[r] = round_row(q, dim, rounded);
-        prepare<typename K::KeyStep>(rounded, dim, rows.q + r * dim);
-      } else {
-        prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
-      }
     }
   }
-  const int64_t size = panel_of(a.block_size), of_block = a.block_size / size;
-  const int64_t last = before + (first_row + count - 1) / a.heads;
   Panel<K> span(memory.span.data(), 0, dim, kSpan);
-  for (int64_t at = 0; at <= last; at += kSpan) {
+  for (int64_t at = begin; at <= last; at += kSpan) {
     for (int64_t position = at; position <= last && position < at + kSpan; position += size) {
       const int64_t panel = position / size, block = a.block_tables[sequence * a.table_width + panel / of_block];
       const int64_t some = last + 1 - position < size ? ceil_div(last + 1 - position, 4) * 4 : size;
@@ -201,14 +260,52 @@ void latent_task(const Attention& a, int64_t task) {
     for (int64_t group = 0; group < groups; group++)
       for (int first = 0, rows = rows_of(group); first < rows; first += together)
         attend<K>(memory.groups[group], first, rows - first < together ? rows - first : together, span, span, dim, latent,
-                  at, a.scale * 1.44269504088896341f);
+                  at, power_of(a));
   }
-  for (int64_t group = 0; group < groups; group++) {
-    const Rows<K>& rows = memory.groups[group];
-    for (int r = 0; r < rows_of(group); r++) {
-      const f32x16 share = all(1.0f / sum(rows.total[r]));
-      T* out = (T*)a.out + (start * a.heads + first_row + group * kTaskRows + r) * latent;
-      for (int64_t d = 0; d < latent; d += 16) store(out + d, load(rows.out + r * latent + d) * share);
+}
+
+template <class T, class K>
+void latent_task(const Attention& a, int64_t task) {
+  thread_local LatentMemory<K> memory;
+  const int32_t* tile = a.tiles + 4 * task;
+  const int64_t sequence = tile[0], first_row = tile[1], part = tile[2], dim = a.dim, latent = a.latent;
+  const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
+  const int64_t before = a.lengths[sequence] - queries, count = rows_of_task(a, tile);
+  for (int64_t row = 0; row < count; row++) {
+    Rows<K>& rows = memory.group(row);
+    const int64_t r = row % kTaskRows, group = row / kTaskRows;
+    rows.q = (typename K::KeyStep::In*)memory.q.data() + group * kTaskRows * kMaxLatentKey;
+    rows.out = (float*)memory.out.data() + group * kTaskRows * kMaxLatent;
+    const T* q = (const T*)a.q + (start * a.heads + first_row + row) * dim;
+    rows.seen[r] = before + (first_row + row) / a.heads;
+    rows.from[r] = 0;
+    if constexpr (K::kRounds) {
+      int8_t rounded[kMaxLatentKey];
+      rows.rounding[r] = round_row(q, dim, rounded);
+      prepare<typename K::KeyStep>(rounded, dim, rows.q + r * dim);
+    } else {
+      prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
+    }
+  }
+  const int64_t last = before + (first_row + count - 1) / a.heads;
+  auto end_of = [&](int64_t number) { return last < (number + 1) * kPart ? last : (number + 1) * kPart - 1; };
+  if (part >= 0) {  // others take the other parts
+    attend_part<T, K>(a, memory, sequence, count, part * kPart, end_of(part));
+    for (int64_t row = 0; row < count; row++)
+      copy_sums(partial_sums(a, task, row), memory.now(row, latent), latent);
+    return;
+  }
+  T* out = (T*)a.out + (start * a.heads + first_row) * latent;
+  for (int64_t number = 0; number * kPart <= last; number++) {
+    attend_part<T, K>(a, memory, sequence, count, number * kPart, end_of(number));
+    const bool ends = (number + 1) * kPart > last;
+    for (int64_t row = 0; row < count; row++) {
+      const Sums now = memory.now(row, latent), sums = memory.sums(row, latent);
+      if (number)
+        join_sums(sums, now, latent, power_of(a));
+      else if (!ends)
+        copy_sums(sums, now, latent);
+      if (ends) finish_row(number ? sums : now, out + row * latent, latent);
     }
   }
 }

@@ -524,6 +524,44 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
   });
 }
 
+// The tasks of attention over a latent cache. One of many rows lays out the cache less often, as long as there is one for
+// each thread. Where rows do not give every thread one, parts of the positions do.
+struct alignas(64) Piece {
+  float numbers[16];
+};
+
+struct LatentTasks {
+  std::vector<int32_t> tiles;
+  int64_t rows;
+  float* partial;
+};
+
+LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, int64_t heads,
+                         int64_t latent) {
+  const int64_t threads = pool()->threads();
+  auto tasks = [&](int64_t each, bool split) {
+    const int64_t fair = ceil_div(ceil_div(starts[sequences] * heads, kernels->attention_rows), ceil_div(threads, each));
+    LatentTasks made{{}, kernels->attention_rows * (fair < 1 ? 1 : fair > kLatentGroups ? kLatentGroups : fair), nullptr};
+    for (int64_t sequence = 0; sequence < sequences; sequence++) {
+      const int64_t rows = (starts[sequence + 1] - starts[sequence]) * heads;
+      const int64_t parts = split ? ceil_div(lengths[sequence], kPart) : 1;
+      for (int64_t row = 0; row < rows; row += made.rows)
+        for (int64_t part = 0; part < parts; part++)
+          for (int64_t number : {sequence, row, split ? part : -1, parts}) made.tiles.push_back(int32_t(number));
+    }
+    return made;
+  };
+  LatentTasks whole = tasks(1, false);
+  const int64_t parts = sequences ? ceil_div(*std::max_element(lengths, lengths + sequences), kPart) : 0;
+  if (int64_t(whole.tiles.size()) / 4 > threads || parts < 2 || threads < 2) return whole;
+  LatentTasks split = tasks(parts, true);
+  static thread_local std::vector<Piece> memory;
+  const size_t pieces = split.tiles.size() / 4 * split.rows * (latent + 32) / 16;
+  if (memory.size() < pieces) memory.resize(pieces);
+  split.partial = (float*)memory.data();
+  return split;
+}
+
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded, float cap,
@@ -532,9 +570,15 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const int32_t* starts = at<int32_t>(query_starts);
     std::vector<int32_t> tiles;
     int64_t task_rows = kernels->attention_rows;
-    if (latent) {  // a task of many rows lays out the cache less often, as long as there is one for each thread
-      const int64_t fair = ceil_div(starts[size.sequences] * heads, pool()->threads() * task_rows);
-      task_rows *= fair < 1 ? 1 : fair > kLatentGroups ? kLatentGroups : fair;
+    if (latent) {
+      const LatentTasks tasks = latent_tasks(starts, at<int32_t>(lengths), size.sequences, heads, latent);
+      Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
+                     at<int32_t>(lengths), tasks.tiles.data(), int64_t(tasks.tiles.size()) / 4, heads, kv_heads, dim,
+                     block_size, table_width, window, out_stride, scale, Type(type), rounded, cap, nullptr, latent,
+                     tasks.rows, tasks.partial, causal, nullptr, chunked};
+      pool()->run(args.tasks, [&](int64_t task) { kernels->attention(args, task); });
+      if (tasks.partial) pool()->run(args.tasks, [&](int64_t task) { kernels->latent_join(args, task); });
+      return;
     }
     for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
       const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
@@ -547,7 +591,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
                          at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
                          window, out_stride, scale, Type(type), rounded, cap, at<float>(sinks), latent,
-                         task_rows, causal, at<int32_t>(key_ends), chunked};
+                         task_rows, nullptr, causal, at<int32_t>(key_ends), chunked};
     pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
   });
 }

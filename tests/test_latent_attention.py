@@ -182,6 +182,40 @@ def test_latent_attention(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("instruction_set")
+@settings(max_examples=8, deadline=None)
+@given(seed=seeds)
+def test_threads_that_share_positions(seed: int) -> None:
+    """Long sequences, against the reference; the same bits whatever the number of threads, and every row alone."""
+    rng = Random(seed)
+    dtype, heads, new = rng.choice(DTYPES), rng.choice((4, 16, 50)), rng.choice((1, 1, 30))
+    spec, rope = draw_spec(rng, dtype, 64, rng.choice(KEPT))
+    lengths = [rng.randint(new, 1700) for _ in range(rng.choice((1, 1, 2)))]
+    ours, theirs = (ops.new_kv_cache([spec], 27 * len(lengths), CPU)[0] for ops in (cpu, reference))
+    tables = torch.randperm(27 * len(lengths)).int().view(-1, 27)
+    for table, length in zip(tables, lengths, strict=True):
+        at = torch.arange(length)
+        vectors = randn(rng.getrandbits(31), length, spec.head_dim, dtype=dtype)
+        for ops, cache in ((cpu, ours), (reference, theirs)):
+            store(ops, cache, vectors, rope, table.long()[at // 64] * 64 + at % 64)
+    q, scale = randn(seed, new * len(lengths), heads, spec.head_dim, dtype=dtype), spec.head_dim**-0.5
+    starts = torch.arange(0, len(q) + 1, new).int()
+    metadata, before = AttentionMetadata(starts, torch.tensor(lengths).int(), tables), kernels.threads()
+    try:
+        got = []
+        for threads in (1, 2, 5):
+            cpu.set_threads(threads)
+            got.append(cpu.latent_attention(q, ours, metadata, scale, spec.latent))
+        row = rng.randrange(new)
+        alone = AttentionMetadata(torch.tensor([0, 1]).int(), torch.tensor([lengths[0] - new + row + 1]).int(), tables)
+        got.append(cpu.latent_attention(q[row : row + 1], ours, alone, scale, spec.latent))
+    finally:
+        cpu.set_threads(before)
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2]) and torch.equal(got[0][row], got[3][0])
+    error = (got[0] - reference.latent_attention(q, theirs, metadata, scale, spec.latent)).float()
+    assert error.square().mean() < 4e-4 * got[0].float().square().mean()
+
+
+@pytest.mark.usefixtures("instruction_set")
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_heads_by_their_own_matrices(seed: int) -> None:
