@@ -107,7 +107,7 @@ class Fuzz:
         region.buf[:4] = b"\2\0\0\0"  # the number that a base takes from there
         try:
             await self._connected(self._look())
-            with tqdm(total=count, disable=count < 5000) as self._bar:
+            with tqdm(total=count, disable=count < 5000, desc=f"fuzz {self._seed}", mininterval=1) as self._bar:
                 await self._connected(self._send(range(warm)))
                 await settled(self._served)
                 memory, before = resident(self._served), possessions(self._served)
@@ -235,7 +235,7 @@ class Fuzz:
                 answer = b""
         finally:
             writer.close()
-        found = re.match(rb"HTTP/1\.1 (\d+)", answer)
+        found = re.match(rb"(?:HTTP/1\.1 100 Continue\r\n\r\n)?HTTP/1\.1 (\d+)", answer)
         status = int(found[1]) if found else 0
         return f"raw {status or 'closed'}", judged(status, b"") if status >= 500 else ""
 

@@ -64,6 +64,8 @@ TEXT = {"inputs": [tensor("text_input", "BYTES", [PROMPT]), ints("max_tokens", 2
 FIELDS = {"text_input": PROMPT, "max_tokens": 2, "temperature": 0.5, "top_k": 3, "stop_words": ["zq"]}
 SAMPLING = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1, "stop": ["zq"]}
 CHAT = {"messages": QUESTION, **SAMPLING}
+MODEL = "penstock-demo"
+OLLAMA = {"options": {"num_predict": 2, "temperature": 0.5, "seed": 1, "stop": ["zq"]}, "keep_alive": "5m"}
 PADDLE = {"req_id": "a", "max_dec_len": 2, "temperature": 0.5, "topp": 0.5, "penalty_score": 1.1}
 SHM = "/v2/systemsharedmemory"
 PLACE = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
@@ -123,6 +125,21 @@ BASES = [
     Base("/tokenize", {"prompt": PROMPT, "add_special_tokens": False}),
     Base("/detokenize", {"tokens": [5, 6]}),
     Base("/generate", {"prompt": PROMPT, "stream": True, "top_k": 3, "ignore_eos": True, **SAMPLING}),
+    Base("/api/chat", {"model": MODEL, "messages": QUESTION, "options": {"num_predict": 2, "top_k": 3}}),
+    Base("/api/chat", {"model": MODEL, "messages": QUESTION, "stream": False, "format": SCHEMA} | OLLAMA),
+    Base(
+        "/api/chat",
+        {"model": MODEL, "messages": QUESTION, "tools": [{"type": "function", "function": FUNCTION}]} | OLLAMA,
+    ),
+    Base(
+        "/api/generate", {"model": MODEL, "prompt": PROMPT, "system": "x", "logprobs": True, "top_logprobs": 2} | OLLAMA
+    ),
+    Base("/api/generate", {"model": MODEL, "prompt": PROMPT, "raw": True, "stream": False} | OLLAMA),
+    Base("/api/embed", {"model": MODEL, "input": [PROMPT, "x"], "dimensions": 8, "truncate": True}),
+    Base("/api/embeddings", {"model": MODEL, "prompt": PROMPT}),
+    Base("/api/show", {"model": MODEL, "verbose": True}),
+    Base("/api/pull", {"name": MODEL}),
+    *[Base(f"/api/{name}", {"model": MODEL}, status=400) for name in ("create", "copy", "push")],
     Base("/ping", {}),
     Base("/reset_prefix_cache", {}),
     Base("/abort_requests", {"request_ids": ["nobody"]}),
