@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test test-install thorough executors exactness sanitize reliability reliability-pd lint ask train clean
+.PHONY: serve test test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
@@ -56,18 +56,15 @@ build/exactness/%.txt: $(shell find src csrc tests/test_exactness.py -name '*.py
 	mv $@.drawn $@; grep ^portion $@
 
 # 100,000 mutated requests over HTTP, and 20,000 over gRPC, in portions, each of a server and a seed of its own, with a progress bar.
-# What a portion found stays in build/fuzz/, so that an interrupted run goes on; `make clean-fuzz` forgets it.
+# What a portion found stays in build/fuzz/, so that an interrupted run goes on, and is drawn again once code has changed.
 fuzz: .venv/tools $(foreach portion,1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20,build/fuzz/$(portion).txt)
 	@grep -h requests build/fuzz/*.txt
 
-build/fuzz/%.txt: | .venv/tools
+build/fuzz/%.txt: $(shell find src csrc tests/fuzz*.py -name '*.py' -o -path 'csrc/*' -type f) | .venv/tools
 	@mkdir -p $(@D)
 	PENSTOCK_FUZZ_SEED=$* PENSTOCK_FUZZ_REQUESTS=5000 $(BIN)/python -m pytest -s tests/test_fuzz.py >$@.drawn \
 		|| { cat $@.drawn; exit 1; }
 	@mv $@.drawn $@
-
-clean-fuzz:
-	rm -rf build/fuzz
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: .venv/tools
