@@ -18,6 +18,8 @@ from tritonclient.grpc import service_pb2 as pb
 from penstock.serve.http.reply import INTERNAL
 
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+OWN_END = "Internal error from Core"
+"""What gRPC's client says where its own deadline passes while it writes."""
 MODELS = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model")
 METADATA = (("x-request-id", "same"), ("x-request-id", "\x7f"), ("authorization", "TOKEN"), ("x-api-key", "x" * 2000))
 
@@ -255,6 +257,8 @@ async def ask(channel: grpc.aio.Channel, call: Call, deadline: float) -> tuple[s
             await method(call.messages[0], **options)
     except grpc.aio.AioRpcError as error:
         code = error.code()
+        if call.patience and error.details() == OWN_END:
+            return "gRPC left", ""
         if code in FAULTS or (code is grpc.StatusCode.DEADLINE_EXCEEDED and not call.patience):
             told = f"{code.name} {error.details()}"
         return f"gRPC {'left' if call.patience else code.name}", told

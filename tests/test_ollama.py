@@ -116,6 +116,7 @@ def test_embeddings(client: ollama.Client) -> None:
     assert len(both.embeddings) == 2 and both.prompt_eval_count
     assert [*client.embeddings(MODEL, "another").embedding] == pytest.approx([*both.embeddings[1]])
     assert len(client.embed(MODEL, "one", dimensions=16).embeddings[0]) == 16
+    assert not client.embed(MODEL, []).embeddings
 
 
 @pytest.mark.row("ollama", "/api/tags", "/api/ps", "/api/show")

@@ -27,7 +27,7 @@ from .embeddings import OllamaEmbeddingHandler
 from .handler import OllamaHandler, calls_of, chat_pieces, raw_pieces
 from .models import OllamaModels
 from .requests import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, OllamaRequest, ShowRequest
-from .responses import ERROR_FORMAT, MEDIA_TYPE, Answer, AnswerMessage, encode, now
+from .responses import ERROR_FORMAT, MEDIA_TYPE, Answer, AnswerMessage, Embeddings, encode, now
 
 T = TypeVar("T", bound=OllamaRequest)
 Answering = Callable[[Request, bytes], Response | Awaitable[Response]]
@@ -78,6 +78,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             request, _ = await read(raw_request, schema)
             service = models.find(request.model)
             name = models.name_of(request.model or "")
+            if isinstance(request, EmbedRequest) and not request.input and isinstance(request.input, list):
+                none = Embeddings(model=request.model or name, embeddings=[], total_duration=0, prompt_eval_count=0)
+                return Response(encode(none), media_type="application/json")
             handler = OllamaEmbeddingHandler(service, record_of(raw_request.scope), request, name)
             return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
 
