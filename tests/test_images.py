@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import struct
 import threading
 import zlib
@@ -546,6 +547,20 @@ def test_usage_counts_features(server: Served) -> None:
         for height in (24, 48)
     )
     assert small and large and large.prompt_tokens - small.prompt_tokens == 9
+
+
+def test_metrics_tell_of_the_encoder(server: Served) -> None:
+    asked = {"messages": user(openai_part(noise(7, 24, 24))), "max_tokens": 1}
+    for salt in ("a", "b"):  # so that the prefix cache has nothing
+        httpx.post(f"{server.url}/chat/completions", json=asked | {"cache_salt": salt}).raise_for_status()
+    found: dict[str, float] = {}
+    while found.get("vllm:mm_cache_hits_total", 0) < 1:  # the engine tells now and then
+        page = httpx.get(f"{server.root}/metrics").text
+        found = {name: float(value) for name, value in re.findall(r"^(\w+:\w+){[^}]*} (\S+)$", page, re.M)}
+    assert found["vllm:mm_cache_queries_total"] > found["penstock:mm_cache_hits_total"]
+    tokens = found["penstock:encoder_cache_tokens"]
+    assert tokens >= 9 * found["penstock:encoder_cache_entries"] > 0
+    assert found["penstock:encoder_cache_bytes"] == tokens * 64 * 4  # float32
 
 
 def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:

@@ -335,6 +335,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
     has_vision: bool = False
     """Whether prompts may have images."""
+    feature_bytes: int = 0
+    """Bytes of an image's feature; 0 of a model that sees no images."""
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):

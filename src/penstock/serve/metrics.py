@@ -19,6 +19,7 @@ from penstock.core import Failure, SamplingParams
 from penstock.engine.service.messages import Stats
 from penstock.frontend.outputs import RequestOutput
 
+from .encoder_metrics import encoder_metrics
 from .expert_load import expert_metrics
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -73,7 +74,7 @@ SAME_NAME_IN_VLLM = (
     "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds "
     "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
     "spec_decode_num_accepted_tokens_per_pos external_prefix_cache_queries external_prefix_cache_hits "
-    "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc"
+    "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
 ).split()
 VLLM_NAMES = {f"vllm:{name}": name for name in SAME_NAME_IN_VLLM} | {
     "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
@@ -448,3 +449,4 @@ class _EngineMetrics:
                 by_place.add_metric([model, str(place)], count)
         yield by_place
         yield from expert_metrics(self._engines)
+        yield from encoder_metrics(self._engines)

@@ -32,6 +32,16 @@ class EncoderCache:
         self._evicted: dict[bytes, None] = {}
         self._to_encode: dict[bytes, ImageInput] = {}
 
+    @property
+    def num_entries(self) -> int:
+        """Number of images whose features are kept."""
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Their features."""
+        return self._used
+
     def begin_step(self) -> None:
         """A step is about to be planned."""
         self._needed.clear()

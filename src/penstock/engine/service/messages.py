@@ -267,6 +267,16 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of damaged files, and of reads that took too long."""
     offload_disk_write_failures: int = 0
     """Counter of blocks that could not be written."""
+    encoder_queries: int = 0
+    """Counter of images and pairs of frames whose features steps needed."""
+    encoder_hits: int = 0
+    """Counter of those whose features were kept."""
+    encoder_entries: int = 0
+    """Images and pairs of frames whose features are kept."""
+    encoder_tokens: int = 0
+    """Their features."""
+    encoder_bytes: int = 0
+    """Of these, on each worker."""
     expert_load: dict[int, list[int]] = {}
     """Counters of the tokens that chose each expert, by layer; empty without the option ``expert_load``."""
     replicas: list[Stats] = []

@@ -468,6 +468,7 @@ class EngineServer:
         kv_counts = {f"kv_{name}": count for name, count in connector.counts.items()} if connector else {}
         offloading = self._engine.kv_offloading
         offload_counts = {f"offload_{name}": count for name, count in offloading.counts.items()} if offloading else {}
+        encoder = scheduler.encoder_cache
         items = self._engine.last_plan.scheduled if scheduler.running else []
         prefills = [item for item in items if item.start < item.sequence.prompt_length]
         return messages.Stats(
@@ -492,6 +493,11 @@ class EngineServer:
             **draft_counts,
             **kv_counts,
             **offload_counts,
+            encoder_queries=encoder.num_encoded + encoder.num_hits,
+            encoder_hits=encoder.num_hits,
+            encoder_entries=encoder.num_entries,
+            encoder_tokens=encoder.num_tokens,
+            encoder_bytes=encoder.num_tokens * self._engine.info.feature_bytes,
         )
 
     def _send_report(self, report: messages.StartReport) -> None:

@@ -173,6 +173,7 @@ def load_models(
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,
         has_vision=model.vision is not None,
+        feature_bytes=_feature_bytes(model),
         token_types=config.encoder.type_vocab_size if config.encoder else 0,
         heads=tuple(model.heads),
         embedding_size=model.heads["dense"].outputs if "dense" in model.heads else config.hidden_size,
@@ -268,3 +269,9 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
         words = f"the draft model knows {config.vocab_size} tokens, and the model {model.vocab_size}"
         raise invalid("speculative_config", words)
     return Draft(folder, "draft_model", config)
+
+
+def _feature_bytes(model: Model) -> int:
+    if model.vision is None:
+        return 0
+    return (1 + len(model.vision.deepstack)) * model.config.hidden_size * model.dtype.itemsize
