@@ -285,7 +285,7 @@ def qwen3_moe(rng: Random) -> PreTrainedConfig:
     return Qwen3MoeConfig(
         **sizes(rng),
         **experts(rng, "num_local_experts"),
-        moe_intermediate_size=rng.choice((20, 32, 64)),
+        moe_intermediate_size=rng.choice((24, 32, 64)),
         mlp_only_layers=rng.choice(([], [0], [2])),
         decoder_sparse_step=rng.choice((1, 1, 2)),
         sliding_window=None,
@@ -302,7 +302,7 @@ def qwen2_moe(rng: Random) -> PreTrainedConfig:
     return Qwen2MoeConfig(
         **sizes(rng, head_dim=False),
         **experts(rng),
-        moe_intermediate_size=rng.choice((20, 32, 64)),
+        moe_intermediate_size=rng.choice((24, 32, 64)),
         shared_expert_intermediate_size=rng.choice((40, 64)),
         mlp_only_layers=rng.choice(([], [1])),
         decoder_sparse_step=rng.choice((1, 1, 2)),
@@ -326,7 +326,7 @@ def glm4_moe(rng: Random) -> PreTrainedConfig:
         n_shared_experts=rng.choice((1, 2)),
         routed_scaling_factor=rng.choice((1.0, 2.5)),
         first_k_dense_replace=rng.choice((0, 1, 2)),
-        moe_intermediate_size=rng.choice((20, 32, 64)),
+        moe_intermediate_size=rng.choice((24, 32, 64)),
         attention_bias=flag(rng),
         use_qk_norm=flag(rng),
     )
@@ -338,7 +338,7 @@ def ernie4_5_moe(rng: Random) -> PreTrainedConfig:
         moe_num_experts=rng.choice((8, 16)),
         moe_k=rng.choice((1, 2, 4)),
         moe_num_shared_experts=rng.choice((0, 1, 2)),
-        moe_intermediate_size=rng.choice((20, 32, 64)),
+        moe_intermediate_size=rng.choice((24, 32, 64)),
         moe_layer_start_index=rng.choice((0, 1)),
         moe_layer_end_index=rng.choice((-1, 2)),
         moe_layer_interval=rng.choice((1, 1, 2)),

@@ -28,6 +28,7 @@ def can_scale(config: ModelConfig) -> bool:
     """Whether a family's norms multiply the inputs of the matrices behind them, and of no others, by their weights."""
     options = config.options
     plain = options.norm.kind == "rms" and not options.norm.unit_offset and options.gated_mlp
+    plain = plain and config.experts is None  # whose router reads what the norm makes, too
     return plain and options.layer_norms == LayerNorms() and not options.parallel_residual
 
 

@@ -138,13 +138,16 @@ class LayerQuantizer:
         layer = QuantizedLayer()
         for names, statistics in self._observed.items():
             chosen, factor = self._chosen(names), None
-            if chosen and statistics.hessian is not None:
+            if chosen and statistics.hessian is not None and statistics.seen:
                 with torch_threads(self._threads):  # a few large operations, whose sums depend on their number
                     factor = gptq.factorize(statistics.hessian, self._options.act_order != "none")
             rounding = partial(self._round, statistics, factor)
             for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self._threads), strict=True):
                 weight = self.tensors[f"{name}.weight"]
                 layer.quantized[name] = rounded
+                if not statistics.seen:  # an expert that no token has chosen
+                    layer.errors[name] = 0.0
+                    continue
                 change = awq.squared_products(self._ops, statistics.samples, rounded.dequantize() - weight)
                 layer.errors[name] = change / max(awq.squared_products(self._ops, statistics.samples, weight), 1e-30)
         for name, tensor in self.tensors.items():
@@ -157,8 +160,7 @@ class LayerQuantizer:
         match self._options.method:
             case "awq":
                 return awq.round_clipped(weight, statistics, self._format, not name.endswith(UNCLIPPED))
-            case "gptq":
-                assert factor
+            case "gptq" if factor:
                 return gptq.round_compensating(weight, factor, self._format, self._options.act_order)
             case _:
                 return round_to_nearest(weight, self._format)

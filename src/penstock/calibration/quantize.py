@@ -70,6 +70,9 @@ def quantize(
         raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
     _check_family(config, options)
     checkpoint = Checkpoint(model)
+    if any(name.partition(".experts.")[2].startswith(("gate_up_proj", "down_proj")) for name in checkpoint.names):
+        words = f"{model} has all experts of a layer in one tensor"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
     _check_ignored(options, checkpoint)
     job = {
         "penstock": __version__,
@@ -97,12 +100,12 @@ def _check_family(config: ModelConfig, options: QuantizeOptions) -> None:
     if find_family(config.architecture, config.architecture).find_stored:
         words = f"checkpoints of {config.architecture} have several matrices in one tensor, or other names than Llama's"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: they are quantized at load (--quantization)", "model")
-    if config.experts or config.latent:
-        words = f"{config.architecture} has experts or latent attention, whose inputs are not observed"
+    if config.latent:
+        words = f"{config.architecture} has latent attention, whose inputs are not observed"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
     if options.method in SCALING and not can_scale(config):
         words = f"{options.method} scales the norms before matrices, which {config.architecture} does not allow"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}: name --method gptq or rtn", "--method")
+        raise PenstockError(Code.UNSUPPORTED, f"{words}: name --method gptq or wint4", "--method")
 
 
 def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:

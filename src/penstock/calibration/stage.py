@@ -16,7 +16,7 @@ from penstock.models import Model, ModelConfig
 from penstock.models.registry import find_family
 from penstock.ops import AttentionMetadata, Batch, Ops, QuantizedWeight
 from penstock.parallel import Shard
-from penstock.quant import Matrix
+from penstock.quant import ExpertMatrices, Matrix
 
 BLOCK = 64
 """Tokens of a KV block."""
@@ -87,6 +87,33 @@ class ObservedMatrix:
         return self._matrix.linear_activation_and_mul(x, function, out)
 
 
+class ObservedExperts(ExpertMatrices):
+    """``ExpertMatrices`` that tell an observer of their inputs, expert by expert.
+
+    Args:
+        base: the same without.
+        names: of each expert's matrices.
+    """
+
+    def __init__(self, base: ExpertMatrices, names: Sequence[tuple[str, ...]], observer: Observer) -> None:
+        self._base = base
+        self._names = names
+        self._observer = observer
+
+    def linear(self, x: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        self._observe(x, ids)
+        return self._base.linear(x, ids, out)
+
+    def linear_activation_and_mul(self, x: Tensor, ids: Tensor, function: str, out: Tensor | None = None) -> Tensor:
+        self._observe(x, ids)
+        return self._base.linear_activation_and_mul(x, ids, function, out)
+
+    def _observe(self, x: Tensor, ids: Tensor) -> None:
+        for expert, names in enumerate(self._names):
+            chosen = ids == expert
+            self._observer.observe(names, x[chosen] if x.dim() == 3 else x[chosen.any(1)])
+
+
 @dataclass(frozen=True)
 class ObservingContext(BuildContext):
     """Builds layers whose matrices tell an observer of their inputs."""
@@ -99,6 +126,21 @@ class ObservingContext(BuildContext):
         matrix = super().matrix(names, inputs, shards, format, bias)
         self.observer.register(tuple(names), inputs)
         return ObservedMatrix(matrix, tuple(names), self.observer)
+
+    def unquantized_matrix(self, name: str, inputs: int, shard: Shard, bias: Tensor | None = None) -> Matrix:
+        return super().matrix([name], inputs, [shard], UNQUANTIZED, bias)
+
+    def expert_matrices(
+        self, names: Sequence[Sequence[str]], inputs: int, shard: Shard, biases: Sequence[Tensor | None], first: int
+    ) -> ExpertMatrices:
+        shards, own = [shard] * len(names[0]), [tuple(each) for each in names]
+        packed = [
+            super(ObservingContext, self).matrix(list(each), inputs, shards, self.scheme.layers, bias)
+            for each, bias in zip(own, biases, strict=True)
+        ]
+        for each in own:
+            self.observer.register(each, inputs)
+        return ObservedExperts(ExpertMatrices(self.ops, packed, first, self.dtype), own, self.observer)
 
 
 def build_stage(

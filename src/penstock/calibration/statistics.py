@@ -23,7 +23,8 @@ class InputStatistics:
 
     def __init__(self, ops: Ops, inputs: int, tokens: int, with_hessian: bool) -> None:
         self._ops = ops
-        self._seen = 0
+        self.seen = 0
+        """Tokens so far."""
         self._stride = tokens // SAMPLED_TOKENS | 1  # odd, so that all positions of a sample come by turns
         self._sampled: list[Tensor] = []
         self._sum = torch.zeros(inputs)
@@ -33,12 +34,14 @@ class InputStatistics:
         """``[in, in]`` float32: sum of the inputs' outer products, half the Hessian of the squared error."""
 
     def add(self, x: Tensor) -> None:
-        """Add inputs ``[tokens, in]``."""
+        """Add inputs ``[tokens, in]``, none of an expert that no token has chosen."""
+        if not len(x):
+            return
         magnitude = x.float().abs()
         torch.maximum(self.maximum, magnitude.amax(0), out=self.maximum)
         self._sum += magnitude.sum(0)
-        self._sampled.append(x[-self._seen % self._stride :: self._stride].clone())
-        self._seen += len(x)
+        self._sampled.append(x[-self.seen % self._stride :: self._stride].clone())
+        self.seen += len(x)
         if self.hessian is not None:
             self._add_products(x)
 
@@ -52,9 +55,9 @@ class InputStatistics:
 
     def finish(self) -> None:
         """Call once all inputs have been added."""
-        self.samples = torch.cat(self._sampled)
+        self.samples = torch.cat(self._sampled) if self._sampled else torch.empty(0, len(self._sum))
         """``[sampled, in]``, in the model's dtype."""
-        self.mean = self._sum / self._seen
+        self.mean = self._sum / max(self.seen, 1)
         """``[in]`` float32: mean magnitude of each input."""
         self._sampled.clear()
         if self.hessian is not None:

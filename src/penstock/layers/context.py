@@ -18,7 +18,7 @@ from penstock.core.quantization import UNQUANTIZED, Format, Scheme
 from penstock.ops import Ops, QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Group, Shard
 from penstock.planning.expert_placement import Ranks, even_placement
-from penstock.quant import Matrix, PackedMatrix, StackedMatrix
+from penstock.quant import ExpertMatrices, Matrix, PackedMatrix, StackedMatrix
 
 from .expert_load import ExpertLoad
 from .lora import LoRALayer, LoRATarget
@@ -204,6 +204,28 @@ class BuildContext:
         ]
         outputs = [shard.size for shard in shards]
         return StackedMatrix(self.ops, [part for part in parts if part], outputs, self.dtype)
+
+    def unquantized_matrix(self, name: str, inputs: int, shard: Shard, bias: Tensor | None = None) -> Matrix:
+        """A matrix that no format quantizes, as a router's."""
+        return self.matrix([name], inputs, [shard], UNQUANTIZED, bias)
+
+    def expert_matrices(
+        self, names: Sequence[Sequence[str]], inputs: int, shard: Shard, biases: Sequence[Tensor | None], first: int
+    ) -> ExpertMatrices:
+        """Matrices of a layer's experts, in the format of the layers.
+
+        Args:
+            names: of each expert's, which are stacked.
+            shard: this rank's outputs of each matrix.
+            biases: of each expert.
+            first: the first expert's place.
+        """
+        shards = [shard] * len(names[0])
+        packed = [
+            self.matrix(list(own), inputs, shards, self.scheme.layers, bias)
+            for own, bias in zip(names, biases, strict=True)
+        ]
+        return ExpertMatrices(self.ops, packed, first, self.dtype)
 
     def read_matrix(self, name: str, inputs: int, shard: Shard) -> Tensor:
         """This rank's outputs of a matrix that is not multiplied as it is stored, ``[outputs, inputs]`` in the model's

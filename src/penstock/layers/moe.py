@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.core.quantization import UNQUANTIZED
 from penstock.ops import Routing
 from penstock.parallel import SINGLE_RANK, Shard, shard_outputs
 from penstock.planning.expert_placement import Ranks, places_of
-from penstock.quant import ExpertMatrices, Matrix
+from penstock.quant import ExpertMatrices
 
 from .context import BuildContext
 from .mlp import MLPLayer
@@ -73,15 +72,13 @@ class MixtureOfExperts:
         of_router = replace(context, dtype=torch.float32) if self._to_float32 else context
         matrix = f"{name}.{router}"
         of_logits = of_router.read_weight(f"{matrix}.bias", num_experts) if router_matrix_bias else None
-        self._router = of_router.matrix([matrix], hidden_size, [all_experts], UNQUANTIZED, of_logits)
+        self._router = of_router.unquantized_matrix(matrix, hidden_size, all_experts, of_logits)
         self._bias = router_bias
         self._load = context.expert_load
         self._counts = self._load.of_layer(layer, num_experts, context.device) if self._load else None
         self._shared = shared
         self._shared_gate = (
-            context.matrix([f"{name}.{shared_gate}"], hidden_size, [Shard(0, 1, 1)], UNQUANTIZED)
-            if shared_gate
-            else None
+            context.unquantized_matrix(f"{name}.{shared_gate}", hidden_size, Shard(0, 1, 1)) if shared_gate else None
         )
         by_expert = context.expert_parallel and context.group.size > 1
         numbers, self._experts, self._places = list(range(num_experts)), all_experts, None
@@ -97,14 +94,12 @@ class MixtureOfExperts:
         gate, up, down = projections
 
         def matrices(names: Sequence[str], inputs: int, shard: Shard) -> ExpertMatrices:
-            def expert(number: int) -> Matrix:
-                own = [f"{name}.experts.{number}.{each}" for each in names]
-                biases = [context.read_weight(f"{each}.bias", shard.total, rows=shard.rows) for each in own if bias]
-                added = torch.cat(biases) if biases else None
-                return context.matrix(own, inputs, [shard] * len(own), context.scheme.layers, added)
+            def bias_of(own: Sequence[str]) -> Tensor | None:
+                read = [context.read_weight(f"{each}.bias", shard.total, rows=shard.rows) for each in own if bias]
+                return torch.cat(read) if read else None
 
-            packed = [expert(number) for number in numbers]
-            return ExpertMatrices(context.ops, packed, self._experts.first, context.dtype)
+            own = [[f"{name}.experts.{number}.{each}" for each in names] for number in numbers]
+            return context.expert_matrices(own, inputs, shard, [bias_of(each) for each in own], self._experts.first)
 
         self._gate_up = matrices([gate, up], hidden_size, self._shard)
         self._down = matrices([down], intermediate_size, self._out_shard)
