@@ -70,7 +70,7 @@ def quantize(
         raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
     _check_family(config, options)
     checkpoint = Checkpoint(model)
-    if any(name.partition(".experts.")[2].startswith(("gate_up_proj", "down_proj")) for name in checkpoint.names):
+    if config.experts and any(name.endswith(config.experts.fused.tensors) for name in checkpoint.names):
         words = f"{model} has all experts of a layer in one tensor"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
     _check_ignored(options, checkpoint)
