@@ -475,25 +475,30 @@ def test_python_prompts_are_checked(colours: Path) -> None:
             llm.generate([given], ONE, use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: models that see images are not run with 2, so far"),
-        ({"role": "decode"}, "role: models that see images are not run with decode, so far"),
-        ({"load_format": "dummy"}, "load_format: models that see images are not run with dummy, so far"),
-        ({"enable_lora": True}, "enable_lora: models that see images are not run with True, so far"),
-    ],
-)
-def test_what_images_do_not_work_with(colours: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PenstockError) as error:
-        Engine(EngineOptions(model=str(colours), **options))
-    assert error.value.failure.message == words
+DOCS = Path(__file__).parents[1] / "docs" / "multimodal.md"
+ROWS = re.findall(r"^\| `--([a-z-]+) ([^`]+)` \| (runs|refused)\b", DOCS.read_text(encoding="utf-8"), re.M)
+"""The table of the documentation: option, value, and what happens."""
 
 
-def test_quantized_language_model(colours: Path) -> None:
-    llm = LLM(colours, quantization="w8a8", **SMALL | {"dtype": "bfloat16"})
+@pytest.mark.parametrize(("name", "value", "outcome"), ROWS)
+def test_what_images_work_with(colours: Path, name: str, value: str, outcome: str) -> None:
+    option = name.replace("-", "_")
+    types = {"pipeline_parallel_size": int, "kv_offloading_size": float}
+    given = True if value == "true" else types.get(option, str)(value)
+    options = SMALL | {option: given}
+    if outcome == "refused":
+        with pytest.raises(PenstockError) as error:
+            Engine(EngineOptions(model=str(colours), **options))
+        assert error.value.failure.message == f"{option}: models that see images are not run with {given}, so far"
+        return
+    llm = LLM(colours, **options)
     outputs = llm.generate([prompt([plain(colour)]) for colour in COLOURS], ONE, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == list(COLOURS)
+    llm.engine.close()
+
+
+def test_the_table_has_rows() -> None:
+    assert {outcome for _, _, outcome in ROWS} == {"runs", "refused"}
 
 
 # --- Dialects ---------------------------------------------------------------------------------------------------------
