@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from encoder_checkpoints import SIZES, draw_config, draw_text, save_encoder
+from encoder_checkpoints import SIZES, SPECIAL, WORDS, draw_config, draw_text, save_encoder
 from executors import engine_options
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig
@@ -186,6 +187,29 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path) -> None:
     assert len(cut.outputs.embedding) == 32
     with pytest.raises(PenstockError, match="at most the model's 32"):
         llm.embed(long[:9], use_tqdm=False, pooling_params=PoolingParams(dimensions=33))
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_old_checkpoints_of_bert_are_read(prefix: str, tmp_path: Path) -> None:
+    """As converted from TensorFlow: ``gamma`` and ``beta``, a pickle, ``vocab.txt``, and no architecture named."""
+    config = BertConfig(**SIZES, max_position_embeddings=128)
+    model = save_encoder(config, tmp_path / "new")
+    old = tmp_path / "old"
+    old.mkdir()
+    tensors = {"cls.predictions.bias": torch.zeros(300)} if prefix else {}
+    for name, tensor in model.state_dict().items():
+        old_name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        tensors[prefix + old_name] = tensor
+    torch.save(tensors, old / "pytorch_model.bin")
+    architectures = {"architectures": ["BertForPreTraining"]} if prefix else {}
+    given = {name: value for name, value in config.to_dict().items() if name != "architectures"}
+    (old / "config.json").write_text(json.dumps(given | architectures))
+    (old / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]))
+    llm = LLM(old, dtype="float32", **OPTIONS)
+    texts, params = ["The RIVER opens", "a late train"], PoolingParams(normalize=False)
+    for output, text in zip(llm.embed(texts, use_tqdm=False, pooling_params=params), texts, strict=True):
+        wanted = states(model, [2, *(len(SPECIAL) + WORDS.index(word) for word in text.lower().split()), 3])[0]
+        assert output.outputs.embedding == pytest.approx(wanted.tolist(), abs=2e-5)
 
 
 def test_what_an_encoder_cannot_have_is_refused_by_name(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import sentencepiece
 import tiktoken
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from transformers import BertTokenizer
 
 from penstock import demo
 from penstock.core import PenstockError
 from penstock.text import Tokenizer
+from penstock.text.encoding import Texts
 from penstock.text.from_tiktoken import WORDS
 from penstock.text.vocabulary import byte_alphabet
 
@@ -121,4 +123,31 @@ def test_added_tokens_have_their_own_ids(rank_file: tuple[tiktoken.Encoding, Tok
 def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x0a\xff\x01ab")
     with pytest.raises(PenstockError, match="cannot be read"):
+        Tokenizer(tmp_path)
+
+
+PIECES = "the river runs to sea r ##i ##ver ##s ##u ##n é e ##é 河 流 入 海 🙂 ' 1 ##2 ##3 T ##he".split()
+
+
+@pytest.fixture(scope="module", params=["{}", '{"do_lower_case": false}', '{"strip_accents": false}'])
+def word_pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tokenizer]:
+    folder = tmp_path_factory.mktemp("wordpiece")
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", *PIECES, "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) + "\n")
+    (folder / "tokenizer_config.json").write_text(request.param)
+    return BertTokenizer.from_pretrained(folder, **json.loads(request.param)), Tokenizer(folder)
+
+
+@given(text=TEXT, second=TEXT.filter(bool))  # the library takes an empty second text for none
+@example(text="The RIVER runs [MASK] to thé 河流", second="[SEP]")
+def test_bert_s_vocab_txt(word_pieces: tuple[Any, Tokenizer], text: str, second: str) -> None:
+    theirs, ours = word_pieces
+    assert ours.encode(text) == theirs.encode(text)
+    pair, expected = ours.encode_texts(Texts(text, second)), theirs(text, second)
+    assert pair.token_ids == expected["input_ids"]
+    assert pair.second_text == expected["token_type_ids"].index(1)
+
+
+def test_a_vocab_txt_without_special_tokens_is_told(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("the\nriver\n")
+    with pytest.raises(PenstockError, match=r"vocab.txt cannot be read: it lacks \[UNK\], \[CLS\], \[SEP\]"):
         Tokenizer(tmp_path)

@@ -10,7 +10,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.encoders import encoder_prefix
+from penstock.planning.encoders import architecture_name, encoder_prefix
 from penstock.planning.model_size import quantization_config_of, quantization_of
 from penstock.quant import read_quantization_config
 
@@ -33,7 +33,7 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     code here computes.
     """
     raw, path = read_config_json(folder), folder / CONFIG
-    architecture, name = architecture_of(raw)[0], str(next(iter(raw.get("architectures") or ["none"])))
+    architecture, name = architecture_of(raw)[0], architecture_name(raw)
     auto = model_impl == "auto" and is_installed() and not has_family(architecture)
     if model_impl == "transformers" or (auto and knows(name)):
         return _read(OTHERS, raw, path)

@@ -20,7 +20,8 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, from ``tokenizer.json`` or a SentencePiece or tiktoken file, and its chat template.
+    """A checkpoint's tokenizer, from ``tokenizer.json`` or a SentencePiece, tiktoken or WordPiece file, and its chat
+    template.
 
     Args:
         folder: the checkpoint.

@@ -12,11 +12,12 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.core.errors import PenstockError, invalid
 
-from . import from_sentencepiece, from_tiktoken
+from . import from_sentencepiece, from_tiktoken, from_wordpiece
 from .vocabulary import MAX_TOKENS
 
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+WORDPIECE = "vocab.txt"
 MAX_BYTES = 128 * 2**20
 """Maximum size of a tokenizer file; the largest known have 33 MB."""
 MAX_SIDE_BYTES = 16 * 2**20
@@ -25,7 +26,7 @@ TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
 def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Load ``tokenizer.json``, or else a SentencePiece model or a tiktoken file.
+    """Load ``tokenizer.json``, or else a SentencePiece model, a tiktoken file, or BERT's ``vocab.txt``.
 
     Args:
         config: the contents of ``tokenizer_config.json``.
@@ -37,6 +38,8 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         if path.suffix == ".json":
             return Tokenizer.from_buffer(read(path))
         data = read(path)
+        if path.name == WORDPIECE:
+            return from_wordpiece.convert(data, config)
         if TIKTOKEN_LINE.match(data):
             tokenizer, add_bos = from_tiktoken.convert(data), False
         else:
@@ -64,10 +67,11 @@ def read(path: Path) -> bytes:
 
 
 def _find(folder: Path) -> Path:
-    for path in (folder / "tokenizer.json", folder / "tokenizer.model", *sorted(folder.glob("*tiktoken*"))):
+    named = [folder / name for name in ("tokenizer.json", "tokenizer.model")]
+    for path in (*named, *sorted(folder.glob("*tiktoken*")), folder / WORDPIECE):
         if path.exists():
             return path
-    raise invalid("tokenizer", f"{folder} has no tokenizer.json, tokenizer.model or *.tiktoken")
+    raise invalid("tokenizer", f"{folder} has no tokenizer.json, tokenizer.model, *.tiktoken or {WORDPIECE}")
 
 
 def _add_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]]) -> None:

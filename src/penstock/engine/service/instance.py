@@ -11,7 +11,7 @@ from penstock import demo
 
 from .messages import Ready
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 """Files that a tokenizer is read from."""
 
 

@@ -21,6 +21,8 @@ from .tensor_files import TensorFile, open_tensors
 SINGLE, PYTORCH_SINGLE, MEDUSA = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"
 OTHERS = ("adapter_", "consolidated")
 """How files begin that have other weights, or the same under other names."""
+OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""How names end → how they did in checkpoints converted from TensorFlow."""
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
@@ -119,7 +121,11 @@ class Checkpoint:
 
     def stored_name(self, name: str) -> str:
         """The name of a tensor in the files."""
-        return name.removeprefix("model.") if self._unprefixed else name
+        name = name.removeprefix("model.") if self._unprefixed else name
+        for end, old in OLD_NORMS.items():
+            if name.endswith(end) and (stored := name.removesuffix(end) + old) in self._file_of:
+                return stored
+        return name
 
     def _file(self, name: str) -> TensorFile:
         if not self.has(name):

@@ -1,0 +1,54 @@
+"""Conversion of BERT's ``vocab.txt`` (a token a line) to the ``tokenizers`` library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+SPECIAL = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+"""Special tokens by their role, where ``tokenizer_config.json`` names no others."""
+
+
+def convert(data: bytes, config: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a ``vocab.txt``: WordPiece (Wu et al., 2016) as BERT has it. A token's id is the number of its
+    line.
+
+    Args:
+        config: ``tokenizer_config.json``, of which ``do_lower_case``, ``strip_accents``, ``tokenize_chinese_chars`` and
+            the special tokens count.
+
+    Raises ``ValueError`` where the file lacks a special token that encoding adds.
+    """
+    lines = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
+    vocabulary = {token: number for number, token in enumerate(lines)}
+    special = {name: _content(config.get(name) or default) for name, default in SPECIAL.items()}
+    unknown, begin, end = (special[name] for name in ("unk_token", "cls_token", "sep_token"))
+    if missing := [token for token in (unknown, begin, end) if token not in vocabulary]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=config.get("do_lower_case") is not False,
+        strip_accents=config.get("strip_accents"),
+        handle_chinese_chars=config.get("tokenize_chinese_chars") is not False,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin}:0 $A:0 {end}:0",
+        pair=f"{begin}:0 $A:0 {end}:0 $B:1 {end}:1",
+        special_tokens=[(token, vocabulary[token]) for token in (begin, end)],
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special.values() if token in vocabulary])
+    return tokenizer
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
