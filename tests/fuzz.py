@@ -45,6 +45,7 @@ SHAPES: tuple[Callable[[dict[str, Any]], bool], ...] = (
     lambda body: bool(body["error"]["message"]),  # OpenAI, vLLM, Anthropic
     lambda body: body["choices"] == [] and bool(body["error_info"]["message"]),  # BladeLLM
     lambda body: bool(body["error_msg"]) and body["error_code"] >= 400,  # PaddleNLP
+    lambda body: isinstance(body["message"], str) and bool(body["message"]),  # Cohere
 )
 """Of refusals, by dialect."""
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import json
 from array import array
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import cohere
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
 from checkpoints import SMALL, save
 from encoder_checkpoints import SIZES, WORDS, draw_config, draw_text, save_encoder
+from sentence_transformers.util.quantization import quantize_embeddings
 from serving import Served, Servers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, LlamaConfig, Qwen3Config
 
@@ -116,23 +120,98 @@ def test_what_cannot_be_answered_is_refused_by_name(server: Served, path: str, b
     assert words in answer.text
 
 
-def test_openais_client_embeds_with_an_encoder(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> None:
+PROMPTS = {"query": "where is the ", "document": "the "}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
     save_encoder(BertConfig(**SIZES, max_position_embeddings=128), folder)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embedder(encoder: Path, servers: Servers) -> Served:
     config = '{"pooling_type": "MEAN", "normalize": false}'
-    served = servers.get("--model", str(folder), "--runner", "pooling", "--pooler-config", config, "--dtype", "float32")
-    llm = LLM(folder, dtype="float32", pooling_type="mean", pooling_activation="off", **OPTIONS)
-    wanted = [output.outputs.embedding for output in llm.embed(DOCUMENTS, use_tqdm=False)]
-    with openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=60) as client:
+    return servers.get("--model", str(encoder), "--runner", "pooling", "--pooler-config", config, "--dtype", "float32")
+
+
+def vectors(encoder: Path, texts: list[str]) -> list[list[float]]:
+    llm = LLM(encoder, dtype="float32", pooling_type="mean", pooling_activation="off", **OPTIONS)
+    return [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+
+
+def test_openais_client_embeds_with_an_encoder(encoder: Path, embedder: Served) -> None:
+    wanted = vectors(encoder, DOCUMENTS)
+    with openai.OpenAI(base_url=embedder.url, api_key="none", max_retries=0, timeout=60) as client:
         answer = client.embeddings.create(model="default", input=DOCUMENTS)
         assert [entry.embedding for entry in answer.data] == wanted
         with pytest.raises(openai.BadRequestError, match="context length is 128"):
             client.embeddings.create(model="default", input="a " * 400)
         extra = {"truncate_prompt_tokens": -1}
         assert client.embeddings.create(model="default", input="a " * 400, extra_body=extra).usage.prompt_tokens == 128
-    near = post(served, "/rerank", query=DOCUMENTS[1], documents=DOCUMENTS)["results"]
+    near = post(embedder, "/rerank", query=DOCUMENTS[1], documents=DOCUMENTS)["results"]
     assert near[0]["index"] == 1
     assert near[0]["relevance_score"] == pytest.approx(1, abs=1e-6)
+
+
+def test_coheres_client_embeds(encoder: Path, embedder: Served) -> None:
+    """Numbers as OpenAI's path has them, and integers and bits as sentence-transformers makes them."""
+    named = [PROMPTS["query"] + text for text in DOCUMENTS], [PROMPTS["document"] + text for text in DOCUMENTS]
+    queries, documents, plain = (vectors(encoder, texts) for texts in (*named, DOCUMENTS))
+    client = cohere.ClientV2("none", base_url=embedder.root)
+    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    answer = client.embed(model="default", input_type="search_query", texts=DOCUMENTS, embedding_types=types)
+    found = answer.embeddings
+    assert (found.float_, answer.texts) == (queries, DOCUMENTS)
+    assert [array("f", base64.b64decode(text)).tolist() for text in found.base64 or ()] == queries
+    for name, bits in (("binary", found.binary), ("ubinary", found.ubinary)):
+        assert bits == quantize_embeddings(np.array(queries), precision=name).tolist()  # type: ignore[arg-type]
+    for integers, shift in ((found.int8, 0), (found.uint8, 128)):
+        for own, vector in zip(np.array(integers) - shift, np.array(queries), strict=True):
+            assert abs(own).max() == 127
+            assert own @ vector / np.linalg.norm(own) / np.linalg.norm(vector) == pytest.approx(1, abs=1e-3)
+    answer = client.embed(model="default", input_type="search_document", texts=DOCUMENTS, output_dimension=16)
+    assert answer.embeddings.float_ == [vector[:16] for vector in documents] and answer.embeddings.int8 is None
+    parts = [{"content": [{"type": "text", "text": text}]} for text in DOCUMENTS]
+    assert client.embed(model="default", input_type="clustering", inputs=parts).embeddings.float_ == plain  # type: ignore[arg-type]
+    old = cohere.Client("none", base_url=embedder.root)
+    assert old.embed(model="default", texts=DOCUMENTS).embeddings == plain
+    assert old.embed(model="default", texts=DOCUMENTS, embedding_types=["float"]).embeddings.float_ == plain  # type: ignore[union-attr]
+
+
+def test_coheres_client_embeds_long_texts(encoder: Path, embedder: Served) -> None:
+    client = cohere.ClientV2("none", base_url=embedder.root)
+    words = WORDS * 20
+    start, end = vectors(encoder, [" ".join(words[-126:]), " ".join(words[:126])])
+    (text,) = vectors(encoder, [" ".join(words[:5])])
+
+    def embed(**options: Any) -> list[list[float]] | None:
+        answer = client.embed(model="default", input_type="clustering", texts=[" ".join(words)], **options)
+        return answer.embeddings.float_
+
+    assert embed() == embed(truncate="END") == [end]
+    assert embed(truncate="START") == [start]
+    assert embed(max_tokens=7) == [text]
+    with pytest.raises(cohere.BadRequestError, match="at most 128 are taken"):
+        embed(truncate="NONE")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"images": ["data:image/png;base64,AA"]}, "images: this endpoint embeds texts"),
+        ({"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "this endpoint embeds texts"),
+        ({}, "texts: give either texts or inputs"),
+        ({"texts": ["river"], "max_tokens": 5, "truncate": "NONE"}, "max_tokens: goes with truncate"),
+        ({"texts": ["river"], "embedding_types": ["int4"]}, "embedding_types"),
+    ],
+)
+def test_what_cohere_embeds_and_this_server_does_not_is_told(embedder: Served, given: Any, words: str) -> None:
+    answer = httpx.post(embedder.root + "/v2/embed", json=given | {"input_type": "clustering"}, timeout=60)
+    assert answer.status_code in (400, 422, 501), answer.text
+    assert words in answer.json()["message"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

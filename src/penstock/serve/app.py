@@ -19,7 +19,19 @@ from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
 from penstock.version import __version__
 
-from .dialects import anthropic, fastdeploy, instances, kserve, ollama, openai, operations, paddlenlp, responses, sglang
+from .dialects import (
+    anthropic,
+    cohere,
+    fastdeploy,
+    instances,
+    kserve,
+    ollama,
+    openai,
+    operations,
+    paddlenlp,
+    responses,
+    sglang,
+)
 from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
 from .dialects.openai.batches.routes import SCHEMAS as BATCH_SCHEMAS
@@ -71,6 +83,7 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
     "anthropic.": anthropic.SCHEMAS,
     "responses.": responses.SCHEMAS,
     "ollama.": ollama.SCHEMAS,
+    cohere.PREFIX: cohere.SCHEMAS,
 }
 """Schemas of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
@@ -102,6 +115,7 @@ def build(
     by_path = {
         "/v1/messages": anthropic.ERROR_FORMAT,
         "/v1/responses": responses.ERROR_FORMAT,
+        "/v2/embed": cohere.ERROR_FORMAT,
         "/v2": kserve.ERROR_FORMAT,
         "/api/": ollama.ERROR_FORMAT,
         **vllm.ERROR_FORMATS,
@@ -114,6 +128,7 @@ def build(
     if storage and storage.batches:
         add_batch_routes(routes, served_models, storage.batches)
     ollama.add_routes(routes, served_models)
+    cohere.add_routes(routes, served_models)
     operator = operations.Operator(served_models, repository.model_manager)
     fastdeploy.add_routes(routes, served_models, operator)
     vllm.add_routes(routes, served_models)

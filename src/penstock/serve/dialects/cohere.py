@@ -1,0 +1,213 @@
+"""Cohere's ``/v1/embed`` and ``/v2/embed``: vectors as numbers, integers or bits. ``/rerank`` is OpenAI's module's."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core import Failure, PoolingParams
+from penstock.core.errors import invalid
+from penstock.frontend.outputs import RequestOutput, embedding_of
+from penstock.serve.http.body import check_supported, convert, read_object
+from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.openapi import OBJECT, operation, reference
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.http.routes import Routes
+from penstock.serve.models.served_models import ServedModels
+from penstock.serve.models.service import ModelService
+
+from .openai.pooling import PoolingHandler
+from .openai.requests import MAX_PROMPTS, PoolingRequest
+
+PREFIX = "cohere."
+"""Of the schemas' names in the OpenAPI document."""
+PROMPT_NAMES = {
+    "search_query": ("search_query", "query"),
+    "search_document": ("search_document", "document", "passage"),
+}
+"""``input_type`` → names that the checkpoint's prompt for it may have; of other types it is the type."""
+UNSUPPORTED = {"images": (None, "this endpoint embeds texts")}
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+encode = msgspec.json.Encoder().encode
+
+
+class EmbedContent(msgspec.Struct, kw_only=True):
+    type: Literal["text", "image_url"]
+    text: str | None = None
+
+
+class EmbedInput(msgspec.Struct, kw_only=True):
+    content: Annotated[list[EmbedContent], msgspec.Meta(min_length=1)]
+    """Parts, which lines separate."""
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """As both versions of the API have it. A field that is null is taken as absent."""
+
+    model: str | None = None
+    texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    inputs: Annotated[list[EmbedInput], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    """In place of texts."""
+    input_type: str | None = None
+    """What texts begin with: the checkpoint's prompt of that name, or its default."""
+    embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1)] | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    """Side from which texts that are too long are cut; END by default, and NONE refuses them."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Tokens of a text that are read."""
+    output_dimension: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None
+
+
+class CohereEmbeddings(msgspec.Struct, kw_only=True):
+    """A list of vectors for each type that was asked for."""
+
+    floats: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
+    int8: list[list[int]] | UnsetType = UNSET
+    uint8: list[list[int]] | UnsetType = UNSET
+    binary: list[list[int]] | UnsetType = UNSET
+    ubinary: list[list[int]] | UnsetType = UNSET
+    base64: list[str] | UnsetType = UNSET
+
+
+class EmbedResponse(msgspec.Struct, kw_only=True):
+    response_type: Literal["embeddings_by_type", "embeddings_floats"]
+    id: str
+    embeddings: CohereEmbeddings | list[list[float]]
+    """The latter in the first version, where no types were asked for."""
+    texts: list[str]
+    meta: dict[str, Any]
+
+
+SCHEMAS = (EmbedRequest, EmbedResponse)
+
+
+class CohereErrorFormat(ErrorFormat):
+    dialect = "cohere"
+
+    def error(self, failure: Failure) -> bytes:
+        return encode({"message": failure.message.encode("utf-8", "replace").decode()})
+
+
+ERROR_FORMAT = CohereErrorFormat()
+
+
+class EmbedHandler(PoolingHandler):
+    kind = "embd"
+
+    def __init__(self, service: ModelService, record: RequestRecord, request: EmbedRequest, version: str) -> None:
+        cuts = request.truncate != "NONE"
+        if request.max_tokens and not cuts:
+            raise invalid("max_tokens", "goes with truncate START or END: NONE cuts nothing")
+        maximum = service.gateway.engine_pool.require_engine().max_model_len
+        limit = min(request.max_tokens or maximum, maximum)
+        shared = PoolingRequest(
+            model=request.model,
+            priority=request.priority,
+            truncate_prompt_tokens=limit if cuts else None,
+            truncation_side="left" if request.truncate == "START" else "right",
+        )
+        super().__init__(service, record, shared)
+        self._version, self._types = version, request.embedding_types
+        self._texts = _texts(request)
+        wanted = request.input_type or ""
+        names = PROMPT_NAMES.get(wanted, (wanted,))
+        prompt = next((name for name in names if name in self._pooler.prompts), None)
+        self._field = "inputs" if request.texts is None else "texts"
+        self._prompts = [self._pooler.with_prompt(text, prompt) for text in self._texts]
+        self._pooling = self._pooler.embedding_params(PoolingParams(dimensions=request.output_dimension))
+
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        yield await self._answer([(self._field, prompt) for prompt in self._prompts], self._pooling, self._response)
+
+    def _response(self, outputs: list[RequestOutput]) -> EmbedResponse:
+        vectors = [embedding_of(output) for output in outputs]
+        by_type = self._types is not None or self._version == "2"
+        types: Sequence[EmbeddingType] = self._types or ["float"]
+        made = {name: [CONVERSIONS[name](vector) for vector in vectors] for name in types}
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        return EmbedResponse(
+            response_type="embeddings_by_type" if by_type else "embeddings_floats",
+            id=self.id,
+            embeddings=msgspec.convert(made, CohereEmbeddings) if by_type else vectors,
+            texts=self._texts,
+            meta={"api_version": {"version": self._version}, "billed_units": {"input_tokens": tokens}},
+        )
+
+
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
+    """Add both."""
+
+    def embed(version: str) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(raw_request: Request) -> Response:
+            record = record_of(raw_request.scope)
+            record.error_format = ERROR_FORMAT
+            given = read_object(await served_models.read_body(raw_request))
+            check_supported(given, UNSUPPORTED)
+            given = {name: value for name, value in given.items() if value is not None}
+            request = convert(given, EmbedRequest, record.unknown)
+            service = served_models.find(request.model)
+            answer = EmbedHandler(service, record, request, version).full()
+            return Reply(service, answer, ERROR_FORMAT, streamed=False)
+
+        return endpoint
+
+    described = operation(reference(EmbedResponse, PREFIX), OBJECT, reference(EmbedRequest, PREFIX))
+    for version in ("1", "2"):
+        path = f"/v{version}/embed"
+        routes.add(path, embed(version), method="POST", summary="Cohere's embed", described=described)
+
+
+def _texts(request: EmbedRequest) -> list[str]:
+    """Raises ``PenstockError`` (``invalid``) without texts, and for images."""
+    if (request.texts is None) == (request.inputs is None):
+        raise invalid("texts", "give either texts or inputs")
+    if request.texts is not None:
+        return request.texts
+    parts = [each.content for each in request.inputs or ()]
+    if any(part.text is None for content in parts for part in content):
+        raise invalid("inputs", "have parts without text; this endpoint embeds texts")
+    return ["\n".join(part.text or "" for part in content) for content in parts]
+
+
+def _int8(vector: Sequence[float]) -> list[int]:
+    """The vector times what makes its largest number 127, rounded: angles stay, lengths do not."""
+    scale = 127 / (max(map(abs, vector)) or 1.0)
+    return [round(number * scale) for number in vector]
+
+
+def _uint8(vector: Sequence[float]) -> list[int]:
+    return [number + 128 for number in _int8(vector)]
+
+
+def _ubinary(vector: Sequence[float]) -> list[int]:
+    """A bit a number, whether it is above 0, eight to a byte, the first one its highest; zeros fill the last byte."""
+    bits = "".join("1" if number > 0 else "0" for number in vector)
+    return [int(bits[first : first + 8].ljust(8, "0"), 2) for first in range(0, len(bits), 8)]
+
+
+def _binary(vector: Sequence[float]) -> list[int]:
+    return [byte - 128 for byte in _ubinary(vector)]
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """Of its float32 numbers."""
+    return base64.b64encode(array("f", vector).tobytes()).decode()
+
+
+CONVERSIONS: dict[EmbeddingType, Callable[[Sequence[float]], Any]] = {
+    "float": list,
+    "int8": _int8,
+    "uint8": _uint8,
+    "binary": _binary,
+    "ubinary": _ubinary,
+    "base64": _base64,
+}
