@@ -485,7 +485,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
         400,
         "messages[0].content[0]",
     ),
-    "not yet": ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+    "no such tokens": ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
     "alone": ("/v1/chat/completions", {"messages": STORY, "top_logprobs": 1}, 400, "top_logprobs"),
     "the template's": (
         "/v1/chat/completions",
@@ -617,8 +617,7 @@ def test_hostile_names_of_fields_stay_within_a_header(server: Served, plain: htt
 
 def test_what_is_not_there_yet_is_refused_by_name(plain: httpx.Client) -> None:
     """But for values that ask for nothing."""
-    refused = {"suffix": "x", "logits_processors": []}
-    refused |= {"prompt_embeds": "x"}
+    refused = {"logits_processors": [], "prompt_embeds": "x"}
     for field, value in refused.items():
         error = error_of(plain.post("/v1/completions", json={"prompt": "x", field: value}), 400)
         assert error["message"] == f"{field}: not supported yet"

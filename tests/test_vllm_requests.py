@@ -249,7 +249,6 @@ def test_a_vector_is_not_normalized_where_its_request_says_so(plain: httpx.Clien
 
 
 NOTHING: dict[str, list[Any]] = {
-    "suffix": ["", {}],
     "kv_transfer_params": [{}],
     "ec_transfer_params": [{}],
     "vllm_xargs": [{}],
@@ -269,7 +268,7 @@ NOTHING: dict[str, list[Any]] = {
 
 
 @pytest.mark.row("vllm", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection")
-@pytest.mark.row("vllm", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds", "logits_processors", "suffix")
+@pytest.mark.row("vllm", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds", "logits_processors")
 @pytest.mark.row("vllm", "return_token_offsets", "return_assistant_tokens_mask")
 @pytest.mark.row("fastdeploy", "logits_processors_args", "include_draft_logprobs", "include_logprobs_decode_token")
 @pytest.mark.row("fastdeploy", "collect_metrics", "completion_token_ids", "disaggregate_info", "mm_hashes")

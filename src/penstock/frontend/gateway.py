@@ -17,6 +17,7 @@ from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingP
 from penstock.core.errors import invalid, too_long
 from penstock.engine.service.pool import EnginePool
 from penstock.text.encoding import Texts
+from penstock.text.infill import infill_prompt
 from penstock.text.template_process import RenderRequest
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
@@ -106,6 +107,16 @@ class Gateway:
         return await self.prepare(
             max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
         )
+
+    async def encode_infill(self, prefix: str | Sequence[int], suffix: str | Sequence[int], size: int = 0) -> list[int]:
+        """The prompt for the text between two others, texts or token ids; otherwise as ``encode``.
+
+        Raises ``PenstockError`` (``unsupported``) where the model has no tokens for it, too.
+        """
+        self._check_length(prefix)
+        self._check_length(suffix)
+        characters = max(size, len(prefix) + len(suffix))
+        return await self.prepare(characters, lambda: infill_prompt(self.input_processor.tokenizer, prefix, suffix))
 
     async def encode_texts(self, texts: Texts, size: int = 0) -> dict[str, Any]:
         """The prompt of a pair of texts, or of a text within a limit. Arguments and errors as for ``encode``."""

@@ -42,18 +42,21 @@ def chat_fields(request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
 
 
 def generate_fields(request: GenerateRequest, unknown: UnknownFields) -> dict[str, Any]:
-    """A prompt as OpenAI's chat of one turn, or, with ``raw``, as its completion. Raises ``PenstockError``."""
-    for name in ("suffix", "template", "context"):
+    """A prompt as OpenAI's chat of one turn, or, with ``raw`` or a suffix, as its completion.
+
+    Raises ``PenstockError``.
+    """
+    for name in ("template", "context"):
         if getattr(request, name):
             raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported; use raw, or messages of /api/chat", name)
     fields = generation_fields(request, unknown)
-    if request.raw:
+    if request.raw or request.suffix:
         logprobs = fields.pop("top_logprobs", 0)
         if fields.pop("logprobs", False):
             fields["logprobs"] = logprobs
         for name in ("chat_template_kwargs", "reasoning_effort"):
             fields.pop(name, None)
-        return fields | {"prompt": request.prompt}
+        return fields | {"prompt": request.prompt, "suffix": request.suffix}
     turn = OllamaMessage(role="user", content=request.prompt, images=request.images)
     system = [{"role": "system", "content": request.system}] if request.system else []
     return fields | {"messages": [*system, _message(turn, "prompt")]}

@@ -13,6 +13,7 @@ from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
+from penstock.text.infill import find_infill_format
 
 LATEST = ":latest"
 
@@ -58,6 +59,7 @@ class OllamaModels:
         tools, reasoning = processor.response_formats()
         capabilities = {
             "completion": True,
+            "insert": find_infill_format(processor.tokenizer) is not None,
             "vision": service.sees_images,
             "tools": tools is not None,
             "thinking": reasoning is not None,

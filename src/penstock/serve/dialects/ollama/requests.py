@@ -66,6 +66,7 @@ class GenerateRequest(OllamaGeneration, kw_only=True):
     raw: bool | None = None
     """Continue the prompt as it is, without the chat template."""
     suffix: str | None = None
+    """Text after the answer, which fills in the middle."""
     template: str | None = None
     context: list[int] | None = None
 

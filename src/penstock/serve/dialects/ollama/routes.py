@@ -61,10 +61,10 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     async def generate(raw_request: Request) -> Response:
         request, size = await read(raw_request, GenerateRequest)
         service, record = models.find(request.model), record_of(raw_request.scope)
-        if not request.prompt and not request.images:
+        if not request.prompt and not request.suffix and not request.images:
             return _loaded(request.model or "", is_chat=False)
         fields = generate_fields(request, record.unknown)
-        if request.raw:
+        if request.raw or request.suffix:
             longest = service.gateway.engine_pool.require_engine().max_model_len
             fields = {"max_tokens": longest} | fields | {"model": models.name_of(request.model or "")}
             pieces = raw_pieces(CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from penstock.serve.chat.prompt import truncate
 from penstock.serve.generation import SequenceCursor, generate, merge_streams
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
+from penstock.text.infill import infill_format
 
 from .parse import completion_sampling
 from .requests import MAX_PROMPTS, CompletionRequest
@@ -48,6 +49,12 @@ class CompletionHandler:
         self._tokenizer = service.gateway.input_processor.tokenizer
         self._adapter = service.adapter_of(request.model)
         self.sampling: SamplingParams = completion_sampling(request, service.gateway.input_processor.default_sampling())
+        self._suffix = request.suffix or ""
+        if self._suffix:
+            if request.truncate_prompt_tokens is not None:
+                raise invalid("truncate_prompt_tokens", "cannot be combined with suffix")
+            ends = infill_format(self._tokenizer).ends
+            self.sampling = self.sampling.replace(stop_token_ids=(*self.sampling.stop_token_ids, *ends))
         self._num_hidden_tokens = 1 if request.max_tokens == 0 else 0
         """Generated tokens per sequence that are not returned (1 with ``max_tokens`` 0)."""
         self._prompts = _prompts(request)
@@ -98,6 +105,10 @@ class CompletionHandler:
     async def _prompt(self, prompt: Prompt) -> Prompt:
         """The prompt, encoded here where it is to be truncated, or too long to be encoded in the event loop."""
         request, size = self._request, self._size
+        if self._suffix:
+            assert isinstance(prompt, str | Sequence) and isinstance(self._suffix, str)
+            token_ids = await self._service.gateway.encode_infill(prompt, self._suffix, size)
+            return {"prompt": prompt if isinstance(prompt, str) else None, "prompt_token_ids": token_ids}
         special = request.add_special_tokens is not False
         inline = not isinstance(prompt, str) or (special and size <= MAX_INLINE_SIZE)
         if request.truncate_prompt_tokens is None and inline:

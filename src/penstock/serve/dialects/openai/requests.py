@@ -45,6 +45,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     """16 by default; 0 goes with echo."""
     echo: bool | None = None
     """Return the prompt before the answer."""
+    suffix: str | Annotated[dict[str, Any], msgspec.Meta(max_length=0)] | None = None
+    """Text after the answer, which fills in the middle; FastDeploy's clients send an empty object."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
