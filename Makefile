@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint ask train clean
+.PHONY: serve test test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint docs docs-serve ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
@@ -85,6 +85,14 @@ lint: .venv/tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The documents as a site, in build/site, where they have no warning; and shown while they are written, at http://localhost:8000
+# (make docs-serve ARGS="--dev-addr localhost:9000").
+docs: .venv/docs
+	$(BIN)/python scripts/docs build
+
+docs-serve: .venv/docs
+	@exec $(BIN)/python scripts/docs serve $(ARGS)
+
 ask: .venv/ready
 	@$(BIN)/penstock generate --chat --temperature 0 "$$Q"
 
@@ -108,5 +116,10 @@ train: .venv/tools
 	PENSTOCK_SETS=$${PENSTOCK_SETS:-all} $(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(PIP) --group docs
+	touch $@
+
 clean:
-	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist build/docs build/site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,9 +29,10 @@ ENGINE_GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is no
 class AsyncLLM:
     """A model with its engine process, for streaming.
 
-    >>> async with AsyncLLM() as llm:
-    ...     async for output in llm.generate("Once upon a time"):
-    ...         print(output.outputs[0].text)
+    Examples:
+        >>> async with AsyncLLM() as llm:
+        ...     async for output in llm.generate("Once upon a time"):
+        ...         print(output.outputs[0].text)
 
     Arguments are those of ``LLM``. The engine starts on entering, and again by itself if it dies; what was open then
     ends with a failure at once. The engine writes to standard error what is of ``log_level`` at least.

@@ -28,9 +28,10 @@ T = TypeVar("T")
 class LLM(PoolingLLM):
     """A model with its engine, for offline inference.
 
-    >>> llm = LLM()
-    >>> llm.chat([{"role": "user", "content": "What is the capital of Canada?"}])[0].outputs[0].text
-    'The capital of Canada is Ottawa.'
+    Examples:
+        >>> llm = LLM()
+        >>> llm.chat([{"role": "user", "content": "What is the capital of Canada?"}])[0].outputs[0].text
+        'The capital of Canada is Ottawa.'
 
     Args:
         model: folder of a Hugging Face checkpoint, its name on the hub (``org/name@revision``), or a URI (``s3://`` …);

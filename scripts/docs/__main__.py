@@ -1,0 +1,62 @@
+"""The site of the documents: ``python scripts/docs build`` writes build/site, ``serve`` shows it and follows changes.
+
+Zensical makes the site. It has no hooks, so that what is not a file of docs/ is written before it runs, to build/docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+
+from options_page import options_page
+from pages import BUILT, ROOT, copy_pages, newest, write
+from python_page import python_page
+from routes_page import routes_page
+
+ZENSICAL = [sys.executable, "-m", "zensical"]
+
+
+def write_pages() -> None:
+    """Write every page to build/docs; those that have not changed stay as they are."""
+    copy_pages()
+    write("reference/options.md", options_page())
+    write("reference/routes.md", routes_page())
+    write("reference/python.md", python_page())
+
+
+def build() -> int:
+    """Build the site anew; returns 1 where it has a warning."""
+    for folder in (BUILT, ROOT / "build/site"):
+        shutil.rmtree(folder, ignore_errors=True)
+    write_pages()
+    return subprocess.call([*ZENSICAL, "build", "--strict", "--clean"], cwd=ROOT)
+
+
+def serve(arguments: list[str]) -> int:
+    """Serve the site, until it is interrupted, and write its pages again where a file of docs/ has changed."""
+    write_pages()
+    changed = newest()
+    with subprocess.Popen([*ZENSICAL, "serve", *arguments], cwd=ROOT) as server:
+        while server.poll() is None:
+            time.sleep(0.5)
+            if newest() != changed:
+                changed = newest()
+                copy_pages()
+    return server.returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/docs", description=__doc__)
+    parser.add_argument("command", choices=["build", "serve"])
+    args, others = parser.parse_known_args()
+    try:
+        return build() if args.command == "build" else serve(others)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
