@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import SMALL, save
+from encoder_checkpoints import draw_config, save_encoder
 from test_hub import Hub
 from transformers import (
     AutoModelForCausalLM,
@@ -103,6 +105,28 @@ def test_the_engine_logs_the_same_numbers(
     assert found["prefill_kvcache_block_num"] == 30
     model = load_model(tmp_path, reference, load_format="dummy")
     assert found["kv_bytes_per_block"] == bytes_per_block(model.kv_specs(16, KV_QUANTIZATION[kv_cache_dtype]))
+
+
+def test_a_draft_model_and_an_encoder_are_planned_as_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_encoder(draw_config("bert", Random(3)), tmp_path, labels=2)
+    draft = {"speculative_config": '{"method": "draft_model"}'}
+    for given in ({}, draft, {"model": str(tmp_path)}):
+        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
+        found = planned(capsys, "--kv-cache-sequences", "4", *flags)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            LLM(kv_cache_sequences=4, **given)
+        logged = next(message for message in caplog.messages if message.startswith("memory: "))
+        assert logged.startswith(f"memory: weights {found['weight_bytes'] / 1e9:.2f} GB, KV cache ")
+        assert f"of {found['kv_bytes_per_token']} bytes a token for {found['total_tokens']} tokens" in logged
+
+
+def test_a_draft_model_s_weights_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, both = (planned(capsys, *more) for more in ((), ("--speculative-config", '{"method": "draft_model"}')))
+    expected = (demo.DRAFT / "model.safetensors").stat().st_size
+    assert both["weight_bytes"] - plain["weight_bytes"] == pytest.approx(expected, rel=0.02)
 
 
 def test_processes_share_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +283,8 @@ def test_of_a_model_on_the_hub_only_its_configuration_is_fetched(
         (["--input-len", "0"], "input_len: must be above 0"),
         (["--gpu-memory", "0.001"], "its weights leave"),
         (["--max-model-length", "5"], "did you mean --max-model-len?"),
-        (["--speculative-config", '{"method": "draft_model"}'], "draft models and heads are not planned for yet"),
+        (["--speculative-config", '{"method": "eagle3"}'], "name the folder of the eagle3 heads"),
+        (["--speculative-config", '{"model": "/nowhere"}'], "/nowhere has no config.json"),
     ],
 )
 def test_what_is_wrong_is_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

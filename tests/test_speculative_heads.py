@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -30,7 +31,9 @@ from transformers import (
 )
 
 from penstock import LLM, PenstockError, SamplingParams
+from penstock.cli.main import main
 from penstock.core import EngineRequest
+from penstock.planning.model_size import model_size_of
 
 VOCAB, SIZE, LAYERS = 300, 64, 6
 MEDUSA_FILE = "medusa_lm_head.pt"
@@ -304,6 +307,37 @@ def compare_drafts(target: Path, head: Path, drafted: Drafted) -> None:
     assert compared > 50
 
 
+@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=NAMES)
+def test_the_memory_of_heads_is_planned(
+    make: Callable[[Path, PreTrainedModel, str], Drafted],
+    method: str,
+    variant: str,
+    target: Path,
+    model: PreTrainedModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All matrices that are loaded, and what the engine logs."""
+    make(tmp_path, model, variant)
+    config = json.dumps(speculative(tmp_path))
+    flags = ["--model", str(target), "--dtype", "float32", "--max-model-len", "256", "--kv-cache-sequences", "2"]
+    found = []
+    for more in ([], ["--speculative-config", config]):
+        assert main(["plan", "memory", "--json", *flags, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    tensors = load_file(tmp_path / "model.safetensors")
+    if method == "eagle":
+        del tensors["embed_tokens.weight"]  # which is the model's
+    matrices = [tensor for tensor in tensors.values() if tensor.dim() > 1]
+    assert found[1]["weight_bytes"] - found[0]["weight_bytes"] == 4 * sum(map(Tensor.numel, matrices))
+    with caplog.at_level(logging.INFO):
+        LLM(target, speculative_config=config, **OPTIONS)
+    logged = next(message for message in caplog.messages if message.startswith("memory: "))
+    assert f"{found[1]['kv_bytes_per_token']} bytes a token" in logged
+    assert (found[1]["kv_bytes_per_token"] > found[0]["kv_bytes_per_token"]) == (method != "medusa")
+
+
 # --- Outputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -511,8 +545,10 @@ def test_mtp_layers_of_checkpoints(config: PreTrainedConfig, layer: int, names: 
     }
     tensors |= {f"{names[part].format(part)}.weight": each for part, each in made.items() if part in names}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    written = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
+    written = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    own = [tensor for name, tensor in tensors.items() if name.startswith(names[""]) or names["eh_proj"] in name]
+    assert model_size_of(written).mtp_weights == sum(tensor.numel() for tensor in own if tensor.dim() > 1)
     tree = {"speculative_token_tree": "[(0, 0), (0, 1), (1,)]"} if names is DEEPSEEK else {}
     llm = LLM(tmp_path, speculative_config={"method": "mtp", "adaptive": False, **tree}, **OPTIONS)
     assert answers(llm) == answers(LLM(tmp_path, **OPTIONS))

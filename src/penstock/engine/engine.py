@@ -37,6 +37,7 @@ from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 from penstock.planning.sentence_transformers import read_dense_modules
 
+from .draft_folder import draft_size
 from .executor.base import Executor, WorkerLostError
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
 from .guided.reasoning_guide import make_guide
@@ -247,12 +248,16 @@ class Engine:
         model_size = model_size.with_redundant_experts(redundant)
         if not profile.total:
             model_size = model_size.on_cpu()
-        size = profile.host_block_bytes // options.block_size
+        weights = weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers))
+        if draft := draft_size(SpeculativeConfig.read(options.speculative_config), options.model, model_size):
+            draft = draft if profile.total else draft.on_cpu()
+            weights += weight_bytes(draft, info.quantization, options.dtype)
+        size = profile.block_bytes // options.block_size
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
         logger.info(
             "memory: weights %.2f GB, KV cache %.2f GB of %d bytes a token for %d tokens or %.1f sequences of %d, "
             "%d blocks for prompts",
-            weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers)) / 1e9,
+            weights / 1e9,
             cache.bytes / 1e9,
             cache.bytes_per_token,
             cache.tokens,

@@ -60,8 +60,7 @@ from . import (
     starcoder2,
 )
 from .config import ModelConfig
-from .draft_heads import METHODS as HEAD_METHODS
-from .draft_heads import head_method, load_draft_heads
+from .draft_heads import load_draft_heads
 from .heads import build_heads
 from .model import DraftHead, LanguageModelHead, Model
 from .read_config import read_config
@@ -84,7 +83,6 @@ from .weights import (
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "HEAD_METHODS",
     "Checkpoint",
     "DraftHead",
     "EngineOutput",
@@ -94,7 +92,6 @@ __all__ = [
     "Model",
     "ModelConfig",
     "compute_dtype",
-    "head_method",
     "load_draft_heads",
     "load_lora",
     "load_model",

@@ -23,19 +23,6 @@ from .model import Model
 from .weights import Checkpoint
 
 FIELD = "speculative_config"
-METHODS = (*EAGLE_HEADS, "medusa")
-"""Of ``speculative_config``, for heads of a checkpoint of their own."""
-
-
-def head_method(folder: Path) -> str:
-    """The method that the ``config.json`` of a draft model asks for; empty where it is a model of its own.
-
-    Raises ``PenstockError`` (``invalid``) where there is no such file.
-    """
-    raw = read_config_json(folder)
-    names = [*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type")]
-    names = [str(name).lower() for name in names if name]
-    return next((method for method in ("eagle3", "eagle", "medusa") if any(method in name for name in names)), "")
 
 
 class DraftHeads(NamedTuple):
@@ -64,7 +51,7 @@ def load_draft_heads(
     """Load heads for a model.
 
     Args:
-        method: one of ``METHODS``.
+        method: one of ``draft_size.METHODS``.
         model: in one pipeline stage.
         quantization: to quantize the heads to, a name of ``SCHEMES``.
 

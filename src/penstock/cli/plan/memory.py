@@ -10,7 +10,6 @@ from typing import Any
 from penstock.cli.flags import add_options, configure
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.speculative import SpeculativeConfig
-from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.config_json import read_config_json
 from penstock.planning.expert_placement import num_redundant_experts
@@ -21,6 +20,7 @@ from penstock.planning.kv_size import (
     blocks_of_sequences,
     kv_cache_ratio,
     kv_specs,
+    weight_bytes,
 )
 from penstock.planning.kv_spec import bytes_per_token
 from penstock.planning.model_size import model_size_of
@@ -61,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, Any]:
     """Facts by name. Raises ``PenstockError`` where there is no such model, or no room for its cache."""
+    from penstock.engine.draft_folder import draft_size
     from penstock.frontend.downloads import Selection
-    from penstock.frontend.hub import resolve
+    from penstock.frontend.hub import resolve, resolve_draft
 
     options, source = configuration.engine, configuration.model
     folder = resolve(
@@ -78,16 +79,20 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     size = size.with_redundant_experts(num_redundant_experts(options.expert_placement, options.num_redundant_experts))
     if args.gpu_memory is None:
         size = size.on_cpu()
-    speculative = SpeculativeConfig.read(options.speculative_config)
-    if speculative and speculative.method not in ("ngram", "mtp"):
-        raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models and heads are not planned for yet")
+    speculative = SpeculativeConfig.read(resolve_draft(options.speculative_config))
     mtp = bool(speculative and speculative.method == "mtp")
     quantization = size.quantization if options.quantization == "none" else options.quantization
     ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     split = split_layers(size, stages, options.pipeline_parallel_layers, quantization, options.dtype)
-    weights = max(stage_weight_bytes(size, layers, quantization, options.dtype, mtp) for layers in split) // ranks
+    weights = max(stage_weight_bytes(size, layers, quantization, options.dtype, mtp) for layers in split)
     specs = kv_specs(size, options.block_size, options.kv_cache_dtype, options.dtype, mtp, ranks)
     token = bytes_per_token(specs if stages == 1 else specs[: max(map(len, split))])
+    if draft := draft_size(speculative, str(folder), size):
+        draft = draft if args.gpu_memory else draft.on_cpu()
+        weights += weight_bytes(draft, quantization, options.dtype)
+        cache_dtype = options.kv_cache_dtype
+        token += bytes_per_token(kv_specs(draft, options.block_size, cache_dtype, options.dtype, ranks=ranks))
+    weights //= ranks
     longest = options.max_model_len or size.max_model_len
     room = _room(args, options, weights)
     blocks = _blocks(options, longest, room, token * options.block_size)

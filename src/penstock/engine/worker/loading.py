@@ -19,21 +19,21 @@ from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
 from penstock.layers import ExpertLoad
 from penstock.models import (
-    HEAD_METHODS,
     Model,
     ModelConfig,
-    head_method,
     load_draft_heads,
     load_model,
     read_config,
 )
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
+from penstock.planning.draft_size import METHODS, head_method
 from penstock.planning.expert_placement import read_placement
 from penstock.planning.kv_spec import KV_QUANTIZATION, KVSpec
 from penstock.planning.model_size import model_size_of, quantization_config_of
 from penstock.planning.pipeline import split_layers
 
+from ..draft_folder import draft_folder
 from ..step import ModelInfo
 from .fingerprint import fingerprint
 
@@ -225,7 +225,7 @@ class Draft(NamedTuple):
 
     folder: Path
     method: str
-    """``draft_model``, or one of ``HEAD_METHODS``."""
+    """``draft_model``, or one of ``METHODS``."""
     config: ModelConfig | None
     """Of a draft model."""
 
@@ -236,24 +236,12 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     Raises ``PenstockError`` (``invalid``) where their folder is not given, a draft model's vocabulary has another size,
     or MTP is asked for and the model has no such layers.
     """
-    if not speculative or speculative.method == "ngram":
+    if speculative and speculative.method == "mtp" and not model.num_mtp_layers:
+        raise invalid("speculative_config", "this model has no MTP layers (num_nextn_predict_layers)")
+    folder = draft_folder(speculative, options.model)
+    if not speculative or not folder:
         return None
-    if speculative.method == "mtp":
-        if not model.num_mtp_layers:
-            raise invalid("speculative_config", "this model has no MTP layers (num_nextn_predict_layers)")
-        return None
-    folder = Path(speculative.model) if speculative.model else None
-    if not folder and speculative.method == "medusa":
-        folder = Path(options.model) if options.model else None  # some checkpoints have heads beside the model
-    if not folder and speculative.method in HEAD_METHODS:
-        raise invalid("speculative_config", f"name the folder of the {speculative.method} heads as model")
-    if not folder and (not options.model or Path(options.model) == demo.CHAT):
-        folder = demo.DRAFT
-    if not folder and speculative.method:
-        raise invalid("speculative_config", "name the draft model's folder as model")
-    if not folder:
-        return None
-    if method := speculative.method if speculative.method in HEAD_METHODS else head_method(folder):
+    if method := speculative.method if speculative.method in METHODS else head_method(folder):
         if model.model_impl == "transformers":
             words = "heads draft with our own implementations; use ngram, or a draft model, with one of transformers"
             raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")

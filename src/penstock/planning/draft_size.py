@@ -1,0 +1,128 @@
+"""The size of what drafts tokens beside a model: heads (EAGLE, Medusa), or a draft model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.core.quantization import UNQUANTIZED
+
+from .config_json import read_config_json
+from .model_size import ModelSize, model_size_of
+
+METHODS = ("eagle3", "eagle", "medusa")
+"""Of ``speculative_config``, for heads of a checkpoint of their own."""
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+MEDUSA_BLOCK = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight")
+MEDUSA_LM_HEAD = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|lm_heads\.\d+)\.weight")
+PICKLED_BYTES = 2
+"""Of a number in PyTorch's files, whose headers are not read."""
+
+
+def head_method(folder: Path) -> str:
+    """The method that the ``config.json`` of a draft model asks for; empty where it is a model of its own.
+
+    Raises ``PenstockError`` (``invalid``) where there is no such file.
+    """
+    raw = read_config_json(folder)
+    names = [*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type")]
+    names = [str(name).lower() for name in names if name]
+    return next((method for method in METHODS if any(method in name for name in names)), "")
+
+
+def draft_size_of(folder: Path, method: str, model: ModelSize) -> ModelSize:
+    """The size of heads or of a draft model. Heads compute in the dtype of their model.
+
+    Args:
+        method: of ``speculative_config``; empty is what ``config.json`` says.
+        model: that they draft for.
+
+    Raises ``PenstockError`` (``invalid``) where ``config.json`` or the weights' header is missing or broken.
+    """
+    if method not in METHODS and not (method := head_method(folder)):
+        return model_size_of(read_config_json(folder))
+    raw, shapes = read_config_json(folder), _shapes(folder)
+    try:
+        head = _medusa(folder, shapes, model) if method == "medusa" else _eagle(raw, shapes, method, model)
+    except KeyError as error:
+        raise invalid("speculative_config", f"{folder / 'config.json'} lacks {error}") from error
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        message = f"{folder / 'config.json'} has a value of the wrong kind: {error}"
+        raise invalid("speculative_config", message) from error
+    return replace(
+        head,
+        architecture=method,
+        dtype=model.dtype,
+        stored=UNQUANTIZED,
+        gguf_layers={},
+        gguf_head={},
+        mtp_weights=0,
+        num_mtp_layers=0,
+        unquantized_weights=0,
+        expert_weights=0,
+        vision_weights=0,
+    )
+
+
+def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], method: str, model: ModelSize) -> ModelSize:
+    """One decoder layer with a matrix before it; EAGLE-3's has a language model head, and may have an embedding.
+
+    In PyTorch's files they are taken to be as published: with a head and without an embedding.
+    """
+    size = model_size_of({**raw, **(raw.get("transformer_layer_config") or {}), "tie_word_embeddings": True})
+    hidden, inputs, own = size.hidden_size, size.hidden_size + model.hidden_size, 0
+    if method == "eagle3":
+        nested = raw.get("eagle_config") or {}
+        given = raw.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        inputs = len(given or range(3)) * model.hidden_size
+        own = hidden * int(raw.get("draft_vocab_size") or size.head_weights // hidden) if _has(shapes, LM_HEAD) else 0
+        own += size.head_weights if EMBEDDING in shapes else 0
+    heads = int(raw.get("num_attention_heads") or hidden // size.kv_dim)
+    wider = hidden * size.kv_dim * (heads + 2 * size.num_kv_heads) if method == "eagle3" else 0  # of two inputs
+    return replace(
+        size, layer_weights=size.layer_weights + inputs * hidden + wider, embedding_weights=own, head_weights=own
+    )
+
+
+def _medusa(folder: Path, shapes: Mapping[str, Sequence[int]], model: ModelSize) -> ModelSize:
+    """Blocks of one matrix, and language model heads; one that all share is loaded for each."""
+    blocks = {name: math.prod(shape) for name, shape in shapes.items() if MEDUSA_BLOCK.fullmatch(name)}
+    heads = {name: math.prod(shape) for name, shape in shapes.items() if MEDUSA_LM_HEAD.fullmatch(name)}
+    weights, own = sum(blocks.values()), sum(heads.values())
+    if len(heads) == 1 and any(".layers." in name for name in blocks):
+        own *= len({name.rpartition(".layers.")[0] for name in blocks})
+    if not shapes:
+        own = sum(path.stat().st_size for path in folder.glob("medusa_lm_head.pt")) // PICKLED_BYTES
+    return replace(model, num_layers=0, layer_weights=weights, embedding_weights=own, head_weights=own)
+
+
+def _has(shapes: Mapping[str, Sequence[int]], name: str) -> bool:
+    return name in shapes or not shapes
+
+
+class _Tensor(msgspec.Struct):
+    """An entry of a safetensors header."""
+
+    shape: list[int] = []
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a folder's safetensors files; empty without such files."""
+    found: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, path.stat().st_size))
+        try:
+            tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+        except msgspec.MsgspecError as error:
+            raise invalid("speculative_config", f"{path} is damaged ({error}). Fetch it again.") from error
+        found |= {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
+    return found
