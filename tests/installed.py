@@ -164,7 +164,8 @@ def test_it_brings_one_command_and_no_test_tool(clean: Clean) -> None:
     code = "import json, importlib.metadata as m; print(json.dumps([m.version('penstock-llm'), "
     code += "[str(f) for f in m.files('penstock-llm')], [d.name for d in m.distributions()]]))"
     version, files, installed = json.loads(clean.run(clean.python, "-c", code).stdout)
-    assert clean.run(clean.penstock, "--version").stdout == f"{version}\n"
+    kernels = json.loads(clean.run(clean.penstock, "doctor", "--json").stdout).get("isa", "reference")
+    assert clean.run(clean.penstock, "--version").stdout == f"{version} (kernels {kernels})\n"
     assert [file for file in files if "/bin/" in file] == ["../../../bin/penstock"]
     assert not {distribution(name) for name in installed} & {"pytest", "httpx", "openai", "transformers", "grpcio"}
 

@@ -13,6 +13,7 @@ import pytest
 
 from penstock import PenstockError
 from penstock.frontend.hub import resolve
+from penstock.version import __version__
 
 
 def penstock(*arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +40,15 @@ def test_bench_measures(kind: str) -> None:
     assert printed.returncode == 0, printed.stderr
     figures = json.loads(printed.stdout)
     assert figures["decode_tokens_per_s" if kind == "latency" else "output_tokens_per_s"] > 0
+
+
+def test_version_tells_commit_and_kernels_without_torch() -> None:
+    code = "import atexit, sys; from penstock.cli.main import main; "
+    code += "atexit.register(lambda: print('torch' in sys.modules)); main(['--version'])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    found = re.fullmatch(r"(\S+) \((?:commit (\S+), )?kernels (\w+)\)\nFalse\n", said)
+    assert found and found[1] == __version__
+    assert found[3] == json.loads(penstock("doctor", "--json").stdout).get("isa", "reference").partition(" ")[0]
 
 
 @pytest.mark.row("vllm", "npu-smi info")

@@ -12,7 +12,6 @@ from typing import Any
 
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
-from penstock.version import __version__
 
 from .parser import Parser
 
@@ -36,10 +35,18 @@ COMMANDS = {
 }
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from .build_info import version_line
+
+        print(version_line())
+        parser.exit()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 2, with one sentence, for a wrong option or model."""
     parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show version, commit and kernels, and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     arguments = sys.argv[1:] if arguments is None else arguments
     parsers = {}
