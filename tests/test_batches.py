@@ -169,8 +169,50 @@ def test_cancelling(client: openai.OpenAI) -> None:
     assert client.batches.cancel(begun.id).status == "cancelling"
     batch = ended(client, begun.id)
     assert batch.status == "cancelled" and batch.cancelled_at
-    assert client.batches.cancel(batch.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
+        client.batches.cancel(batch.id)
     assert batch.request_counts and batch.request_counts.completed < 100
+
+
+def test_a_batch_that_cannot_be_computed_holds_up_no_other(client: openai.OpenAI, served: Served) -> None:
+    waits = begin(client, *[line(f"{i}", max_tokens=100, min_tokens=100) for i in range(40)])
+    broken = begin(client_of(served, KEYS[1]), line("a"), line("b"))
+    odd = json.dumps(
+        {"custom_id": "odd", "method": "POST", "url": CHAT, "body": {"model": "X", "messages": []}}
+    ).encode()
+    file = client.files.create(file=("odd", odd.replace(b"X", b"\xff")), purpose="batch")
+    bytes_that_are_no_text = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    gone = begin(client, line("a"))
+    client.files.delete(gone.input_file_id)
+    lost = ended(client, gone.id)
+    if lost.status != "completed":  # before its file was gone
+        assert lost.status == "failed" and lost.errors and lost.errors.data
+        assert lost.errors.data[0].code == "input_file_not_found"
+    assert ended(client, bytes_that_are_no_text.id).status in ("completed", "failed")
+    assert ended(client_of(served, KEYS[1]), broken.id).status == "completed"
+    assert ended(client, waits.id).status == "completed"
+
+
+def test_a_busy_engine(tmp_path: Path) -> None:
+    """Lines wait until there is room, and none is lost."""
+    flags = ["--storage-dir", str(tmp_path), "--max-num-seqs", "2", "--max-waiting", "1", "--batch-concurrency", "4"]
+    with Served(*flags) as server:
+        client = client_of(server, "none")
+        begun = begin(client, *[line(f"{i}", max_tokens=30, min_tokens=30) for i in range(30)])
+        busy = 0
+        while client.batches.retrieve(begun.id).status not in DONE:
+            body = {"prompt": "a", "max_tokens": 50}
+            busy += httpx.post(f"{server.url}/completions", json=body, timeout=60).status_code != 0
+        batch = client.batches.retrieve(begun.id)
+        assert busy and batch.request_counts and batch.request_counts.completed == 30
+
+
+def test_what_others_may_read(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with Served("--storage-dir", str(tmp_path)) as server:
+        client_of(server, "none").files.create(file=("x", b"x"), purpose="batch")
+        readable = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
+        assert [path.name for path in readable if path.suffix not in (".db-wal", ".db-shm")] == []
 
 
 def test_a_kill(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def test_models(client: ollama.Client) -> None:
     assert shown.modelinfo[f"{family}.context_length"] > 1000
     assert httpx.get(f"{client._client.base_url}/api/version").json() == {"version": "0.12.6"}
     assert client.pull(MODEL).status == "success"
-    assert client.generate(MODEL, "", keep_alive=0).done_reason == "load"
+    assert client.generate(MODEL, "").done_reason == "load"
+    assert client.generate(MODEL, "", keep_alive=0).done_reason == "unload"
 
 
 @pytest.mark.row("ollama", "mirostat", "tfs_z", "typical_p")

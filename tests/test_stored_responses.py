@@ -143,6 +143,7 @@ def test_a_restart_and_a_kill(tmp_path: Path) -> None:
         os.kill(api, signal.SIGKILL)
     with sqlite3.connect(tmp_path / "own.db") as database:  # as if the time had passed
         database.execute("update responses set beat = beat - 60")
+        assert (tmp_path / "own.db").exists()
     with Served("--storage-url", url) as server:
         client = client_of(server, "none")
         assert client.responses.retrieve(kept.id) == kept
@@ -150,6 +151,46 @@ def test_a_restart_and_a_kill(tmp_path: Path) -> None:
         assert failed.status == "failed" and failed.error and "has ended" in failed.error.message
         again = client.responses.create(**PLAIN, input="And of France?", previous_response_id=kept.id)
         assert again.status == "completed"
+
+
+def test_a_client_s_request_id_replaces_nothing(served: Served, client: openai.OpenAI) -> None:
+    headers = {"X-Request-Id": "mine"}
+    first = client.responses.create(**PLAIN, input=CAPITAL, extra_headers=headers)
+    other = client_of(served, KEYS[1]).responses.create(**PLAIN, input="Hello.", extra_headers=headers)
+    assert first.id != other.id and client.responses.retrieve(first.id) == first
+
+
+def test_what_was_cancelled_or_deleted_stays_so(client: openai.OpenAI) -> None:
+    """Also where that comes before it is computed, and in a process that does not compute it."""
+    begun = [client.responses.create(**LONG, input="Go on.", background=True).id for _ in range(8)]
+    for name in begun[::2]:
+        client.responses.cancel(name)
+    for name in begun[1::2]:
+        client.responses.delete(name)
+    assert ANSWER in client.responses.create(**PLAIN, input=CAPITAL).output_text  # there is room again
+    for name in begun[::2]:
+        assert client.responses.retrieve(name).status == "cancelled"
+    for name in begun[1::2]:
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(name)
+
+
+def test_pages_of_other_sites(tmp_path: Path) -> None:
+    """A browser on this machine sends them for any site, where no key is asked for."""
+    with Served("--storage-dir", str(tmp_path), "--allowed-origins", "https://friend.example") as server:
+        own = httpx.URL(server.root).netloc.decode()
+        for path in ("/v1/files", "/v1/batches", "/v1/responses/resp_1"):
+            for origin in ("https://other.example", "null"):
+                assert httpx.get(server.root + path, headers={"Origin": origin}).status_code == 401
+            for origin in ("https://friend.example", f"http://{own}"):
+                assert httpx.get(server.root + path, headers={"Origin": origin}).status_code in (200, 404)
+            assert httpx.get(server.root + path, headers={"Host": "rebound.example"}).status_code == 401
+        assert httpx.get(f"{server.root}/v1/models", headers={"Origin": "https://other.example"}).status_code == 200
+
+
+def test_the_database_s_address_is_secret(tmp_path: Path) -> None:
+    with Served("--storage-url", f"sqlite:///{tmp_path}/own.db?secret=word") as server:
+        assert "secret=word" not in httpx.get(f"{server.root}/config-info").text + "".join(server.lines)
 
 
 def test_responses_expire(tmp_path: Path) -> None:

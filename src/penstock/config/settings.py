@@ -14,7 +14,7 @@ import msgspec
 
 from .options import Configuration
 
-SECRET = frozenset(("api_key", "hf_token"))
+SECRET = frozenset(("api_key", "hf_token", "storage_url"))
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from .http.middleware import (
     HealthPortMiddleware,
     RequestLogMiddleware,
     RootPathMiddleware,
+    SameOriginMiddleware,
 )
 from .http.openapi import components
 from .http.reply import INTERNAL, refuse
@@ -87,6 +88,12 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
 }
 """Schemas of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
+STORED_PATHS = ("/v1/responses", "/v1/files", "/v1/batches")
+"""Prefixes of the paths under which the server keeps things."""
+OTHER_SITE = Failure(
+    Code.UNAUTHORIZED,
+    "a page of another site asks for what is stored here: give its origin in allowed_origins, or set an api_key",
+)
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
@@ -150,6 +157,10 @@ def build(
         record_of(scope).failure = NO_KEY
         await refuse(send, NO_KEY, error_formats.of(scope))
 
+    async def other_site(scope: Scope, send: Send) -> None:
+        record_of(scope).failure = OTHER_SITE
+        await refuse(send, OTHER_SITE, error_formats.of(scope))
+
     async def not_here(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NOT_HERE
         await refuse(send, NOT_HERE, error_formats.of(scope))
@@ -161,6 +172,10 @@ def build(
     if served_models.options.api_key:
         page = PAGE_PATHS if served_models.options.web else frozenset[str]()
         wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key, page)
+    elif storage:
+        local = served_models.options.host in ("127.0.0.1", "::1", "localhost")
+        allowed = frozenset(served_models.options.allowed_origins)
+        wrapped = SameOriginMiddleware(wrapped, STORED_PATHS, allowed, local, other_site)
     exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
     if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 from penstock.core.errors import invalid
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     history, on_terminal = History(), sys.stdout.isatty() and not args.once
     try:
         history.add(ask(args.url, key))
-    except OSError as error:
+    except (OSError, ValueError, HTTPException) as error:
         print(f"penstock top: {reason(args.url, error)}", file=sys.stderr)
         return 1
     if on_terminal:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             history.add(ask(args.url, key))
             problem = ""
-        except OSError as error:
+        except (OSError, ValueError, HTTPException) as error:
             problem = reason(args.url, error)
         width, height = shutil.get_terminal_size()
         lines = render(history, args.url, width, height if on_terminal else None)
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(url: str, key: str) -> dict[str, Any]:
-    """The answer of ``/web/live``. Raises ``OSError`` where there is none."""
+    """The answer of ``/web/live``. Raises ``OSError``, ``ValueError`` or ``HTTPException`` where there is none."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{url.rstrip('/').removesuffix('/v1')}/web/live", headers=headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
@@ -71,7 +72,7 @@ def ask(url: str, key: str) -> dict[str, Any]:
     return result
 
 
-def reason(url: str, error: OSError) -> str:
+def reason(url: str, error: Exception) -> str:
     """Why a server cannot be watched, and what to do."""
     if isinstance(error, urllib.error.HTTPError):
         words = {

@@ -32,6 +32,8 @@ class History:
         self._answers: deque[Answer] = deque()
 
     def add(self, answer: Answer) -> None:
+        if self._answers and _total_requests(answer) < _total_requests(self.last):
+            self._answers.clear()  # the server has started again
         self._answers.append(answer)
         while answer["time"] - self._answers[0]["time"] > SPAN:
             self._answers.popleft()
@@ -135,6 +137,10 @@ def _share(part: float, whole: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _total_requests(answer: Answer) -> float:
+    return float(sum(model["counters"]["requests"] for model in answer["models"]))
 
 
 def _model(answer: Answer, name: str) -> Answer | None:

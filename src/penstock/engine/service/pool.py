@@ -217,18 +217,17 @@ class EnginePool:
             replica.client.stats, address=replica.instance.address, role=replica.instance.role
         )
 
-    async def inspect(self) -> list[tuple[str, str, Snapshot | None]]:
-        """What each engine is doing: its address and role, as in ``Stats``, and None where it does not say."""
+    async def inspect(self) -> list[tuple[messages.Stats, Snapshot | None]]:
+        """Each engine's last statistics, and what it is doing; None where it does not say."""
 
-        async def ask(replica: Replica) -> Snapshot | None:
+        async def ask(replica: Replica) -> tuple[messages.Stats, Snapshot | None]:
             try:
-                return await asyncio.wait_for(replica.client.inspect(), INSPECT_TIMEOUT)
+                snapshot = await asyncio.wait_for(replica.client.inspect(), INSPECT_TIMEOUT)
             except (PenstockError, TimeoutError):
-                return None
+                return self._stats_of(replica), None
+            return self._stats_of(replica), snapshot
 
-        snapshots = await asyncio.gather(*(ask(replica) for replica in self._replicas))
-        each = [self._stats_of(replica) for replica in self._replicas]
-        return [(stats.address, stats.role, snapshot) for stats, snapshot in zip(each, snapshots, strict=True)]
+        return await asyncio.gather(*(ask(replica) for replica in [*self._replicas]))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Cancel requests by their external ids, in all clients of the engines: any engine forwards it to all, but one

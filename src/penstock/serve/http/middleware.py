@@ -8,7 +8,8 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
-from urllib.parse import quote
+from ipaddress import ip_address
+from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -241,3 +242,46 @@ class ApiKeys:
         if self._keys and not any([hmac.compare_digest(key, known) for known in self._keys]):
             return None
         return sha256(key).hexdigest()[:16] if len(set(self._keys)) > 1 else ""
+
+
+class SameOriginMiddleware:
+    """Refuses requests of other web sites' pages, which a browser on this machine would send for them.
+
+    For paths below ``prefixes``, where a server without API keys keeps things: an ``Origin`` has to be the server's
+    own, or one of ``allowed``; and where the server listens on this machine alone, its name in ``Host`` has to be an
+    address or ``localhost``, as a page's own host may resolve to 127.0.0.1, too (DNS rebinding).
+    """
+
+    def __init__(
+        self, app: ASGIApp, prefixes: tuple[str, ...], allowed: frozenset[str], is_local: bool, refuse: Refuse
+    ) -> None:
+        self._app = app
+        self._prefixes = prefixes
+        self._allowed = allowed
+        self._is_local = is_local
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self._prefixes) and not self._is_own(scope):
+            await self._refuse(scope, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_own(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if origin is not None and origin not in self._allowed and origin.rpartition("//")[2] != host:
+            return False
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return not self._is_local or name == "localhost" or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

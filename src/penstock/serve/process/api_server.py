@@ -63,7 +63,7 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
         return Storage(responses, None)
     files = FileStore(database, Path(options.storage_dir).expanduser() / "files", retention, options.max_file_size)
     batches = BatchStore(database, retention)
-    at_once = options.batch_concurrency or max(1, engine.max_num_seqs // 2)
+    at_once = options.batch_concurrency or max(1, engine.max_num_seqs // 2 // options.api_server_count)
     worker = BatchWorker(served_models, batches, files, at_once)
     return Storage(responses, Batches(files, options.max_file_size, batches, worker))
 

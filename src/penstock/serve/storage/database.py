@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, MetaData, create_engine, event
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from penstock.config.options import ServerOptions
 from penstock.core import Code, PenstockError
@@ -20,11 +21,14 @@ METADATA = MetaData()
 """Its tables, which the other modules of this package define."""
 LOCK_TIMEOUT = 10.0
 """Seconds that a process waits while another one writes to SQLite."""
+THREADS = 4
+"""Transactions of a process at a time; others wait, and hold up nothing else."""
 FILE = "penstock.db"
+PRIVATE = 0o600
 
 
 class Database:
-    """Runs transactions in threads. All API processes use the same database; each opens it for itself.
+    """Runs transactions in threads of its own. All API processes use the same database; each opens it for itself.
 
     Args:
         options: ``storage_url``, or ``storage_dir`` with a file of SQLite.
@@ -36,20 +40,25 @@ class Database:
         field = "storage_url" if options.storage_url else "storage_dir"
         try:
             self._engine = _open(options)
-            try:
-                METADATA.create_all(self._engine)
-            except SQLAlchemyError:  # another process has made some of them meanwhile
-                METADATA.create_all(self._engine)
+            with self._engine.begin() as connection:
+                for table in METADATA.sorted_tables:  # other processes may do the same now
+                    connection.execute(CreateTable(table, if_not_exists=True))
+                    for index in table.indexes:
+                        connection.execute(CreateIndex(index, if_not_exists=True))
         except (ArgumentError, NoSuchModuleError, ImportError) as error:
             raise invalid(field, f"{error}; it is a URL of SQLAlchemy's, such as postgresql+psycopg://…") from error
         except (SQLAlchemyError, OSError) as error:
             raise invalid(field, f"the database cannot be opened: {_reason(error)}") from error
+        self._threads = ThreadPoolExecutor(THREADS, "database")
 
     async def run(self, transaction: Callable[[Connection], T]) -> T:
-        """Run a function in a transaction, which an exception rolls back. Raises ``PenstockError`` (``unavailable``)
-        where the database does not answer."""
+        """Run a function in a transaction, which an exception rolls back. In SQLite, transactions run one after the
+        other.
+
+        Raises ``PenstockError`` (``unavailable``) where the database does not answer.
+        """
         try:
-            return await asyncio.to_thread(self._run, transaction)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, transaction)
         except SQLAlchemyError as error:
             words = f"the server's database does not answer: {_reason(error)}"
             raise PenstockError(Code.UNAVAILABLE, words) from error
@@ -58,32 +67,33 @@ class Database:
         with self._engine.begin() as connection:
             return transaction(connection)
 
-    def close(self) -> None:
-        self._engine.dispose()
-
-
-def owner_of(key: str) -> str:
-    """The owner of what a request has the server keep: a digest of its API key."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
 
 def _open(options: ServerOptions) -> Engine:
     if options.storage_url:
-        return create_engine(options.storage_url, pool_pre_ping=True)
-    folder = Path(options.storage_dir).expanduser()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    engine = create_engine(f"sqlite:///{folder / FILE}", connect_args={"timeout": LOCK_TIMEOUT})
-    event.listen(engine, "connect", _tune_sqlite)
+        engine = create_engine(options.storage_url, pool_pre_ping=True)
+    else:
+        folder = Path(options.storage_dir).expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / FILE).touch(mode=PRIVATE)
+        engine = create_engine(f"sqlite:///{folder / FILE}", connect_args={"timeout": LOCK_TIMEOUT})
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _tune_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
 def _tune_sqlite(connection: object, _: object) -> None:
-    """Readers do not wait for a writer; what was committed survives the process, and all but the last moments the
-    machine."""
+    """What was committed survives the process, and all but the last moments the machine. Transactions are begun by
+    ``_begin_sqlite``, as Python's module would begin none before the first write."""
+    connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = connection.cursor()  # type: ignore[attr-defined]
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _reason(error: Exception) -> str:

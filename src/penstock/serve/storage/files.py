@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -14,8 +15,10 @@ from sqlalchemy import BigInteger, Column, Connection, Float, Row, String, Table
 
 from penstock.core import Code, PenstockError
 
-from .database import METADATA, Database
+from .database import METADATA, PRIVATE, Database
 
+ORPHAN_AGE = 2 * 86_400.0
+"""Seconds after which contents without a file are removed; a batch has ended before."""
 FILES = Table(
     "files",
     METADATA,
@@ -69,15 +72,15 @@ class FileStore:
         name = f"file-{uuid4().hex}"
         partial, size = self.folder / f"{name}.partial", 0
         try:
-            with partial.open("xb") as file:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
                 async for piece in pieces:
                     size += len(piece)
                     if size > self._max_size:
                         words = f"file: must have at most {self._max_size} bytes"
                         raise PenstockError(Code.TOO_LARGE, words, "file", self._max_size)
-                    file.write(piece)
+                    await asyncio.to_thread(file.write, piece)
                 file.flush()
-                os.fsync(file.fileno())
+                await asyncio.to_thread(os.fsync, file.fileno())
             partial.rename(self.path(name))
         except OSError as error:
             words = f"the file cannot be stored: {(error.strerror or str(error)).lower()}"
@@ -122,6 +125,17 @@ class FileStore:
         await self.get(owner, name)
         await self._database.run(lambda connection: connection.execute(delete(FILES).where(FILES.c.id == name)))
         self.path(name).unlink(missing_ok=True)
+
+    async def sweep(self) -> None:
+        """Remove contents that belong to no file, as a process was killed: those that are older than a day."""
+        names = await self._database.run(lambda connection: set(connection.execute(select(FILES.c.id)).scalars()))
+
+        def remove() -> None:
+            for path in self.folder.iterdir():
+                if path.name not in names and time.time() - path.stat().st_mtime > ORPHAN_AGE:
+                    path.unlink(missing_ok=True)
+
+        await asyncio.to_thread(remove)
 
     async def _remove_expired(self) -> None:
         def transaction(connection: Connection) -> list[str]:

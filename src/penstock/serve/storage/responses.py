@@ -5,7 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from sqlalchemy import JSON, Column, Connection, Float, Index, Row, String, Table, delete, insert, select, update
+from sqlalchemy import (
+    JSON,
+    Column,
+    ColumnElement,
+    Connection,
+    Float,
+    Index,
+    Row,
+    String,
+    Table,
+    delete,
+    insert,
+    select,
+    update,
+)
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
@@ -20,12 +34,14 @@ RESPONSES = Table(
     Column("previous", String(160), nullable=False),
     Column("expires", Float, nullable=False),
     Column("beat", Float, nullable=False),
+    Column("status", String(16), nullable=False),
     Column("document", JSON, nullable=False),
     Column("input", JSON, nullable=False),
     Index("responses_expires", "expires"),
 )
-"""``document`` is the response object, ``input`` the items of its own request, without those of the responses before
-it. ``beat``: when the process that computes it last said so, seconds since 1970."""
+"""``document`` is the response object, whose status is in ``status``, too; ``input`` the items of its own request,
+without those of the responses before it; ``beat`` when the process that computes it last said so. Times are in seconds
+since 1970."""
 MAX_CHAIN = 1000
 """Responses before a response, which are its conversation."""
 LOST_AFTER = 30.0
@@ -52,27 +68,35 @@ class ResponseStore:
         self._database = database
         self._retention = retention
 
-    async def save(self, owner: str, document: dict[str, Any], items: list[Item]) -> None:
-        """Keep a response, or what has become of it since."""
-        now, name = time.time(), document["id"]
+    async def add(self, owner: str, document: dict[str, Any], items: list[Item]) -> None:
+        """Keep a new response."""
+        now = time.time()
+        times = {"expires": now + self._retention, "beat": now}
+        values = {"id": document["id"], "owner": owner, "previous": document["previous_response_id"] or ""}
 
         def transaction(connection: Connection) -> None:
             connection.execute(delete(RESPONSES).where(RESPONSES.c.expires < now))
-            changed = connection.execute(
-                update(RESPONSES).where(RESPONSES.c.id == name).values(document=document, beat=now)
-            )
-            if not changed.rowcount:
-                values = {"id": name, "owner": owner, "previous": document["previous_response_id"] or ""}
-                times = {"expires": now + self._retention, "beat": now}
-                connection.execute(insert(RESPONSES).values(document=document, input=items, **values, **times))
+            kept = {"document": document, "status": document["status"], "input": items}
+            connection.execute(insert(RESPONSES).values(**values, **times, **kept))
 
         await self._database.run(transaction)
+
+    async def advance(self, owner: str, document: dict[str, Any]) -> bool:
+        """Replace a background response that has not ended; returns False where it has, as it was cancelled or
+        deleted."""
+
+        def transaction(connection: Connection) -> bool:
+            values = {"document": document, "status": document["status"], "beat": time.time()}
+            changed = connection.execute(update(RESPONSES).where(*_pending(owner, document["id"])).values(**values))
+            return changed.rowcount > 0
+
+        return await self._database.run(transaction)
 
     async def get(self, owner: str, name: str, field: str = "response_id") -> StoredResponse:
         """A response. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
 
         def transaction(connection: Connection) -> StoredResponse:
-            return _current(connection, _row(connection, owner, name, field))
+            return _current(_row(connection, owner, name, field))
 
         return await self._database.run(transaction)
 
@@ -89,7 +113,7 @@ class ResponseStore:
                 if len(parts) == 2 * MAX_CHAIN:
                     raise invalid("previous_response_id", f"has more than {MAX_CHAIN} responses before it", MAX_CHAIN)
                 row = _row(connection, owner, previous, "previous_response_id")
-                document = _current(connection, row).document
+                document = _current(row).document
                 if document["status"] not in ("completed", "incomplete"):
                     raise invalid("previous_response_id", f"{previous} is {document['status']}")
                 parts += [document["output"], row.input]
@@ -112,26 +136,28 @@ class ResponseStore:
         ``get``."""
 
         def transaction(connection: Connection) -> StoredResponse:
-            stored = _current(connection, _row(connection, owner, name, "response_id"))
-            if not stored.document.get("background"):
+            stored = _current(_row(connection, owner, name, "response_id"))
+            if not stored.document["background"]:
                 raise invalid("response_id", f"{name} is no background response, which alone can be cancelled")
-            if stored.document["status"] not in PENDING:
-                return stored
             document = {**stored.document, "status": "cancelled"}
-            connection.execute(update(RESPONSES).where(RESPONSES.c.id == name).values(document=document))
-            return StoredResponse(document, stored.input)
+            values = {"document": document, "status": "cancelled"}
+            changed = connection.execute(update(RESPONSES).where(*_pending(owner, name)).values(**values))
+            return StoredResponse(document, stored.input) if changed.rowcount else stored
 
         return await self._database.run(transaction)
 
-    async def beat(self, name: str) -> bool:
+    async def beat(self, owner: str, name: str) -> bool:
         """Say that a background response is being computed; returns whether it is still wanted."""
 
         def transaction(connection: Connection) -> bool:
-            connection.execute(update(RESPONSES).where(RESPONSES.c.id == name).values(beat=time.time()))
-            document = connection.execute(select(RESPONSES.c.document).where(RESPONSES.c.id == name)).scalar()
-            return document is not None and document["status"] in PENDING
+            changed = connection.execute(update(RESPONSES).where(*_pending(owner, name)).values(beat=time.time()))
+            return changed.rowcount > 0
 
         return await self._database.run(transaction)
+
+
+def _pending(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
+    return RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
 
 
 def _row(connection: Connection, owner: str, name: str, field: str) -> Row[Any]:
@@ -141,10 +167,9 @@ def _row(connection: Connection, owner: str, name: str, field: str) -> Row[Any]:
     return row
 
 
-def _current(connection: Connection, row: Row[Any]) -> StoredResponse:
+def _current(row: Row[Any]) -> StoredResponse:
     """A response, failed where its process has ended."""
     document = row.document
-    if document["status"] in PENDING and time.time() - row.beat > LOST_AFTER:
+    if row.status in PENDING and time.time() - row.beat > LOST_AFTER:
         document = {**document, "status": "failed", "error": LOST}
-        connection.execute(update(RESPONSES).where(RESPONSES.c.id == row.id).values(document=document))
     return StoredResponse(document, row.input)

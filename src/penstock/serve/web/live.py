@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -11,6 +12,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from ..models.served_models import ServedModels
 
+INTERVAL = 0.5
+"""Seconds in which a state is shown again: each takes the engines a few milliseconds."""
 COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
@@ -22,26 +25,43 @@ COUNTERS = (
 HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 
 
-async def live_view(served_models: ServedModels) -> dict[str, Any]:
-    """State of all models: ``counters`` (number by name), ``histograms`` (``buckets``, upper bounds in seconds, and
-    the observations in each), and ``engines`` with ``stats`` and a ``snapshot`` (None where an engine does not answer).
-    """
+class LiveView:
+    """The state of all models, which is computed at most once in ``INTERVAL``, whoever asks how often."""
+
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
+        self._known: asyncio.Task[dict[str, Any]] | None = None
+        self._begun = 0.0
+
+    async def state(self) -> dict[str, Any]:
+        """``models``, each with ``counters`` (number by name), ``histograms`` (``buckets``, upper bounds in seconds,
+        and the observations in each), and ``engines`` with ``stats`` and a ``snapshot`` (None where an engine does not
+        answer)."""
+        if self._known is None or (self._known.done() and time.monotonic() - self._begun > INTERVAL):
+            self._begun = time.monotonic()
+            self._known = asyncio.create_task(self._compute())
+        return await asyncio.shield(self._known)
+
+    async def _compute(self) -> dict[str, Any]:
+        families = await asyncio.to_thread(_families)
+        models = []
+        for service in self._served_models:
+            engines = [
+                {"address": stats.address, "role": stats.role, "stats": stats, "snapshot": snapshot}
+                for stats, snapshot in await service.gateway.engine_pool.inspect()
+            ]
+            counters = {name: _total(families.get(name), service.name) for name in COUNTERS}
+            histograms = {name: _histogram(families.get(name), service.name) for name in HISTOGRAMS}
+            models.append({"name": service.name, "counters": counters, "histograms": histograms, "engines": engines})
+        result: dict[str, Any] = msgspec.to_builtins({"time": time.time(), "models": models})
+        return result
+
+
+def _families() -> dict[str, Metric]:
+    """The metrics of all API processes, by name."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry)
-    families = {family.name.removeprefix("penstock:"): family for family in registry.collect()}
-    models = []
-    for service in served_models:
-        pool = service.gateway.engine_pool
-        stats, asked = pool.stats, await pool.inspect()
-        engines = [
-            {"address": address, "role": role, "stats": own, "snapshot": snapshot}
-            for (address, role, snapshot), own in zip(asked, stats.replicas or [stats], strict=False)
-        ]
-        counters = {name: _total(families.get(name), service.name) for name in COUNTERS}
-        histograms = {name: _histogram(families.get(name), service.name) for name in HISTOGRAMS}
-        models.append({"name": service.name, "counters": counters, "histograms": histograms, "engines": engines})
-    result: dict[str, Any] = msgspec.to_builtins({"time": time.time(), "models": models})
-    return result
+    return {family.name.removeprefix("penstock:"): family for family in registry.collect()}
 
 
 def _total(family: Metric | None, model: str) -> float:

@@ -17,7 +17,7 @@ from ..http.openapi import OBJECT, operation, reference
 from ..http.routes import Endpoint, Route, Routes
 from ..models.served_models import ServedModels
 from ..models.service import ModelService
-from .live import live_view
+from .live import LiveView
 
 STATIC = Path(__file__).with_name("static")
 MEDIA_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript"}
@@ -39,11 +39,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if path.suffix != ".html":
             routes.append(Route(f"/web/{path.name}", _file(path.read_bytes(), path.suffix)))
 
+    view = LiveView(served_models)
+
     async def models(_: Request) -> Response:
         return JSONResponse({"models": [_described(service) for service in served_models]})
 
     async def live(_: Request) -> Response:
-        return JSONResponse(await live_view(served_models))
+        return JSONResponse(await view.state())
 
     described = operation(OBJECT, reference(ErrorResponse))
     routes.add("/web/models", models, summary="Models, and what the playground can ask of them", described=described)

@@ -52,7 +52,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request, size = await read(raw_request, ChatRequest)
         service, record = models.find(request.model), record_of(raw_request.scope)
         if not request.messages:
-            return _loaded(request.model or "", is_chat=True)
+            return _loaded(request, is_chat=True)
         fields = chat_fields(request, record.unknown)
         handler = _chat_handler(service, record, models.name_of(request.model or ""), fields, size)
         answer = OllamaHandler(request.model or "", chat_pieces(handler), True, calls_of(handler))
@@ -62,7 +62,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request, size = await read(raw_request, GenerateRequest)
         service, record = models.find(request.model), record_of(raw_request.scope)
         if not request.prompt and not request.suffix and not request.images:
-            return _loaded(request.model or "", is_chat=False)
+            return _loaded(request, is_chat=False)
         fields = generate_fields(request, record.unknown)
         if request.raw or request.suffix:
             longest = service.gateway.engine_pool.require_engine().max_model_len
@@ -136,9 +136,10 @@ def _chat_handler(
     return ChatHandler(service, record, parse(fields, OpenAIChatRequest, record.unknown), size)
 
 
-def _loaded(model: str, is_chat: bool) -> Response:
+def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
     """The answer to a request without a prompt, with which clients load a model, or unload it."""
-    answer = Answer(model=model, created_at=now(), done=True, done_reason="load")
+    reason = "unload" if request.keep_alive in (0, "0") else "load"
+    answer = Answer(model=request.model or "", created_at=now(), done=True, done_reason=reason)
     if is_chat:
         answer.message = AnswerMessage()
     else:

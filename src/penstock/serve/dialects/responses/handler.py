@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -34,7 +35,7 @@ class ResponseHandler:
     """One request.
 
     Args:
-        keep: keeps the finished response; None where it is not stored.
+        keep: keeps the finished response, and returns whether it did; None where it is not to be stored.
     """
 
     def __init__(
@@ -44,22 +45,20 @@ class ResponseHandler:
         request: ResponsesRequest,
         size: int,
         events: Events,
-        keep: Callable[[Document], Awaitable[None]] | None = None,
+        keep: Callable[[Document], Awaitable[bool]] | None = None,
     ) -> None:
         self._chat = ChatGeneration(
             service, record, to_chat_request(request, service.template_variables, service.sees_images), size
         )
         self._events = events
         self._request = request
-        self._name = record.request_id
+        self._name = record.request_id if keep is None else uuid4().hex  # a client may send an id twice
         self._created = int(time.time())
         self._keep = keep
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         document = await self.document()
-        if self._keep:
-            await self._keep(document)
-        yield encode(document)
+        yield encode(await self._kept(document))
 
     async def document(self) -> Document:
         """The finished response. Raises ``PenstockError`` where the request fails."""
@@ -84,9 +83,7 @@ class ResponseHandler:
                 if output.outputs[0].finished:
                     status = self._status(output)
                     ended = items.end(status)
-                    document = self._response(items.items, status, output)
-                    if self._keep:
-                        await self._keep(document)
+                    document = await self._kept(self._response(items.items, status, output))
                     yield ended + event(f"response.{status}", response=document)
 
     def pending(self, status: str) -> Document:
@@ -96,6 +93,12 @@ class ResponseHandler:
     def failed(self, failure: Failure) -> Document:
         """The response of a request that has failed."""
         return self._response([], "failed") | {"error": {"code": "server_error", "message": failure.message}}
+
+    async def _kept(self, document: Document) -> Document:
+        """The finished response, which is stored if it is to be."""
+        if self._keep and not await self._keep(document):
+            document["store"] = False
+        return document
 
     def _status(self, output: RequestOutput) -> str:
         return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"

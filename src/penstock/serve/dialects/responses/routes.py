@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from .events import Events
 from .handler import Document, ResponseHandler
 from .parse import read, to_chat_request
 from .requests import CountTokensRequest, ResponsesRequest
-from .stored import Background, input_items, with_conversation
+from .stored import Background, Keeper, input_items, with_conversation
 
 if TYPE_CHECKING:  # what it imports may not be installed
     from penstock.serve.storage.responses import ResponseStore
@@ -81,7 +81,7 @@ class ResponsesRoutes:
     def __init__(self, served_models: ServedModels, store: ResponseStore | None) -> None:
         self._served_models = served_models
         self._store = store
-        self.background = Background(store) if store else None
+        self.background = Background()
 
     async def create(self, raw_request: Request) -> Response:
         body = await self._served_models.read_body(raw_request)
@@ -89,35 +89,34 @@ class ResponsesRoutes:
         request = read(read_object(body), ResponsesRequest, record.unknown, store is not None)
         error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
         service = self._served_models.find(request.model)
-        keep = self._keeper(record, request)
+        keeper, size = self._keeper(record, request), len(body)
         if store:
-            request = await with_conversation(request, store, record.tenant)
-        handler = ResponseHandler(service, record, request, len(body), events, keep)
+            request, size = await with_conversation(request, size, store, record.tenant)
+        handler = ResponseHandler(service, record, request, size, events, keeper)
         if not request.background:
             return Reply.of(service, handler, error_format, request.stream)
         if request.stream:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
-        if keep is None or self.background is None:
+        if keeper is None:
             raise invalid("background", "needs a response that is stored; leave store out")
-        return _json(await self.background.start(service, handler, keep))
+        return _json(await self.background.start(service, handler, keeper))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
         body = await self._served_models.read_body(raw_request)
         record = record_of(raw_request.scope)
         request = read(read_object(body), CountTokensRequest, record.unknown, self._store is not None)
-        service = self._served_models.find(request.model)
+        service, size = self._served_models.find(request.model), len(body)
         if self._store:
-            request = await with_conversation(request, self._store, record.tenant)
+            request, size = await with_conversation(request, size, self._store, record.tenant)
         chat = to_chat_request(request, service.template_variables, service.sees_images)
-        count = await count_tokens(service, chat, len(body), record.unknown)
+        count = await count_tokens(service, chat, size, record.unknown)
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
-    def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Callable[[Document], Awaitable[None]] | None:
+    def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
         """Keeps the response of a request; None where it is not stored."""
         if self._store is None or request.store is False:
             return None
-        items = input_items(request, record.request_id)
-        return lambda document, store=self._store: store.save(record.tenant, document, items)  # type: ignore[misc]
+        return Keeper(self._store, record.tenant, input_items(request, record.request_id))
 
 
 class StoredRoutes:
@@ -164,7 +163,7 @@ def add_routes(routes: Routes, served_models: ServedModels, store: ResponseStore
         schema = reference(request, SCHEMA_PREFIX)
         described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
         routes.add(path, endpoint, method="POST", described=described)
-    if store is None or endpoints.background is None:
+    if store is None:
         return
     stored = StoredRoutes(store, endpoints.background)
     add = partial(routes.add, described=operation(OBJECT, reference(ErrorResponse)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -38,31 +37,64 @@ def input_items(request: CountTokensRequest, name: str) -> list[Document]:
     ]
 
 
-async def with_conversation(request: T, store: ResponseStore, owner: str) -> T:
-    """The request with the conversation of ``previous_response_id`` before its input. Raises as
-    ``ResponseStore.conversation``."""
+async def with_conversation(request: T, size: int, store: ResponseStore, owner: str) -> tuple[T, int]:
+    """The request with the conversation of ``previous_response_id`` before its input, and about how many characters it
+    has then.
+
+    Args:
+        size: about how many characters the request has.
+
+    Raises as ``ResponseStore.conversation``.
+    """
     if request.previous_response_id is None:
-        return request
+        return request, size
     before = await store.conversation(owner, request.previous_response_id)
-    own = input_items(request, "")
-    return msgspec.structs.replace(request, input=msgspec.convert([*before, *own], list[Item]))
+
+    def joined() -> tuple[T, int]:
+        items = [*before, *input_items(request, "")]
+        whole = msgspec.structs.replace(request, input=msgspec.convert(items, list[Item]))
+        return whole, size + len(msgspec.json.encode(before))
+
+    return await asyncio.to_thread(joined)  # a long conversation would hold up others
+
+
+class Keeper:
+    """Keeps the response of one request.
+
+    Args:
+        items: its own input.
+    """
+
+    def __init__(self, store: ResponseStore, owner: str, items: list[Document]) -> None:
+        self.store = store
+        self.owner = owner
+        self._items = items
+
+    async def __call__(self, document: Document) -> bool:
+        """Keep a finished response; returns False, and logs why, where that fails: the answer is there in any case."""
+        try:
+            await self.add(document)
+        except PenstockError as error:
+            logger.error("a response could not be stored: %s", error)
+            return False
+        return True
+
+    async def add(self, document: Document) -> None:
+        await self.store.add(self.owner, document, self._items)
 
 
 class Background:
     """The responses that this process computes in the background."""
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(
-        self, service: RequestLimiter, handler: ResponseHandler, keep: Callable[[Document], Awaitable[None]]
-    ) -> Document:
+    async def start(self, service: RequestLimiter, handler: ResponseHandler, keeper: Keeper) -> Document:
         """Store a response that is queued, and begin to compute it."""
         queued = handler.pending("queued")
-        await keep(queued)
+        await keeper.add(queued)
         name = queued["id"]
-        self._tasks[name] = asyncio.create_task(self._run(name, service, handler, keep))
+        self._tasks[name] = asyncio.create_task(self._run(name, service, handler, keeper))
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name, None))
         return queued
 
@@ -71,39 +103,42 @@ class Background:
         if task := self._tasks.get(name):
             task.cancel()
 
-    async def _run(
-        self,
-        name: str,
-        service: RequestLimiter,
-        handler: ResponseHandler,
-        keep: Callable[[Document], Awaitable[None]],
-    ) -> None:
-        async def finish() -> None:
-            with service.admit():
-                await keep(handler.pending("in_progress"))
-                document = await handler.document()
-            if await self._store.beat(name):
-                await keep(document)
+    async def _run(self, name: str, service: RequestLimiter, handler: ResponseHandler, keeper: Keeper) -> None:
+        store, owner = keeper.store, keeper.owner
 
-        work = asyncio.create_task(finish())
+        async def compute() -> None:
+            with service.admit():
+                if await store.advance(owner, handler.pending("in_progress")):
+                    await store.advance(owner, await handler.document())
+
+        work = asyncio.create_task(compute())
         try:
             while not work.done():
                 await asyncio.wait([work], timeout=BEAT_INTERVAL)
-                if not work.done() and not await self._store.beat(name):
-                    work.cancel()
+                if not work.done() and not await _is_wanted(store, owner, name):
+                    return
             await work
         except PenstockError as error:
-            await self._fail(name, handler, keep, error.failure)
-        except asyncio.CancelledError:
-            work.cancel()
-            await self._fail(name, handler, keep, STOPPING)
+            await self._fail(handler, keeper, error.failure)
+        except asyncio.CancelledError:  # the server is stopping, or the response was cancelled or deleted
+            await self._fail(handler, keeper, STOPPING)
         except Exception:
             logger.exception("a background response failed")
-            await self._fail(name, handler, keep, INTERNAL)
+            await self._fail(handler, keeper, INTERNAL)
+        finally:
+            work.cancel()
 
-    async def _fail(
-        self, name: str, handler: ResponseHandler, keep: Callable[[Document], Awaitable[None]], failure: Failure
-    ) -> None:
+    async def _fail(self, handler: ResponseHandler, keeper: Keeper, failure: Failure) -> None:
         """Store that it failed, unless it was cancelled or deleted."""
-        if await self._store.beat(name):
-            await keep(handler.failed(failure))
+        try:
+            await keeper.store.advance(keeper.owner, handler.failed(failure))
+        except PenstockError as error:
+            logger.error("a background response has failed, which could not be stored: %s", error)
+
+
+async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
+    try:
+        return await store.beat(owner, name)
+    except PenstockError as error:  # the database may answer again
+        logger.warning("a background response goes on: %s", error)
+        return True

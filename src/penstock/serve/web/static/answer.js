@@ -19,6 +19,7 @@ export function formatted(text) {
 
 export class Answer {
   constructor(parent, onToolResult) {
+    this.element = parent;
     this.text = "";
     this.reasoning = "";
     this.toolCalls = [];
@@ -33,8 +34,9 @@ export class Answer {
     this.details = make("details", { hidden: true }, make("summary", {}, "Reasoning"), this.thoughts);
     this.body = make("div", { className: "text busy" });
     this.calls = make("div");
+    this.problem = make("p", { className: "error", hidden: true });
     this.speed = make("p", { className: "quiet speed" });
-    parent.append(this.details, this.body, this.calls, this.speed);
+    parent.append(this.details, this.body, this.calls, this.problem, this.speed);
   }
 
   /** What the message is in the next request. */
@@ -96,14 +98,15 @@ export class Answer {
   }
 
   fail(error) {
-    this.body.append(make("p", { className: "error" }, error));
+    this.problem.textContent = error;
+    this.problem.hidden = false;
   }
 
   /** Show what only the whole answer has. */
   end() {
     this.body.classList.remove("busy");
     if (this.tokens.length) this.body.replaceChildren(coloured(this.tokens));
-    else if (!this.body.querySelector(".error")) this.body.replaceChildren(formatted(this.text));
+    else this.body.replaceChildren(formatted(this.text));
     this.calls.replaceChildren(...this.toolCalls.filter(Boolean).map((call) => this.toolCall(call)));
     this.showSpeed();
   }

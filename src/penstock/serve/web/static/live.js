@@ -34,7 +34,7 @@ async function tick() {
   if (!visible || $("hold").checked) return;
   try {
     if (!document.hidden) {
-      take(await (await call("web/live")).json());
+      take(await (await call("web/live", { silent: true })).json());
       redraw();
     }
   } catch (error) {
@@ -50,7 +50,8 @@ function take(answer) {
     return { model, engine, name: [model.name, where, engine.role].filter(Boolean).join(" · ") };
   }));
   for (const model of answer.models) {
-    const history = histories.get(model.name) ?? [];
+    let history = histories.get(model.name) ?? [];
+    if (history.length && history.at(-1).model.counters.requests > model.counters.requests) history = [];  // a restart
     const total = (name) => model.engines.reduce((sum, one) => sum + one.stats[name], 0);
     history.push({ time: answer.time, model, running: total("running"), waiting: total("waiting") });
     while (history[0].time < answer.time - SPAN - 1) history.shift();
@@ -78,7 +79,7 @@ export function redraw() {
 
 /** Increase of a counter per second, between each two entries of the history. */
 const rates = (history, name) => history.slice(1).map((one, i) =>
-  Math.max(0, (one.model.counters[name] - history[i].model.counters[name]) / (one.time - history[i].time)));
+  Math.max(0, (one.model.counters[name] - history[i].model.counters[name]) / Math.max(one.time - history[i].time, 1e-3)));
 
 function drawTiles({ engine, model }, history) {
   const { stats } = engine, { counters } = model;
@@ -141,7 +142,6 @@ function drawSteps(list) {
     });
   }
   $("chart-steps").setAttribute("aria-label", last.length ? `the last ${last.length} steps; prompts are in another colour than generated tokens` : "no steps while this page was looking");
-  if (stepAt >= 0) describeStep();
 }
 
 function showStep(i) {
@@ -180,7 +180,12 @@ function drawBlocks(snapshot) {
 function drawSequences(snapshot) {
   const list = snapshot?.sequences ?? [];
   const holders = new Map();
-  for (const one of list) for (const block of one.blocks) holders.set(block, [...(holders.get(block) ?? []), one.id]);
+  for (const one of list) {
+    for (const block of one.blocks) {
+      if (!holders.has(block)) holders.set(block, []);
+      if (holders.get(block).length < 8) holders.get(block).push(one.id);
+    }
+  }
   const focused = document.activeElement?.dataset?.sequence;
   $("sequences").tBodies[0].replaceChildren(...list.map((one) => {
     const button = make("button", { type: "button", "aria-pressed": String(one.id === chosen) }, one.id);

@@ -33,6 +33,7 @@ async function loadModels() {
     if (!models.length) setTimeout(loadModels, 2000);
   } catch (error) {
     notify(`The server does not answer: ${error.message}`);
+    setTimeout(loadModels, 2000);
   }
 }
 
@@ -40,6 +41,7 @@ async function loadModels() {
 for (const view of VIEWS) {
   $(`tab-${view}`).addEventListener("click", (event) => { event.preventDefault(); location.hash = view; });
 }
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); $("main").focus(); });
 addEventListener("hashchange", showView);
 dark.addEventListener("change", showTheme);
 $("theme").addEventListener("click", () => {

@@ -34,7 +34,7 @@ export function start() {
   $("composer").addEventListener("dragover", (event) => event.preventDefault());
   $("composer").addEventListener("drop", (event) => { event.preventDefault(); addImages(event.dataTransfer.files); });
   for (const button of document.querySelectorAll("[data-copy]")) {
-    button.addEventListener("click", () => navigator.clipboard.writeText($(button.dataset.copy).textContent));
+    button.addEventListener("click", () => copy($(button.dataset.copy)));
   }
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) running.abort();
@@ -110,7 +110,7 @@ function request() {
   }
   if (mode() === "completion") {
     if (fields.logprobs.checked) body.logprobs = TOP_LOGPROBS;
-    return ["v1/completions", { ...body, prompt: conversation.map((one) => one.message.content).join("") }];
+    return ["v1/completions", { ...body, prompt: conversation.map((one) => textOf(one.message.content)).join("") }];
   }
   if (fields.logprobs.checked) Object.assign(body, { logprobs: true, top_logprobs: TOP_LOGPROBS });
   if (fields.tools.value.trim() && !fields.tools.disabled) body.tools = JSON.parse(fields.tools.value);
@@ -122,6 +122,9 @@ function request() {
   return ["v1/chat/completions", { ...body, messages }];
 }
 
+/** The text of a message, without its images. */
+const textOf = (content) => typeof content === "string" ? content : content.filter((part) => part.text).map((part) => part.text).join("");
+
 function userMessage() {
   const text = $("prompt").value;
   if (!images.length) return { role: "user", content: text };
@@ -132,6 +135,12 @@ function userMessage() {
 function send() {
   if (running || !($("prompt").value.trim() || images.length)) return;
   conversation.push({ message: userMessage() });
+  try {
+    request();
+  } catch (error) {
+    conversation.pop();
+    return notify(error.message);
+  }
   $("prompt").value = "";
   images = [];
   generate();
@@ -153,6 +162,7 @@ async function generate() {
   }
   draw();
   running = new AbortController();
+  const begunWith = conversation;
   buttons();
   const answers = new Map();
   const answerOf = (index) => {
@@ -180,7 +190,9 @@ async function generate() {
   running = null;
   for (const answer of answers.values()) answer.end();
   const first = answers.get(0);
-  if (first.text || first.toolCalls.length) conversation.push({ message: first.message, element: $("log").lastElementChild });
+  if (conversation === begunWith && (first.text || first.toolCalls.length)) {
+    conversation.push({ message: first.message, element: first.element });
+  }
   buttons();
   keepInSight();
 }
@@ -189,7 +201,7 @@ function toolResult(call, content) {
   conversation.push({ message: { role: "tool", tool_call_id: call.id, content } });
   const answered = new Set(conversation.map((one) => one.message.tool_call_id));
   const asked = conversation.findLast((one) => one.message.tool_calls)?.message.tool_calls ?? [];
-  if (asked.every((one) => answered.has(one.id))) generate();
+  if (!running && asked.every((one) => answered.has(one.id))) generate();
 }
 
 /** Draw the conversation; answers keep their elements. */
@@ -209,7 +221,8 @@ function drawMessage(entry, i) {
   edit.addEventListener("click", () => {
     $("prompt").value = typeof content === "string" ? content : content.at(-1).text;
     images = typeof content === "string" ? [] : content.filter((part) => part.image_url).map((part) => part.image_url.url);
-    conversation.length = i;
+    running?.abort();
+    conversation = conversation.slice(0, i);
     draw();
     $("prompt").focus();
   });
@@ -223,7 +236,7 @@ function drawMessage(entry, i) {
 function buttons() {
   $("send").disabled = Boolean(running);
   $("stop").disabled = !running;
-  $("again").disabled = Boolean(running) || conversation.length < 2;
+  $("again").disabled = Boolean(running) || !conversation.length;
 }
 
 function keepInSight() {
@@ -243,15 +256,23 @@ function addImages(files) {
 }
 
 function showCode() {
+  const before = conversation.length;
   try {
-    const typed = $("prompt").value.trim() || images.length ? [{ message: userMessage() }] : [];
-    conversation.push(...typed);
+    if ($("prompt").value.trim() || images.length) conversation.push({ message: userMessage() });
     const [path, body] = request();
-    conversation.length -= typed.length;
     $("curl").textContent = asCurl(path, body);
     $("python").textContent = asPython(path, body);
     $("code-dialog").showModal();
   } catch (error) {
     notify(error.message);
+  } finally {
+    conversation.length = before;
   }
+}
+
+/** Copy an element's text; pages over plain HTTP may not, and get it selected. */
+function copy(element) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(element.textContent);
+  getSelection().selectAllChildren(element);
+  return document.execCommand("copy");
 }

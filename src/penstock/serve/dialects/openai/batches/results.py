@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -81,6 +81,13 @@ class Results:
             self._file.close()
             raise
         return self
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Close the file at the end of a block, where it was entered before it."""
+        with ExitStack() as stack:
+            stack.push(self)
+            yield
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

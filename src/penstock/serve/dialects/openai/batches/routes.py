@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from penstock.core import Code, PenstockError
@@ -19,11 +19,13 @@ from penstock.core.errors import invalid
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.paging import page
+from penstock.serve.http.reply import CLIENT_DISCONNECTED
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 
 from ..responses import ErrorResponse, encode
+from .worker import OPEN
 
 if TYPE_CHECKING:  # what it imports may not be installed
     from penstock.serve.storage.batches import BatchStore, Document
@@ -65,6 +67,8 @@ class FileRoutes:
             raise invalid("file", "is missing; send it as multipart/form-data")
         try:
             form = await MultiPartParser(raw_request.headers, self._limited(raw_request)).parse()
+        except ClientDisconnect as error:
+            raise PenstockError.of(CLIENT_DISCONNECTED) from error
         except MultiPartException as error:
             raise invalid("file", f"the form cannot be read: {error.message}") from error
         try:
@@ -122,7 +126,9 @@ class BatchRoutes:
         body = await self._served_models.read_body(raw_request)
         request = convert(read_object(body), BatchRequest, record_of(raw_request.scope).unknown)
         tenant, now = _tenant(raw_request), int(time.time())
-        await self._files.get(tenant, request.input_file_id, "input_file_id")
+        file = await self._files.get(tenant, request.input_file_id, "input_file_id")
+        if file.purpose != "batch":
+            raise invalid("input_file_id", f"is a file for {file.purpose}; one for requests has the purpose batch")
         times = dict.fromkeys(
             f"{event}_at" for event in "in_progress finalizing completed failed expired cancelling cancelled".split()
         )
@@ -154,7 +160,9 @@ class BatchRoutes:
 
     async def cancel(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
-        await self._batches.get(_tenant(raw_request), name)
+        batch = await self._batches.get(_tenant(raw_request), name)
+        if batch["status"] not in OPEN:
+            raise invalid("batch_id", f"the batch is {batch['status']}, and cannot be cancelled any more")
 
         def change(batch: Document) -> Document:
             return {**batch, "status": "cancelling", "cancelling_at": batch["cancelling_at"] or int(time.time())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
@@ -20,6 +21,8 @@ from penstock.serve.models.service import ModelService
 TRIES = 3
 """Engine deaths after which a request is not tried again, as it may have caused them."""
 
+RETRY_INTERVAL = 1.0
+"""Seconds until a line that found no room is tried again."""
 LOAD_INTERVAL = 0.5
 """Seconds between two looks for a model that is being loaded."""
 
@@ -32,13 +35,24 @@ class Work:
     Args:
         find: the model that answers a line. Raises ``PenstockError`` where it is not served.
         watch: ends when the engine is not started again any more.
+        tenant: whose requests they are (``RequestRecord.tenant``).
+        patient: whether others use the engine, too: a line that finds no room, or an engine that is asleep, waits.
         record: called with each line's custom_id, response and error as they come.
     """
 
-    def __init__(self, find: Callable[[BatchLine], ModelService], watch: asyncio.Future[None], record: Record) -> None:
+    def __init__(
+        self,
+        find: Callable[[BatchLine], ModelService],
+        watch: asyncio.Future[None],
+        record: Record,
+        tenant: str = "",
+        patient: bool = False,
+    ) -> None:
         self._find = find
         self._watch = watch
         self._record = record
+        self._tenant = tenant
+        self._patient = patient
         self._open = 0
         self._once = UnknownFieldLog()
         self._one_ended = asyncio.Condition()
@@ -80,29 +94,48 @@ class Work:
     async def _respond(self, line: BatchLine) -> BatchResponse | None:
         """The result of a line; None where the engine is gone."""
         request_id, deaths = uuid4().hex, 0
-        try:
-            service = await self._served(line)
-        except PenstockError as error:
-            body = encode(error_of(error.failure))
-            return BatchResponse(status_code=STATUS[error.failure.code], request_id=request_id, body=msgspec.Raw(body))
         while True:
-            record = RequestRecord(request_id, unknown=UnknownFields(service.options.strict_requests))
-            self._open += 1
-            status, body = await answer(service, record, line.url, bytes(line.body))
-            self._open -= 1
+            record = RequestRecord(request_id, tenant=self._tenant)
+            engines: set[int] = set()
+            try:
+                service = await self._served(line)
+                engines = _engines(service)
+                record.unknown = UnknownFields(service.options.strict_requests)
+                status, body = await self._answer(service, record, line)
+            except PenstockError as error:
+                record.failure = error.failure
+                status, body = STATUS[error.failure.code], encode(error_of(error.failure))
             self._once.log(request_id, "batch", record.unknown)
             if _is(record.failure, Code.UNAVAILABLE):
-                deaths += 1
                 if not await self._engine_restarted(service):
                     return None
-                if deaths < TRIES:
+                deaths += _engines(service) != engines
+                if deaths < TRIES and (self._patient or _engines(service) != engines):
+                    await self._rest(_engines(service) == engines)
                     continue
-            elif _is(record.failure, Code.OVERLOADED) and self._open:
-                async with self._one_ended:
-                    await self._one_ended.wait()
+            elif _is(record.failure, Code.OVERLOADED) and (self._open or self._patient):
+                await self._rest(not self._open)
                 continue
             self.tokens += record.facts.get("output", 0)
             return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
+
+    async def _answer(self, service: ModelService, record: RequestRecord, line: BatchLine) -> tuple[int, bytes]:
+        """Raises ``PenstockError`` (``overloaded``) where too many requests are open."""
+        with service.admit():
+            self._open += 1
+            try:
+                return await answer(service, record, line.url, bytes(line.body))
+            finally:
+                self._open -= 1
+
+    async def _rest(self, alone: bool) -> None:
+        """Wait until a line has ended, or where none is open for a while."""
+        if alone:
+            await asyncio.sleep(RETRY_INTERVAL)
+            return
+        async with self._one_ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._one_ended.wait(), RETRY_INTERVAL)
 
     async def _served(self, line: BatchLine) -> ModelService:
         """The model of a line, once it is loaded. Raises ``PenstockError`` where it is not served."""
@@ -121,6 +154,11 @@ class Work:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return not self._watch.done()
+
+
+def _engines(service: ModelService) -> set[int]:
+    """Process ids of the engines that answer: others once an engine has died."""
+    return {report.pid for report in service.gateway.engine_pool.reports}
 
 
 def _is(failure: Failure | None, code: Code) -> bool:

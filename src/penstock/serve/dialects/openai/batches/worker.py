@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # what it imports may not be installed
 
 logger = logging.getLogger(__name__)
 
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+"""Statuses of batches that are not finished."""
 POLL_INTERVAL = 2.0
 """Seconds between two looks for batches that others have added, cancelled or left."""
 MAX_ERRORS = 100
@@ -56,7 +59,6 @@ class BatchWorker:
         self._files = files
         self._at_once = at_once
         self._wake = asyncio.Event()
-        self._changed: set[str] = set()
 
     def wake(self) -> None:
         """There is a new batch, or one was cancelled."""
@@ -64,15 +66,26 @@ class BatchWorker:
 
     async def run(self) -> None:
         """Until cancelled."""
+        with contextlib.suppress(PenstockError):
+            await self._files.sweep()
         while True:
             self._wake.clear()
             try:
-                for owner, document in await self._batches.open():
-                    await self._try(owner, document)
+                opened = await self._batches.open()
             except PenstockError as error:
                 logger.warning("batches wait: %s", error)
-            except Exception:
-                logger.exception("a batch failed")
+                opened = []
+            for owner, document in _by_turns(opened):
+                try:
+                    await self._try(owner, document)
+                except PenstockError as error:
+                    logger.warning("batch %s waits: %s", document["id"], error)
+                except Exception:
+                    logger.exception("batch %s failed", document["id"])
+                    with contextlib.suppress(PenstockError):
+                        await self._fail(
+                            document["id"], [_problem("internal_error", "the server's log has the reason")]
+                        )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_INTERVAL)
 
@@ -81,35 +94,40 @@ class BatchWorker:
         path = self._files.path(f"{document['id']}.partial")
         results = Results(path)
         try:
-            results.__enter__()
+            await asyncio.to_thread(results.__enter__)
         except PenstockError:  # another process has it
             return
-        with contextlib.ExitStack() as stack:
-            stack.push(results)
+        with results.entered():
             current = await self._batches.change(document["id"], lambda batch: batch)
-            if current is None or current["status"] not in ("validating", "in_progress", "finalizing", "cancelling"):
+            if current is not None and current["status"] in OPEN:
+                await self._compute(owner, current, results, path)
+            current = await self._batches.change(document["id"], lambda batch: batch)
+            if current is None or current["status"] not in OPEN:
                 path.unlink(missing_ok=True)
-                return
-            await self._compute(owner, current, results, path)
 
     async def _compute(self, owner: str, document: Document, results: Results, path: Path) -> None:
         name, source = document["id"], self._files.path(document["input_file_id"])
+        if not source.is_file():
+            await self._fail(name, [_problem("input_file_not_found", "the input file is not there any more")])
+            return
         if document["status"] == "validating":
-            errors, total = await asyncio.to_thread(_check, source, document["endpoint"])
+            longest = self._served_models.max_body_size  # raises where no engine is ready yet
+            errors, total = await asyncio.to_thread(_check, source, document["endpoint"], longest)
             if errors or not total:
-                await self._fail(name, errors or [_problem("empty_file", "the file has no requests", None)])
-                path.unlink(missing_ok=True)
+                await self._fail(name, errors or [_problem("empty_file", "the file has no requests")])
                 return
             counts = {"total": total, "completed": 0, "failed": 0}
             await self._set(name, "in_progress", request_counts=counts)
         state = await asyncio.to_thread(lambda: survey(requests(source), results))
-        end = await self._answer(document, source, results, state)
+        end = await self._answer(owner, document, source, results, state)
         if end is None:
             return  # the engine is gone; this or another process goes on
         await self._set(name, "finalizing")
         await self._finish(owner, name, path, end)
 
-    async def _answer(self, document: Document, source: Path, results: Results, state: BatchState) -> str | None:
+    async def _answer(
+        self, owner: str, document: Document, source: Path, results: Results, state: BatchState
+    ) -> str | None:
         """Answer the lines that are left; returns the status with which the batch ends, None where it has to go on."""
         name = document["id"]
         done = {"completed": state.skipped - state.failed, "failed": state.failed}
@@ -119,8 +137,13 @@ class BatchWorker:
             good = response is not None and response.status_code == 200
             done["completed" if good else "failed"] += 1
 
+        current = await self._set_counts(name, done)
+        if current is None or current["status"] == "cancelling":
+            return "cancelled"
+        if time.time() > document["expires_at"]:
+            return "expired"
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        work = Work(self._find, never, record)
+        work = Work(self._find, never, record, owner, patient=True)
         left: Iterator[BatchLine | BatchError] = (line for line in requests(source) if results.find(line) is None)
         task = asyncio.create_task(work.run(left, self._at_once))
         try:
@@ -154,7 +177,7 @@ class BatchWorker:
     def _find(self, line: BatchLine) -> ModelService:
         try:
             model = _model(line.body).model
-        except msgspec.MsgspecError:  # which its handler will say
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # which its handler will say
             model = None
         return self._served_models.find(model)
 
@@ -176,24 +199,35 @@ class BatchWorker:
         await self._set(name, "failed", errors={"object": "list", "data": errors})
 
 
-def _check(path: Path, endpoint: str) -> tuple[list[dict[str, Any]], int]:
+def _by_turns(batches: list[tuple[str, Document]]) -> Iterator[tuple[str, Document]]:
+    """One of each owner after the other, each owner's oldest first."""
+    by_owner: dict[str, list[tuple[str, Document]]] = {}
+    for batch in batches:
+        by_owner.setdefault(batch[0], []).append(batch)
+    for turn in zip_longest(*by_owner.values()):
+        yield from (batch for batch in turn if batch)
+
+
+def _check(path: Path, endpoint: str, longest: int) -> tuple[list[dict[str, Any]], int]:
     """What is wrong with a file of requests, and how many lines it has."""
     errors, total = [], 0
     for line in requests(path):
         total += 1
         if isinstance(line, BatchError):
             errors.append(_problem(line.code, line.message, line.line))
+        elif len(bytes(line.body)) > longest:
+            errors.append(_problem("line_too_long", f"{line.custom_id!r} has more than {longest} bytes"))
         elif line.url != endpoint:
             words = f"{line.custom_id!r} is for {line.url[:80]}, the batch for {endpoint}"
-            errors.append(_problem("mismatched_endpoint", words, None))
+            errors.append(_problem("mismatched_endpoint", words))
         if total > MAX_LINES:
-            errors.append(_problem("too_many_requests", f"the file has more than {MAX_LINES} requests", None))
+            errors.append(_problem("too_many_requests", f"the file has more than {MAX_LINES} requests"))
         if len(errors) >= MAX_ERRORS or total > MAX_LINES:
             break
     return errors, total
 
 
-def _problem(code: str, message: str, line: int | None) -> dict[str, Any]:
+def _problem(code: str, message: str, line: int | None = None) -> dict[str, Any]:
     return {"code": code, "message": message, "line": line, "param": None}
 
 
