@@ -80,6 +80,7 @@ def test_a_model_without_the_tokens_says_so(servers: Servers) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": PREFIX, "suffix": SUFFIX}),
         ("/api/generate", {"model": "penstock-demo", "prompt": PREFIX, "suffix": SUFFIX}),
+        ("/infill", {"input_prefix": PREFIX, "input_suffix": SUFFIX}),
     ):
         answer = httpx.post(root + path, json=body)
         assert answer.status_code == 400 and "cannot fill in the middle" in answer.text
@@ -128,3 +129,25 @@ def test_suffix_of_ollama(coder: tuple[Served, Tokenizer]) -> None:
     assert answer.prompt_eval_count == len(infill_prompt(tokenizer, PREFIX, SUFFIX))
     asked = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 8, "temperature": 0}
     assert answer.response == httpx.post(f"{served.url}/completions", json=asked).json()["choices"][0]["text"]
+
+
+@pytest.mark.row("llama-server", "/infill")
+def test_infill_of_llama_server(coder: tuple[Served, Tokenizer]) -> None:
+    served = coder[0]
+    asked = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 8, "temperature": 0}
+
+    def fill(**fields: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{served.root}/infill", json=asked | fields)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    completed = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 8, "temperature": 0}
+    filled = fill()
+    assert filled["content"] == httpx.post(f"{served.url}/completions", json=completed).json()["choices"][0]["text"]
+    assert filled["prompt"] == f"{QWEN.prefix}{PREFIX}{QWEN.suffix}{SUFFIX}{QWEN.middle}"
+    assert fill(prompt="a +")["prompt"] == filled["prompt"] + "a +"
+    files = [{"filename": "b.py", "text": "x = 1\n"}, {"text": "y = 2\n"}]
+    before = "<|repo_name|>myproject\n<|file_sep|>b.py\nx = 1\n<|file_sep|>tmp\ny = 2\n<|file_sep|>filename\n"
+    assert fill(input_extra=files)["prompt"] == before + filled["prompt"]
+    forced = fill(logit_bias=[["<|file_sep|>", 100]])
+    assert (forced["stop_type"], forced["content"]) == ("eos", "")

@@ -108,15 +108,27 @@ class Gateway:
             max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
         )
 
-    async def encode_infill(self, prefix: str | Sequence[int], suffix: str | Sequence[int], size: int = 0) -> list[int]:
+    async def encode_infill(
+        self,
+        prefix: str | Sequence[int],
+        suffix: str | Sequence[int],
+        size: int = 0,
+        files: Sequence[tuple[str, str]] = (),
+    ) -> list[int]:
         """The prompt for the text between two others, texts or token ids; otherwise as ``encode``.
+
+        Args:
+            files: names and texts of other files.
 
         Raises ``PenstockError`` (``unsupported``) where the model has no tokens for it, too.
         """
         self._check_length(prefix)
         self._check_length(suffix)
-        characters = max(size, len(prefix) + len(suffix))
-        return await self.prepare(characters, lambda: infill_prompt(self.input_processor.tokenizer, prefix, suffix))
+        for _, text in files:
+            self._check_length(text)
+        characters = max(size, len(prefix) + len(suffix) + sum(len(text) for _, text in files))
+        tokenizer = self.input_processor.tokenizer
+        return await self.prepare(characters, lambda: infill_prompt(tokenizer, prefix, suffix, files))
 
     async def encode_texts(self, texts: Texts, size: int = 0) -> dict[str, Any]:
         """The prompt of a pair of texts, or of a text within a limit. Arguments and errors as for ``encode``."""

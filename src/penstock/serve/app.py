@@ -25,6 +25,7 @@ from .dialects import (
     fastdeploy,
     instances,
     kserve,
+    llama_server,
     ollama,
     openai,
     operations,
@@ -84,6 +85,7 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
     "anthropic.": anthropic.SCHEMAS,
     "responses.": responses.SCHEMAS,
     "ollama.": ollama.SCHEMAS,
+    "llama_server.": llama_server.SCHEMAS,
     cohere.PREFIX: cohere.SCHEMAS,
 }
 """Schemas of the OpenAPI document, by the prefix of their names."""
@@ -125,6 +127,7 @@ def build(
         "/v2/embed": cohere.ERROR_FORMAT,
         "/v2": kserve.ERROR_FORMAT,
         "/api/": ollama.ERROR_FORMAT,
+        **dict.fromkeys(llama_server.ERROR_PATHS, llama_server.ERROR_FORMAT),
         **vllm.ERROR_FORMATS,
     }
     error_formats = ErrorFormats(default.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
@@ -139,6 +142,7 @@ def build(
     operator = operations.Operator(served_models, repository.model_manager)
     fastdeploy.add_routes(routes, served_models, operator)
     vllm.add_routes(routes, served_models)
+    llama_server.add_routes(routes, served_models)
     management.add_routes(routes, served_models)
     operations.add_routes(routes, operator)
     development.add_routes(routes, operator)

@@ -11,6 +11,10 @@ from .tokenizer import Tokenizer
 
 ANCHOR = "☺"
 """Text that merges with none after it."""
+REPOSITORY, FILE = "myproject\n", "filename\n"
+"""Names that llama.cpp's server gives them."""
+SNIPPET = "\n\n--- snippet ---\n\n"
+"""Before another file where the model has no token for that."""
 
 
 class Spelling(NamedTuple):
@@ -82,18 +86,41 @@ def infill_format(tokenizer: Tokenizer) -> InfillFormat:
     raise PenstockError(Code.UNSUPPORTED, f"suffix: {words}", "suffix")
 
 
-def infill_prompt(tokenizer: Tokenizer, prefix: str | Sequence[int], suffix: str | Sequence[int]) -> list[int]:
+def infill_prompt(
+    tokenizer: Tokenizer,
+    prefix: str | Sequence[int],
+    suffix: str | Sequence[int],
+    files: Sequence[tuple[str, str]] = (),
+) -> list[int]:
     """The token ids of a prompt for the text between ``prefix`` and ``suffix``.
+
+    Args:
+        files: names and texts of other files of the repository, which come first
+            (https://arxiv.org/abs/2409.12186), composed as llama.cpp's server does.
 
     Raises ``PenstockError``: as ``infill_format``, and for invalid text.
     """
     tokens = infill_format(tokenizer)
     before = tokenizer.encode(prefix, False) if isinstance(prefix, str) else [*prefix]
     after = _encode_suffix(tokenizer, suffix) if isinstance(suffix, str) else [*suffix]
-    begin = [*bos(tokenizer)]
+    begin = [*bos(tokenizer), *_context(tokenizer, tokens, files)]
     if tokens.middle is None:
         return [*begin, tokens.suffix, *after, tokens.prefix, *before]
     return [*begin, tokens.prefix, *before, tokens.suffix, *after, tokens.middle]
+
+
+def _context(tokenizer: Tokenizer, tokens: InfillFormat, files: Sequence[tuple[str, str]]) -> list[int]:
+    """Other files, each after its name where the model has a token for that, and the name of the file itself."""
+    if not files:
+        return []
+    result: list[int] = []
+    if tokens.repository is not None:
+        result += [tokens.repository, *tokenizer.encode(REPOSITORY, False)]
+    for name, text in files:
+        named = SNIPPET if tokens.file is None else f"{name}\n"
+        result += [*([] if tokens.file is None else [tokens.file]), *tokenizer.encode(named, False)]
+        result += tokenizer.encode(text, False)
+    return result if tokens.file is None else [*result, tokens.file, *tokenizer.encode(FILE, False)]
 
 
 def bos(tokenizer: Tokenizer) -> tuple[int, ...]:

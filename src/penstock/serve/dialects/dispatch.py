@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.core import PenstockError
+
 from ..http.body import read_object
 from ..http.error_format import ErrorFormat
 from ..http.request_record import record_of
-from ..http.routes import Routes
+from ..http.routes import Endpoint, Route, Routes
 from ..models.served_models import ServedModels
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
@@ -37,6 +39,31 @@ class Dialect(Protocol):
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         """The response to a chat request; otherwise as ``completion``."""
         ...
+
+
+def answer_by_body(
+    routes: Routes,
+    served_models: ServedModels,
+    path: str,
+    matches: Callable[[dict[str, Any]], bool],
+    endpoint: Endpoint,
+) -> None:
+    """Have ``endpoint`` answer what is sent to a path of another dialect, which has been added, where the body is its.
+
+    Args:
+        matches: whether a body is of the endpoint's dialect.
+    """
+    route = next(route for route in routes if route.path == path and "POST" in (route.methods or ()))
+    other: Endpoint = route.endpoint
+
+    async def either(raw_request: Request) -> Response:
+        try:
+            fields = read_object(await served_models.read_body(raw_request))
+        except PenstockError:  # which the other one reports
+            fields = {}
+        return await (endpoint if matches(fields) else other)(raw_request)
+
+    routes[routes.index(route)] = Route(path, either, methods=["POST"])
 
 
 def add_shared_routes(

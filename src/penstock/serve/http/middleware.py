@@ -202,19 +202,23 @@ class ApiKeyMiddleware:
     """Requires one of the API keys: ``Authorization: Bearer KEY``, ``Authorization: KEY`` or ``x-api-key: KEY``.
 
     Args:
-        public: paths that need none, besides ``PUBLIC_PATHS``.
+        public: paths that need none to be read, besides ``PUBLIC_PATHS``.
     """
 
     def __init__(
         self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse, public: frozenset[str] = frozenset()
     ) -> None:
         self._app = app
-        self._public = PUBLIC_PATHS | SIGNED_PATHS | public
+        self._public = PUBLIC_PATHS | SIGNED_PATHS
+        self._public_to_read = public
         self._keys = ApiKeys(keys)
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._public:
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] in self._public_to_read and scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

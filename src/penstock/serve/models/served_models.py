@@ -141,12 +141,14 @@ class ServedModels:
         return max([smallest, *(BYTES_PER_TOKEN * length for length in lengths)])
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a request's body.
+        """Read a request's body; the same again where it has been read.
 
         Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
         disconnects.
         """
-        return await read_body(request, self.max_body_size, self.options.client_timeout)
+        if not hasattr(request.state, "body"):
+            request.state.body = await read_body(request, self.max_body_size, self.options.client_timeout)
+        return bytes(request.state.body)
 
     def _first(self) -> ModelService:
         if (first := next(iter(self), None)) is None:

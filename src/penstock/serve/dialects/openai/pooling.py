@@ -54,7 +54,7 @@ class PoolingHandler:
         self,
         prompts: Sequence[tuple[str, Input]],
         pooling: PoolingParams,
-        response: Callable[[list[RequestOutput]], msgspec.Struct],
+        response: Callable[[list[RequestOutput]], object],
     ) -> bytes:
         """The encoded response to the finished outputs, in the order of ``prompts``: field name (for errors) and
         prompt."""

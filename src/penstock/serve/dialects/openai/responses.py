@@ -310,6 +310,8 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
+    content: str
+    """The same, as llama-server calls it."""
 
 
 RESPONSES = (

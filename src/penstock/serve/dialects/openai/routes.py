@@ -223,7 +223,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         gateway = served_models.find(request.model).gateway
         if len(request.tokens) > (maximum := gateway.engine_pool.require_engine().max_model_len):
             raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
-        return Json(DetokenizeResponse(prompt=gateway.input_processor.tokenizer.decode(request.tokens, False)))
+        text = gateway.input_processor.tokenizer.decode(request.tokens, False)
+        return Json(DetokenizeResponse(prompt=text, content=text))
 
     score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
     for path, endpoint, schema, answer in (

@@ -1,0 +1,118 @@
+"""Conversion of llama-server's requests to those of OpenAI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.frontend.gateway import Gateway
+from penstock.serve.http.body import convert
+from penstock.serve.http.unknown_fields import UnknownFields
+
+from .requests import GenerationRequest, PromptField
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "ignore_eos": "ignore_eos",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "n_probs": "logprobs",
+    "json_schema": "guided_json",
+    "grammar": "guided_grammar",
+}
+"""Field → OpenAI's or vLLM's."""
+WITHOUT_EFFECT = frozenset(
+    "cache_prompt id_slot n_keep n_discard n_cache_reuse n_indent min_keep repeat_last_n samplers parse_special "
+    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta xtc_threshold "
+    "dynatemp_exponent t_max_prompt_ms embd_normalize".split()
+)
+"""Fields of how a model is run, which the server decides, and those that only others, which are refused, use."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "top_n_sigma": (-1,),
+    "t_max_predict_ms": (-1, 0),
+    "lora": ([],),
+    "response_fields": ([],),
+    "post_sampling_probs": (False,),
+    "return_progress": (False,),
+}
+"""Fields that are not supported, with the values that have no effect."""
+UNBOUNDED = (-1, -2)
+"""Values of ``n_predict`` for as many as the context holds."""
+
+
+def read(fields: Mapping[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+    """A request. Raises ``PenstockError``: ``unsupported`` for fields that are not supported, ``invalid`` for wrong
+    values."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name, neutral in NEUTRAL.items():
+        if name in given and given.pop(name) not in neutral:
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported", name)
+    return convert({name: value for name, value in given.items() if name not in WITHOUT_EFFECT}, schema, unknown)
+
+
+async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dict[str, Any]:
+    """Sampling parameters and what else all requests have, for OpenAI's completions."""
+    fields = {to: value for name, to in NAMES.items() if (value := getattr(request, name)) is not None}
+    for name in ("guided_grammar", "stop", "logprobs"):
+        if not fields.get(name):
+            fields.pop(name, None)
+    if fields.get("seed", 0) in (-1, 2**32 - 1):  # a random one
+        del fields["seed"]
+    if fields.get("top_k", 0) < 0:
+        fields["top_k"] = 0
+    if fields.get("temperature", 0.0) < 0:  # greedy, as there
+        fields["temperature"] = 0.0
+    wanted = -1 if request.n_predict is None else request.n_predict
+    longest = gateway.engine_pool.require_engine().max_model_len
+    fields["max_tokens"] = longest if wanted in UNBOUNDED else max(wanted, 1)
+    if request.logit_bias:
+        fields |= await _biases(request.logit_bias, gateway)
+    return fields | {"model": request.model, "stream": request.stream}
+
+
+async def prompts_of(given: PromptField, gateway: Gateway) -> list[str] | list[list[int]]:
+    """The prompts: one, or with a list of texts or lists several. Texts alone stay texts."""
+    if isinstance(given, str):
+        return [given]
+    if any(isinstance(part, int) for part in given):
+        return [await _mixed(given, gateway)]
+    if all(isinstance(part, str) for part in given):
+        return [part for part in given if isinstance(part, str)]
+    return [await _mixed([part] if isinstance(part, str | int) else part, gateway) for part in given]
+
+
+async def _mixed(parts: Any, gateway: Gateway) -> list[int]:
+    """One prompt of texts and token ids; a text at its beginning has the tokenizer's special tokens."""
+    token_ids: list[int] = []
+    for i, part in enumerate(parts):
+        token_ids += [part] if isinstance(part, int) else await gateway.encode(part, i == 0)
+    return token_ids
+
+
+async def _biases(given: Mapping[str, float | bool] | list[Any], gateway: Gateway) -> dict[str, Any]:
+    biases: dict[int, float] = {}
+    forbidden: list[int] = []
+    for token, value in given.items() if isinstance(given, Mapping) else given:
+        for token_id in [token] if isinstance(token, int) else await gateway.encode(token, False):
+            if value is False:
+                forbidden.append(token_id)
+            else:
+                biases[token_id] = biases.get(token_id, 0.0) + float(value)
+    fields: dict[str, Any] = {"logit_bias": biases} if biases else {}
+    return fields | ({"bad_words_token_ids": forbidden} if forbidden else {})

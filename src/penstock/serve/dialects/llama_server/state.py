@@ -1,0 +1,55 @@
+"""``/props`` and ``/slots``: the model and the server as llama-server describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.config.options import Configuration
+from penstock.serve.models.served_models import ServedModels
+from penstock.serve.models.service import ModelService
+from penstock.version import __version__
+
+from .handler import settings_of
+
+
+def props(served_models: ServedModels, service: ModelService) -> dict[str, Any]:
+    processor = service.gateway.input_processor
+    tokenizer = processor.tokenizer
+    sampling = processor.default_sampling()
+    return {
+        "default_generation_settings": {
+            "id": 0,
+            "id_task": -1,
+            "n_ctx": service.gateway.engine_pool.require_engine().max_model_len,
+            "speculative": False,
+            "is_processing": False,
+            "params": settings_of(sampling) | {"n_predict": -1, "stream": True},
+        },
+        "total_slots": _num_slots(served_models, service),
+        "model_alias": service.name,
+        "model_path": _configuration(served_models, service).engine.model or service.name,
+        "modalities": {"vision": service.sees_images, "audio": False},
+        "chat_template": tokenizer.template_source or "",
+        "bos_token": tokenizer.special.get("bos_token", ""),
+        "eos_token": tokenizer.special.get("eos_token", ""),
+        "build_info": f"penstock {__version__}",
+        "is_sleeping": False,
+    }
+
+
+def slots(served_models: ServedModels, service: ModelService) -> list[dict[str, Any]]:
+    """One for each sequence that may run: so many are busy as there are running, in no order of their own."""
+    running = service.gateway.engine_pool.stats.running
+    length = service.gateway.engine_pool.require_engine().max_model_len
+    return [
+        {"id": i, "id_task": -1, "n_ctx": length, "speculative": False, "is_processing": i < running}
+        for i in range(_num_slots(served_models, service))
+    ]
+
+
+def _num_slots(served_models: ServedModels, service: ModelService) -> int:
+    return _configuration(served_models, service).engine.max_num_seqs
+
+
+def _configuration(served_models: ServedModels, service: ModelService) -> Configuration:
+    return next(model for model in served_models.models if model.name == service.name).configuration
