@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 import yaml
+from serving import Servers, free_ports
 
 from penstock.config.options import EngineOptions, ServerOptions
 from penstock.config.settings import settings
@@ -181,6 +184,17 @@ def test_ports_and_paths_are_the_servers() -> None:
             probes = {kind: container[kind]["httpGet"]["path"] for kind in ("livenessProbe", "readinessProbe")}
             assert probes == {"livenessProbe": "/live", "readinessProbe": "/ready"}
             assert all(f'routes.add("{probe}"' in served for probe in probes.values())
+
+
+def test_health_check(servers: Servers) -> None:
+    """The image's, of a server that answers and where none does."""
+    (command,) = re.findall(r"^HEALTHCHECK (?:.*\\\n)+? +CMD (\[.*\])$", DOCKERFILE.read_text(), re.MULTILINE)
+    _, *arguments = json.loads(command)
+    (nobody,) = free_ports(1)
+    for port, healthy in ((httpx.URL(servers.get().root).port, True), (nobody, False)):
+        environment = os.environ | {"PENSTOCK_PORT": str(port)}
+        asked = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True)
+        assert (asked.returncode == 0) == healthy, asked.stderr
 
 
 def test_pods_let_requests_finish() -> None:
