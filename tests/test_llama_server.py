@@ -14,7 +14,6 @@ from penstock.text import Tokenizer
 
 PROMPT = "<|im_start|>user\nWhat is the capital of Canada?<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = {"temperature": 0, "n_predict": 60}
-SYSTEM = "llama-server"
 
 
 @pytest.fixture
@@ -36,9 +35,9 @@ def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line]
 
 
-@pytest.mark.row(SYSTEM, "/completion", "/completions")
-@pytest.mark.row(SYSTEM, "n_predict")
-@pytest.mark.row(SYSTEM, "return_tokens", "timings_per_token")
+@pytest.mark.row("llama-server", "/completion", "/completions")
+@pytest.mark.row("llama-server", "n_predict")
+@pytest.mark.row("llama-server", "return_tokens", "timings_per_token")
 def test_completion(served: Served) -> None:
     tokenizer = Tokenizer(demo.CHAT)
     whole = post(served, "/completion", prompt=PROMPT, return_tokens=True, **GREEDY)
@@ -78,15 +77,17 @@ def test_prompts_are_texts_tokens_and_both(served: Served) -> None:
         assert "".join(part["content"] for part in parts if part["index"] == index) == content
 
 
-@pytest.mark.row(SYSTEM, "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
-@pytest.mark.row(SYSTEM, "stop", "ignore_eos", "grammar")
-@pytest.mark.row(SYSTEM, "repeat_penalty")
-@pytest.mark.row(SYSTEM, "json_schema")
-@pytest.mark.row(SYSTEM, "n_probs")
-@pytest.mark.row(SYSTEM, "logit_bias")
-@pytest.mark.row(SYSTEM, "cache_prompt", "id_slot", "n_keep", "repeat_last_n", "samplers", "n_cache_reuse")
-@pytest.mark.row(SYSTEM, "mirostat", "typical_p", "dry_multiplier", "xtc_probability", "top_n_sigma")
-@pytest.mark.row(SYSTEM, "dynatemp_range", "t_max_predict_ms", "lora", "response_fields", "post_sampling_probs")
+@pytest.mark.row(
+    "llama-server", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed"
+)
+@pytest.mark.row("llama-server", "stop", "ignore_eos", "grammar")
+@pytest.mark.row("llama-server", "repeat_penalty")
+@pytest.mark.row("llama-server", "json_schema")
+@pytest.mark.row("llama-server", "n_probs")
+@pytest.mark.row("llama-server", "logit_bias")
+@pytest.mark.row("llama-server", "cache_prompt", "id_slot", "n_keep", "repeat_last_n", "samplers", "n_cache_reuse")
+@pytest.mark.row("llama-server", "mirostat", "typical_p", "dry_multiplier", "xtc_probability", "top_n_sigma")
+@pytest.mark.row("llama-server", "dynatemp_range", "t_max_predict_ms", "lora", "response_fields", "post_sampling_probs")
 def test_parameters(served: Served) -> None:
     drawn = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "n_predict": 12}
     drawn |= {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repeat_penalty": 1.1}
@@ -114,7 +115,7 @@ def test_parameters(served: Served) -> None:
         assert " Ottawa" not in post(served, "/completion", prompt=PROMPT, logit_bias=bias, **GREEDY)["content"]
 
 
-@pytest.mark.row(SYSTEM, "/props", "/slots")
+@pytest.mark.row("llama-server", "/props", "/slots")
 def test_state(served: Served) -> None:
     props = httpx.get(f"{served.root}/props").json()
     assert props["default_generation_settings"]["n_ctx"] > 1000 and "im_start" in props["chat_template"]
@@ -124,9 +125,9 @@ def test_state(served: Served) -> None:
     assert "where the server is started" in post(served, "/props", 400, n_ctx=1)["error"]["message"]
 
 
-@pytest.mark.row(SYSTEM, "/apply-template")
-@pytest.mark.row(SYSTEM, "/tokenize", "/detokenize")
-@pytest.mark.row(SYSTEM, "/embedding")
+@pytest.mark.row("llama-server", "/apply-template")
+@pytest.mark.row("llama-server", "/tokenize", "/detokenize")
+@pytest.mark.row("llama-server", "/embedding")
 def test_prompts_and_vectors(served: Served) -> None:
     question = {"role": "user", "content": "What is the capital of Canada?"}
     prompt = post(served, "/apply-template", messages=[question])["prompt"]

@@ -32,6 +32,7 @@ from .dialects import (
     paddlenlp,
     responses,
     sglang,
+    tgi,
 )
 from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
@@ -86,6 +87,7 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
     "responses.": responses.SCHEMAS,
     "ollama.": ollama.SCHEMAS,
     "llama_server.": llama_server.SCHEMAS,
+    "tgi.": tgi.SCHEMAS,
     cohere.PREFIX: cohere.SCHEMAS,
 }
 """Schemas of the OpenAPI document, by the prefix of their names."""
@@ -128,6 +130,7 @@ def build(
         "/v2": kserve.ERROR_FORMAT,
         "/api/": ollama.ERROR_FORMAT,
         **dict.fromkeys(llama_server.ERROR_PATHS, llama_server.ERROR_FORMAT),
+        **dict.fromkeys(tgi.ERROR_PATHS, tgi.ERROR_FORMAT),
         **vllm.ERROR_FORMATS,
     }
     error_formats = ErrorFormats(default.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
@@ -143,6 +146,7 @@ def build(
     fastdeploy.add_routes(routes, served_models, operator)
     vllm.add_routes(routes, served_models)
     llama_server.add_routes(routes, served_models)
+    tgi.add_routes(routes, served_models)
     management.add_routes(routes, served_models)
     operations.add_routes(routes, operator)
     development.add_routes(routes, operator)
