@@ -1,33 +1,186 @@
-"""The examples in ``docs/features.md`` print what stands below them."""
+"""The code of docs/features.md and docs/cookbook runs, and prints what stands below it.
+
+- Python, and commands (``sh``) with a ``text`` block right below, run: that is what they print.
+- http://127.0.0.1:8000 is a server with the flags of the last ``penstock serve`` above.
+- A model of the hub is the built-in one, or one that sees colours where a page has images.
+- ``penstock``'s own parser reads every command of all documents, those too that cannot run here.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from image_checkpoints import save_colours
 from serving import Served, Servers
 
-FEATURES = (Path(__file__).parents[1] / "docs" / "features.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```\s+```text\n(.*?)```", FEATURES, re.DOTALL)
-ADDRESS = "http://127.0.0.1:8000/v1"
+from penstock.cli.flags import add_profile, configure
+from penstock.cli.main import COMMANDS
+from penstock.cli.parser import Parser
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+ADDRESS = "http://127.0.0.1:8000"
+SIGHTED = "images_and_video.md"
+MODEL = re.compile(r"\bQwen/[\w.-]+")
+OURS = set(
+    "--model --port --host --metrics-port --log-file --log-format --limit-mm-per-prompt --max-model-len --dtype "
+    "--gpu-memory-utilization --enable-auto-tool-choice --storage-dir --batch-concurrency".split()
+)
+"""Flags of a page's servers that are the tests' own, or change nothing of what is asked."""
+
+
+class Example(NamedTuple):
+    """A block of code that runs."""
+
+    page: str
+    language: str
+    code: str
+    printed: str
+    flags: tuple[str, ...]
+    """Of the server that it asks."""
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each, without their indentation."""
+    return [
+        (language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
+        for indent, language, text in BLOCK.findall(page.read_text(encoding="utf-8"))
+    ]
+
+
+def commands(shell: str) -> Iterator[list[str]]:
+    """The words of each command of ``penstock`` in a block, without those whose rest is left open (…)."""
+    for line in shell.replace("\\\n", " ").splitlines():
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        try:
+            found = list(words)
+        except ValueError:  # a line of a document or of quoted text
+            continue
+        while "penstock" in found:
+            found = found[found.index("penstock") + 1 :]
+            end = next((i for i, word in enumerate(found) if re.fullmatch(r"[|&;<>()]+", word)), len(found))
+            if found[:1] and found[0] in COMMANDS and "…" not in found:
+                yield found[:end]
+
+
+def flags_of(command: list[str]) -> tuple[str, ...]:
+    """Those of a ``penstock serve`` that decide what a server answers."""
+    flags: list[str] = []
+    for word in command[1:]:
+        if word.startswith("-") or flags:
+            flags.append(word)
+    groups = re.findall(r"(?:^|\0)(--[^\0]+(?:\0(?!-)[^\0]+)*)", "\0".join(flags))
+    return tuple(word for group in groups if group.split("\0")[0] not in OURS for word in group.split("\0"))
+
+
+def examples(page: Path) -> list[Example]:
+    found, flags = [], ()
+    for (language, code), (below, printed) in pairwise([*blocks(page), ("", "")]):
+        if language == "sh":
+            flags = next((flags_of(one) for one in commands(code) if one[0] == "serve"), flags)
+        if below == "text" and language in ("python", "sh"):
+            found.append(Example(page.name, language, code, printed, flags))
+    return found
+
+
+PAGES = [DOCS / "features.md", *sorted((DOCS / "cookbook").glob("*.md"))]
+EXAMPLES = [example for page in PAGES for example in examples(page)]
 
 
 @pytest.fixture(scope="module")
-def server(servers: Servers) -> Served:
-    return servers.get("--num-gpu-blocks-override", "400")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("colours")
+    save_colours(folder, latest=True)
+    return str(folder)
 
 
-@pytest.mark.parametrize(("code", "printed"), EXAMPLES)
-def test_an_example_prints_what_it_says(server: Served, code: str, printed: str) -> None:
+def server_of(example: Example, servers: Servers, model: str) -> Served:
+    if model:
+        return servers.get("--model", model, "--num-gpu-blocks-override", "100", *example.flags)
+    return servers.get("--num-gpu-blocks-override", "400", *example.flags)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[f"{example.page}-{i}" for i, example in enumerate(EXAMPLES)])
+def test_an_example_prints_what_it_says(
+    example: Example, servers: Servers, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    model = request.getfixturevalue("colours") if example.page == SIGHTED else ""
+    code = example.code
+    if ADDRESS in code:
+        code = code.replace(ADDRESS, server_of(example, servers, model).root)
+    if example.language == "python":
+        said = run_python(MODEL.sub(model, code), example.page)
+    else:
+        said = run_shell(MODEL.sub(model or "''", code), tmp_path)
+    assert said == example.printed
+
+
+def run_python(code: str, name: str) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        program = compile(code.replace(ADDRESS, server.url), "features.md", "exec", dont_inherit=True)
-        exec(program, {"__name__": "__main__"})
-    assert said.getvalue() == printed
+        exec(compile(code, name, "exec", dont_inherit=True), {"__name__": "__main__"})
+    return said.getvalue()
+
+
+def run_shell(code: str, folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    ran = subprocess.run(command, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def test_every_example_is_run() -> None:
-    assert len(EXAMPLES) == FEATURES.count("```python\n") > 0
+    """Python has what it prints below it."""
+    for page in PAGES:
+        written = sum(language == "python" for language, _ in blocks(page))
+        assert sum(example.page == page.name and example.language == "python" for example in EXAMPLES) == written, page
+    assert len(EXAMPLES) > 20
+
+
+WRITTEN = [
+    (page.relative_to(DOCS).as_posix(), command)
+    for page in sorted(DOCS.rglob("*.md"))
+    for language, text in blocks(page)
+    if language == "sh"
+    for command in commands(text)
+]
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in WRITTEN}))
+def test_commands_are_read_by_their_parser(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, command in WRITTEN:
+        if name == page:
+            if page.endswith("triton.md") and "--model-repository" in command:
+                continue  # whose options are those of the folder
+            try:
+                read(command)
+            except SystemExit:
+                pytest.fail(f"{page}: penstock {' '.join(command)}: {capsys.readouterr().err}")
+
+
+def read(command: list[str]) -> None:
+    """Parse a command as ``penstock`` does, and its options' values."""
+    module = import_module(f"penstock.cli.{command[0].replace('-', '_')}")
+    parser = Parser(prog=f"penstock {command[0]}", allow_abbrev=False, conflict_handler="resolve")
+    module.add_arguments(parser)
+    words = getattr(module, "expand_arguments", list)(command[1:])
+    add_profile(parser, words)
+    args, unknown = parser.parse_known_args(words)
+    assert unknown == [], command
+    if hasattr(args, "options") and not args.config:
+        configure(argparse.Namespace(**vars(args) | {"model": ""}))
