@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,26 +15,37 @@ LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 
 
 def place(source: Path) -> str:
-    """Where in the site a file of the repository is: a page of docs/ at its place there, others below repository/."""
+    """Where in the site a file of the repository is: a page of docs/ at its place there, others below repository/. Of a
+    folder it is the page that lists its files."""
     name = source.relative_to(ROOT).as_posix()
     if name in HOME:
         return HOME[name]
-    return name.removeprefix("docs/") if name.startswith("docs/") else f"repository/{name}"
+    if source.is_dir():
+        name += "/files.md"
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/")
+    return re.sub(r"/\.", "/", f"repository/{name}")  # files with a dot before their name are not part of a site
 
 
 def copy_pages() -> None:
-    """Write the READMEs, docs/, and every file that they link to, with links as they are in the site."""
-    left = [*(ROOT / name for name in HOME), *(path for path in (ROOT / "docs").rglob("*") if path.is_file())]
+    """Write the READMEs, docs/, and all files and folders that they link to, with links as they are in the site."""
+    left = [*(ROOT / name for name in HOME), *_files(ROOT / "docs")]
     known = set(left)
     while left:
         source = left.pop()
-        if source.suffix != ".md":
+        linked: set[Path] = set()
+        if source.is_dir():
+            files = _files(source)
+            linked.update(files)
+            names = [path.relative_to(source).as_posix() for path in files]
+            write(place(source), f"# {source.name}\n\n" + "".join(f"- [{name}]({name})\n" for name in names))
+        elif source.suffix == ".md":
+            text = source.read_text(encoding="utf-8")
+            linked.update((source.parent / target).resolve() for _, target, _ in LINK.findall(text))
+            write(place(source), LINK.sub(partial(_in_site, source), text))
+        else:
             write(place(source), source.read_bytes())
-            continue
-        text = source.read_text(encoding="utf-8")
-        write(place(source), LINK.sub(lambda found, source=source: _in_site(source, found), text))  # type: ignore[misc]
-        linked = {(source.parent / target).resolve() for _, target, _ in LINK.findall(text)}
-        new = {path for path in linked - known if path.is_file() and path.is_relative_to(ROOT)}
+        new = {path for path in linked - known if path.exists() and path.is_relative_to(ROOT)}
         known |= new
         left += new
 
@@ -51,10 +63,16 @@ def newest() -> float:
     return max(path.stat().st_mtime for path in [*(ROOT / "docs").rglob("*"), *(ROOT / name for name in HOME)])
 
 
+def _files(folder: Path) -> list[Path]:
+    """Those of a folder and the folders in it, without hidden ones and what Python has compiled."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [path for path in files if not re.search(r"(^|/)(\.|__pycache__/)", path.relative_to(folder).as_posix())]
+
+
 def _in_site(source: Path, found: re.Match[str]) -> str:
     """A link of ``source`` as it is in the site. One to nothing stays, and the site's generator refuses it."""
     before, target, after = found.groups()
     path = (source.parent / target).resolve()
-    if not path.is_file():
+    if not path.exists() or not path.is_relative_to(ROOT):
         return found[0]
     return f"{before}{os.path.relpath(place(path), Path(place(source)).parent)}{after}"
