@@ -15,7 +15,7 @@ FAMILIES = {
     "/v1/": "OpenAI, and what vLLM and others add to it",
     "/v2": "KServe v2, Triton, TensorRT-LLM",
     "/api/": "Ollama",
-    "": "Others: vLLM, SGLang, llama-server, Cohere, PaddleNLP, FastDeploy, BladeLLM, health, metrics",
+    "": "Others: vLLM, SGLang, llama-server, TGI, Cohere, PaddleNLP, FastDeploy, BladeLLM, health, metrics",
 }
 """Headings of routes by how their path begins; the first that fits."""
 
