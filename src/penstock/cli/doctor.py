@@ -1,4 +1,4 @@
-"""``penstock doctor``: hardware, kernels and caches of this machine."""
+"""``penstock doctor``: hardware, kernels and caches of this machine, and what to change to be faster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
         print()
     else:
         for name, value in result.items():
-            print(f"{name:<12} {value}")
+            for line in value if isinstance(value, list) else [value]:
+                print(f"{name:<12} {line}")
     return 0 if result["kernels"] != "reference" else 1
 
 
@@ -38,7 +39,7 @@ def collect_facts() -> dict[str, Any]:
     from penstock.planning.host_memory import free_host_bytes
 
     ops = backend(torch.device("cpu"))
-    result = {
+    result: dict[str, Any] = {
         "penstock": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -72,7 +73,27 @@ def collect_facts() -> dict[str, Any]:
     else:
         result["advice"] = "install a C++ compiler (apt install g++), then penstock again"
     result["weights"] = _weight_cache()
+    result["faster"] = _advice(ops.NAME == "cpu")
     return result
+
+
+def _advice(has_kernels: bool) -> list[str]:
+    """What to change to be faster."""
+    from penstock.ops.cores import usable_cores
+    from penstock.planning.host_memory import free_host_bytes
+
+    from .advice import advice
+
+    isa: str = ""
+    built: list[str] = []
+    machine: list[str] = []
+    if has_kernels:
+        from penstock.ops import _kernels
+
+        isa, built, machine = _kernels.current(), [*_kernels.BUILT], [*_kernels.MACHINE]
+    kv_bytes = read({}, None).configuration.engine.kv_cache_memory_bytes
+    cores = usable_cores(), os.cpu_count() or 1
+    return advice(isa, built, machine, kv_bytes, free_host_bytes(), cores) or ["nothing to change was found"]
 
 
 def _weight_cache() -> str:

@@ -31,7 +31,8 @@ COMMANDS = {
     "plan": "tell what a model will take of memory, before it runs",
     "shims": "write commands of other systems, which start this one",
     "config": "show every option, its value and where it comes from",
-    "doctor": "tell what this machine has and which kernels run",
+    "doctor": "tell what this machine has, which kernels run, and what to change to be faster",
+    "completion": "write what bash, zsh or fish read to complete commands and flags",
 }
 
 

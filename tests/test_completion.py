@@ -1,0 +1,91 @@
+"""``penstock completion``, read by the shells that are installed, and the advice of ``penstock doctor``."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import within
+
+from penstock.cli.advice import advice
+from penstock.cli.main import COMMANDS, main
+
+BASH = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _penstock; printf "%s\\n" "${COMPREPLY[@]}"'
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "penstock.bash"
+    path.write_text(within(main, "completion", "bash").stdout)
+    return path
+
+
+def complete(script: Path, *words: str) -> list[str]:
+    """What bash offers for the last of these words after ``penstock``."""
+    command = ["bash", "-c", BASH, "bash", str(script), "penstock", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_bash(script: Path) -> None:
+    assert complete(script, "") == [*COMMANDS]
+    assert complete(script, "do") == ["download", "doctor"]
+    assert "--model" in complete(script, "serve", "--mod") and complete(script, "doctor", "--j") == ["--json"]
+    assert {"auto", "int8"} <= {*complete(script, "serve", "--kv-cache-dtype", "")}
+    assert complete(script, "completion", "--kv") == [] == complete(script, "serve", "--model", "/tmp")
+    assert "memory" in complete(script, "plan", "") and "--model" in complete(script, "plan", "memory", "--mod")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_read_theirs(shell: str, tmp_path: Path) -> None:
+    written = within(main, "completion", shell).stdout
+    assert "kv-cache-dtype" in written and "int8" in written
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    path = tmp_path / "script"
+    path.write_text(written)
+    subprocess.run([shell, "-n", str(path)], check=True)
+
+
+GOOD: dict[str, str] = {
+    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
+    "proc/meminfo": "MemTotal: 100 kB\nSwapTotal: 2097152 kB\nSwapFree: 2097152 kB",
+    "proc/swaps": "Filename Type\n/swapfile file",
+    "proc/sys/vm/swappiness": "10",
+}
+MACHINE: dict[str, Any] = {"isa": "avx2", "built": ["portable", "avx2"], "machine": ["portable", "avx2"]}
+MACHINE |= {"kv_bytes": GIB, "free_bytes": 2 * GIB, "cores": (4, 4)}
+
+
+def advised(root: Path, files: dict[str, str], **given: Any) -> list[str]:
+    for name, text in (GOOD | files).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return advice(**MACHINE | given, root=root)
+
+
+def test_nothing_to_change(tmp_path: Path) -> None:
+    assert advised(tmp_path, {}) == []
+    assert advice(**MACHINE, root=tmp_path / "none") == []  # where the system tells nothing
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "words"),
+    [
+        ({"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}, {}, "echo madvise | sudo tee"),
+        ({"sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave"}, {}, "echo performance | sudo tee"),
+        ({"proc/meminfo": "SwapTotal: 2097152 kB\nSwapFree: 1048576 kB"}, {}, "sudo swapoff -a"),
+        ({"proc/sys/vm/swappiness": "60"}, {}, "sudo sysctl vm.swappiness=10"),
+        ({}, {"machine": ["portable", "avx2", "avx512"]}, "PENSTOCK_SETS=native pip install"),
+        ({}, {"isa": "portable"}, "unset PENSTOCK_ISA"),
+        ({}, {"kv_bytes": 3 * GIB}, f"export PENSTOCK_KV_CACHE_MEMORY_BYTES={GIB}"),
+        ({}, {"cores": (2, 8)}, "docker update --cpus 8"),
+    ],
+)
+def test_advice_has_the_command(tmp_path: Path, files: dict[str, str], given: dict[str, Any], words: str) -> None:
+    (sentence,) = advised(tmp_path, files, **given)
+    assert words in sentence
