@@ -1,23 +1,17 @@
 """Decoding of video files, which are not trusted, with PyAV in a process of its own
-(``python -m penstock.frontend.multimodal.video_decoding``).
-
-The process reads a request and the file on standard input and writes its reply on standard output. Its memory and
-processor time are limited, and it is killed when it takes too long.
-"""
+(``python -m penstock.frontend.multimodal.video_decoding``)."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
-import resource
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
+from penstock.frontend.isolated_decoding import MAX_MEMORY, decode_isolated, serve_one
 
 from .video import Video, VideoProcessor
 
@@ -26,8 +20,6 @@ if TYPE_CHECKING:
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,ogg,mpeg,mpegts,gif,apng"
 """FFmpeg's names of the containers that are read. None of them refers to other files, as playlists do."""
-MAX_MEMORY = 4 * 2**30
-"""Bytes of the process's address space."""
 TOLERANCE = 0.05
 """Share of a video's frames that may be missing at its end, in whose place the last one stands."""
 
@@ -71,22 +63,9 @@ def decode_video(data: bytes, processor: VideoProcessor, max_pixels: int, timeou
     limit; ``unsupported`` where PyAV is not installed.
     """
     require_av()
-    request = msgspec.msgpack.encode(Request(processor, max_pixels, timeout))
-    command = [sys.executable, "-m", "penstock.frontend.multimodal.video_decoding"]
-    try:
-        done = subprocess.run(
-            command,
-            input=len(request).to_bytes(8, "little") + request + data,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=timeout,
-            check=True,
-        )
-        decoded = msgspec.msgpack.decode(done.stdout, type=Decoded)
-    except subprocess.TimeoutExpired as error:
-        raise invalid("video", f"takes more than {timeout:g} seconds to decode (video_timeout)", timeout) from error
-    except (subprocess.CalledProcessError, msgspec.MsgspecError) as error:
-        raise invalid("video", "is a damaged video, or takes too much time or memory to decode") from error
+    request = Request(processor, max_pixels, timeout)
+    module = "penstock.frontend.multimodal.video_decoding"
+    decoded = decode_isolated(module, request, data, Decoded, "video", timeout)
     if decoded.failure:
         raise PenstockError.of(decoded.failure)
     return processor(decoded.frames, decoded.size, decoded.indices, decoded.total, decoded.fps)
@@ -96,13 +75,7 @@ def decode_video(data: bytes, processor: VideoProcessor, max_pixels: int, timeou
 
 
 def main() -> None:
-    size = int.from_bytes(sys.stdin.buffer.read(8), "little")
-    request = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=Request)
-    data = sys.stdin.buffer.read()
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    seconds = int(request.timeout) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    sys.stdout.buffer.write(msgspec.msgpack.encode(_reply(data, request)))
+    serve_one(Request, lambda request: request.timeout, _reply)
 
 
 def _reply(data: bytes, request: Request) -> Decoded:

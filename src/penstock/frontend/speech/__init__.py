@@ -1,0 +1,1 @@
+"""Speech: audio files to log-mel features."""

@@ -1,0 +1,117 @@
+"""Log-mel features of audio, as Whisper has them (Radford et al., 2022, section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.core.errors import invalid
+
+CONFIG = "preprocessor_config.json"
+LOGARITHMIC_FROM = 1000.0
+"""Hertz up to which Slaney's mel scale is linear, 15 mels there."""
+MELS_PER_HERTZ = 3 / 200
+STEP = 27 / np.log(6.4)
+"""Mels of a factor of e above ``LOGARITHMIC_FROM``."""
+MEL_FLOOR = 1e-10
+DYNAMIC_RANGE = 8.0
+"""Of the features, in powers of ten, below the loudest of a window."""
+
+
+@dataclass(frozen=True)
+class LogMelFeatures:
+    """Computes the features of a window of audio. Fields are those of ``preprocessor_config.json``."""
+
+    feature_size: int = 80
+    """Mel bins."""
+    sampling_rate: int = 16_000
+    hop_length: int = 160
+    n_fft: int = 400
+    chunk_length: int = 30
+    """Seconds of a window."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a window."""
+        return self.chunk_length * self.sampling_rate
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of a window."""
+        return self.num_samples // self.hop_length
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """The features of a window, ``[feature_size, num_frames]`` float32.
+
+        Args:
+            samples: ``[samples]`` float32 from -1 to 1, at most a window; silence follows them.
+        """
+        padded = np.zeros(self.num_samples, np.float64)
+        padded[: len(samples)] = samples
+        padded = np.pad(padded, self.n_fft // 2, mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length][: self.num_frames]
+        power = np.abs(np.fft.rfft(frames * self._window)) ** 2
+        logs = np.log10(np.maximum(self._filters @ power.T, MEL_FLOOR))
+        result: np.ndarray = (np.maximum(logs, logs.max() - DYNAMIC_RANGE) + 4) / 4
+        return result.astype(np.float32)
+
+    @cached_property
+    def _window(self) -> np.ndarray:
+        """Hann's, periodic."""
+        return np.hanning(self.n_fft + 1)[:-1]
+
+    @cached_property
+    def _filters(self) -> np.ndarray:
+        """Triangles in Slaney's mel scale, of equal area, ``[feature_size, n_fft / 2 + 1]`` float64."""
+        frequencies = np.linspace(0, self.sampling_rate // 2, 1 + self.n_fft // 2)
+        corners = _hertz(np.linspace(0, _mels(8000.0), self.feature_size + 2))
+        slopes = corners[:, None] - frequencies
+        widths = np.diff(corners)[:, None]
+        triangles = np.maximum(0, np.minimum(-slopes[:-2] / widths[:-1], slopes[2:] / widths[1:]))
+        areas: np.ndarray = 2 / (corners[2:] - corners[:-2])
+        return triangles * areas[:, None]
+
+
+def read_log_mel_features(folder: Path) -> LogMelFeatures:
+    """The features of a checkpoint's model. Raises ``PenstockError`` (``invalid``) where ``preprocessor_config.json`` is
+    missing, damaged, or of another model."""
+    path = folder / CONFIG
+    try:
+        given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return _read(given)
+    except OSError as error:
+        raise invalid("model", f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has no features of audio that can be computed: {error}") from error
+
+
+def _read(given: Mapping[str, Any]) -> LogMelFeatures:
+    if (kind := given.get("feature_extractor_type")) != "WhisperFeatureExtractor":
+        raise ValueError(f"feature_extractor_type is {kind!r:.60}, and WhisperFeatureExtractor is known")
+    for name, value in (("padding_value", 0.0), ("dither", 0.0)):
+        if given.get(name, value) != value:
+            raise ValueError(f"{name} is {given[name]}, and {value:g} is known")
+    names = ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length")
+    features = LogMelFeatures(**{name: int(given[name]) for name in names if name in given})
+    limits = {"feature_size": 1024, "sampling_rate": 96_000, "hop_length": 8192, "n_fft": 8192, "chunk_length": 120}
+    for name, limit in limits.items():
+        if not 1 <= (number := getattr(features, name)) <= limit:
+            raise ValueError(f"{name} is {number}, and must be from 1 to {limit}")
+    return features
+
+
+def _mels(hertz: float) -> float:
+    if hertz < LOGARITHMIC_FROM:
+        return hertz * MELS_PER_HERTZ
+    return float(LOGARITHMIC_FROM * MELS_PER_HERTZ + np.log(hertz / LOGARITHMIC_FROM) * STEP)
+
+
+def _hertz(mels: np.ndarray) -> np.ndarray:
+    first = LOGARITHMIC_FROM * MELS_PER_HERTZ
+    return np.where(mels < first, mels / MELS_PER_HERTZ, LOGARITHMIC_FROM * np.exp((mels - first) / STEP))
