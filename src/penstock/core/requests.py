@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .audio import AudioInput
 from .multimodal import ImageInput
 from .pooling import PoolingParams
 from .sampling import SamplingParams
@@ -56,6 +57,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """KV transfer addresses (host:port) of prefill instances that may compute the prompt, the preferred one first."""
     images: tuple[ImageInput, ...] = ()
     """Images of the prompt, in the order of their placeholders."""
+
+    audio: AudioInput | None = None
+    """Of models that transcribe audio, what they hear."""
 
     @property
     def log_name(self) -> str:

@@ -58,6 +58,7 @@ from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propo
 from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
+from .speech_limits import check_audio, speech_options
 from .whole_prompts import scratch_blocks, whole_prompts
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,9 @@ class Engine:
             check_transformers(options, config)
         if config.encoder or read_dense_modules(folder):
             options = whole_prompts(options, config, folder)
+        if config.speech:
+            options = speech_options(options, config)
+        self._config = config
         if built := engine_config_of(config.raw, folder):
             built.check(folder, {name: getattr(options, name) for name in DECIDED})
         self.max_model_len = options.max_model_len or config.max_model_len
@@ -556,6 +560,7 @@ class Engine:
         if request.images and not info.has_vision:
             raise PenstockError(Code.UNSUPPORTED, "images: this model sees none, only text", "images")
         _check_images(request)
+        check_audio(request, self._config, info)
         _validate_for_vocabulary(request, info.vocab_size)
 
 

@@ -77,6 +77,9 @@ def build_engine(
         raise invalid("model", f"{folder} is an engine folder already: name the checkpoint that it was built from")
     if model.has_vision:
         raise PenstockError(Code.UNSUPPORTED, "model: engine folders of models that see images are not built", "model")
+    if model.speech:
+        words = "model: engine folders of models that transcribe audio are not built"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
     if options.max_model_len > model.max_model_len:
         words = f"this model has a context of {model.max_model_len} tokens"
         raise invalid("max_model_len", words, model.max_model_len)

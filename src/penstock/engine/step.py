@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from penstock.core import Failure, Logprob, SamplingParams
+from penstock.core.audio import AudioInput
 from penstock.core.multimodal import ImageInput
 
 EMPTY = np.zeros(0, np.int32)
@@ -73,6 +74,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Tokens whose logits are returned in their place."""
     second_text: int = 0
     """As ``EngineRequest.second_text``."""
+    audio: AudioInput | None = None
+    """As ``EngineRequest.audio``."""
 
 
 class RowUpdates(msgspec.Struct, omit_defaults=True):
@@ -335,6 +338,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
     has_vision: bool = False
     """Whether prompts may have images."""
+    transcribes: bool = False
+    """Whether requests have audio, and no others are answered."""
     feature_bytes: int = 0
     """Bytes of an image's feature; 0 of a model that sees no images."""
 

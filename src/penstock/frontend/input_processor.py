@@ -250,6 +250,7 @@ class InputProcessor:
             adapter=adapter,
             pooling=pooling,
             images=images,
+            audio=prompt.get("audio") if isinstance(prompt, Mapping) else None,
             second_text=prompt.get("second_text", 0) if isinstance(prompt, Mapping) else 0,
         )
         return OutputProcessor(

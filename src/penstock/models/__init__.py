@@ -58,6 +58,7 @@ from . import (
     seed_oss,
     smollm3,
     starcoder2,
+    whisper,
 )
 from .config import ModelConfig
 from .draft_heads import load_draft_heads
@@ -80,6 +81,9 @@ from .weights import (
     load_lora,
 )
 
+from .whisper import Whisper
+from .whisper_encoder import largest_activation
+
 logger = logging.getLogger(__name__)
 
 __all__ = [
@@ -91,7 +95,9 @@ __all__ = [
     "LoRAAdapter",
     "Model",
     "ModelConfig",
+    "Whisper",
     "compute_dtype",
+    "largest_activation",
     "load_draft_heads",
     "load_lora",
     "load_model",
@@ -138,6 +144,7 @@ for family in (
     seed_oss.FAMILY,
     smollm3.FAMILY,
     starcoder2.FAMILY,
+    whisper.FAMILY,
 ):
     register(family)
 

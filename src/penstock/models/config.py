@@ -22,6 +22,7 @@ from .decoder_options import DecoderOptions
 from .encoder_config import EncoderConfig
 from .experts_config import ExpertsConfig
 from .latent_config import LatentConfig
+from .speech_config import SpeechConfig
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -85,6 +86,8 @@ class ModelConfig:
     """Whether it has a vision tower, and prompts may have images."""
     encoder: EncoderConfig | None = None
     """Of a model that attends in both directions; None for a decoder."""
+    speech: SpeechConfig | None = None
+    """Of a model that transcribes audio; None for others."""
     num_labels: int = 0
     """Outputs of the classifier; 0 where the checkpoint has none."""
     model_impl: Literal["penstock", "transformers"] = "penstock"

@@ -15,7 +15,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from . import reference
-from .batch import AttentionMetadata, Batch, ForwardFn, LayerExport, QKNorms
+from .batch import AttentionMetadata, Batch, CrossAttention, ForwardFn, LayerExport, QKNorms
 from .experts import Routing
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
@@ -26,6 +26,7 @@ __all__ = [
     "UNQUANTIZED",
     "AttentionMetadata",
     "Batch",
+    "CrossAttention",
     "Format",
     "ForwardFn",
     "KVSpec",

@@ -36,6 +36,16 @@ class AttentionMetadata:
         return AttentionMetadata(starts, lengths, tables, ends)
 
 
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Attention of a decoder's tokens to what an encoder has made of the input."""
+
+    cache: list[Any]
+    """A KV cache, by layer, of the encoder's hidden states."""
+    attention: AttentionMetadata
+    """Where those of each sequence are. Every query sees all of them."""
+
+
 @dataclass(slots=True)
 class Batch:
     """The tokens of one step, sequence after sequence, without padding."""
@@ -68,6 +78,8 @@ class Batch:
     slot_copies: tuple[Tensor, Tensor] | None = None
     """Sources and targets of ``ops.copy_slots``, made in each layer once its tokens' keys and values are stored: paths
     of token trees share tokens, and each has them in its own blocks. None where no sequence has a tree."""
+    cross_attention: CrossAttention | None = None
+    """Of models with an encoder beside the decoder."""
     aux_hidden_states: tuple[Tensor, ...] = ()
     """Filled by the forward pass: the residual stream ``[tokens, hidden]`` before each of the model's
     ``aux_hidden_state_layers``; valid until the next forward pass."""

@@ -10,6 +10,7 @@ from penstock.core.errors import invalid
 
 from .composite_config import merge_text_config
 from .config_bounds import out_of_bounds
+from .speech import with_decoder_fields
 
 CONFIG = "config.json"
 
@@ -28,7 +29,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise invalid("model", f"{path} does not hold an object")
     try:
         sentence = next(out_of_bounds(result), "")
-        merged = merge_text_config(result)
+        merged = with_decoder_fields(merge_text_config(result))
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
     if sentence:

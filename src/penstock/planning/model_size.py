@@ -15,6 +15,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from .encoders import encoder_prefix, is_gated, max_encoder_len
 from .gguf_file import TYPES
+from .speech import cross_attention_weights, encoder_weights, is_speech
 from .stored_format import stored_format
 from .vision_size import vision_weights
 
@@ -64,7 +65,7 @@ class ModelSize:
     expert_weights: int = 0
     """Parameters of one expert, in all layers that have experts together."""
     vision_weights: int = 0
-    """Parameters of the vision tower, which is not quantized; 0 for none."""
+    """Parameters of the encoder of images or audio, which is not quantized; 0 for none."""
     encoder: bool = False
     """Whether it attends in both directions, and keeps keys and values of one layer only while a step runs."""
 
@@ -98,7 +99,10 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     else:
         attention = 2 * hidden * head_dim * (heads + kv_heads)
         absorbed, kv_dim = 0, head_dim
-    matrices = 2 if config.get("model_type") == "starcoder2" or not is_gated(config) else 3  # without a gate
+    speech = is_speech(config)
+    if speech:
+        attention += cross_attention_weights(config)
+    matrices = 2 if speech or config.get("model_type") == "starcoder2" or not is_gated(config) else 3  # without a gate
     dense = matrices * hidden * int(config.get("intermediate_size_mlp") or config["intermediate_size"])  # of Llama 4
     sparse, of_expert = _experts(config, hidden), 3 * hidden * _expert_size(config)
     plain = layers - _num_sparse_layers(config, layers) if sparse else layers
@@ -135,7 +139,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         gguf_head=_gguf_shares(config, "head"),
         unquantized_weights=layers * absorbed,
         expert_weights=(layers - plain) * of_expert,
-        vision_weights=vision_weights(config),
+        vision_weights=encoder_weights(config) if speech else vision_weights(config),
         encoder=encoder,
     )
 

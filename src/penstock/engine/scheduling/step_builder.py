@@ -128,6 +128,7 @@ class StepBuilder:
             head=(request.pooling.head or "") if request.pooling else "",
             pooling_token_ids=(request.pooling.token_ids or ()) if request.pooling else (),
             second_text=request.second_text,
+            audio=request.audio,
         )
 
 

@@ -80,6 +80,8 @@ def load_models(
     backend = ops.backend(device, options.ops, options.batch_invariant)
     if config.has_vision and device.type != "cpu":
         raise PenstockError(Code.UNSUPPORTED, "device: models that see images run on CPUs only, so far", "device")
+    if config.speech and device.type != "cpu":
+        raise PenstockError(Code.UNSUPPORTED, "device: models that transcribe audio run on CPUs only", "device")
     quantization = KV_QUANTIZATION[options.kv_cache_dtype]
     backend.new_kv_cache([KVSpec(1, 64, "float32", quantization=quantization)], 0, device)  # refuses it before weights
     if options.quantization == "none":
@@ -173,6 +175,7 @@ def load_models(
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,
         has_vision=model.vision is not None,
+        transcribes=config.speech is not None,
         feature_bytes=_feature_bytes(model),
         token_types=config.encoder.type_vocab_size if config.encoder else 0,
         heads=tuple(model.heads),

@@ -37,9 +37,10 @@ class Row:
         self.mrope_positions = new.mrope_positions
         self.head = new.head
         self.pooling_token_ids = new.pooling_token_ids
+        self.rules = new.audio.rules if new.audio else None
         self.counts: TokenCounts | None = None
         """Token counts for penalties; None until the first ``Position.counts``."""
-        self.is_plain_greedy = _is_plain_greedy(self.params, self.num_candidates)
+        self.is_plain_greedy = self.rules is None and _is_plain_greedy(self.params, self.num_candidates)
         """Whether the next token is the argmax of the unadjusted logits, and nothing but the token is returned."""
 
     def fork(self, index: int, tokens: np.ndarray) -> Row:

@@ -18,12 +18,11 @@ from penstock.ops import Ops, reference
 from penstock.ops.sampling import truncate
 
 from ..step import NO_TOKEN_ALLOWED, Candidates, SampledTokens
+from .decoding_rules import EXCLUDED, apply_rules
 from .host_copy import HostCopy, to_device
 from .philox import uniform
 from .row import Position
 
-EXCLUDED = float("-inf")
-"""The logit of a token that must not be sampled."""
 NON_FINITE_LOGITS = Failure(Code.INTERNAL, "the model's logits of the next token are not finite (NaN or infinity)")
 NOTHING_ALLOWED = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
 ROWS_AT_ONCE = 4
@@ -169,6 +168,11 @@ def process_logits(
             adjusted = logits.clone()
         for part in [slice(i, i + 1) for i in rows] if logits.device.type == "cpu" else [slice(None)]:
             ops.apply_bitmask(adjusted[part], to_device(grammar_bitmask[part], logits.device))
+    for i, position in enumerate(positions):
+        if rules := position.row.rules:
+            if adjusted is logits:
+                adjusted = logits.clone()
+            apply_rules(adjusted[i], position, rules)
     return adjusted
 
 

@@ -21,7 +21,7 @@ from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
-from penstock.models import LoRAAdapter, Model, load_lora
+from penstock.models import LoRAAdapter, Model, Whisper, load_lora
 from penstock.ops import LayerExport
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.expert_placement import num_redundant_experts
@@ -63,6 +63,7 @@ from .model_swap import ModelSwap, return_memory
 from .multimodal import ImageFeatures
 from .pending_step import PendingStep
 from .row import Position, Row
+from .speech import SpeechStates
 from .transfer_memory import layer_exports
 from .tree_rows import TreePaths, TreeRows, joined, with_paths
 
@@ -131,6 +132,12 @@ class Worker:
         self._batch = InputBatch(self._path_rows.stop, loaded.max_model_len, options.block_size)
         self._images = ImageFeatures(self._batch) if loaded.model.vision else None
 
+        self._speech = (
+            SpeechStates(loaded.model, loaded.ops, rows, options.block_size)
+            if isinstance(loaded.model, Whisper)
+            else None
+        )
+
         def runner(model: Model, lora: bool) -> ModelRunner:
             return ModelRunner(
                 model,
@@ -190,6 +197,8 @@ class Worker:
             model = self._runner.model
             size = (1 + len(model.vision.deepstack if model.vision else ())) * model.config.hidden_size
             activations += self._options.encoder_cache_size * size * model.dtype.itemsize
+        if self._speech:
+            activations += self._speech.num_bytes
         return MemoryProfile(
             free=max(free - activations, 0),
             total=total,
@@ -294,6 +303,8 @@ class Worker:
         self._apply(step.updates)
         if self._images:
             self._images.update(self._runner.model, step)
+        if self._speech:
+            self._speech.update(self._runner.model, step.updates.new)
         forks = dict(self._forks)
         if not len(step.rows):
             self._stage.pass_on()
@@ -432,6 +443,8 @@ class Worker:
             batch.hidden_states = hidden
         if self._images:
             self._images.prepare(self._runner.model, batch, rows, starts, lengths)
+        if self._speech:
+            batch.cross_attention = self._speech.cross_attention(rows, batch.attention.query_start_loc)
         return self._runner.forward(batch), batch.aux_hidden_states
 
     def _write_drafts(self, step: StepInput) -> None:

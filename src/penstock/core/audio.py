@@ -1,0 +1,32 @@
+"""Audio of a request, for models that transcribe it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DecodingRules(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens a transcript may have (Radford et al., 2022, section 4.5, and OpenAI's implementation)."""
+
+    eos: int
+    """Token that ends a window; all tokens of text come before it."""
+    forced: tuple[tuple[int, ...], ...] = ()
+    """Of each of the first output tokens, which ones it is chosen from: the likeliest of them."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that never occur."""
+    suppressed_first: tuple[int, ...] = ()
+    """Tokens that do not come first, after ``forced``."""
+    timestamp_begin: int = 0
+    """The token of the time 0, after which those of later times follow; 0 for transcripts without times."""
+    max_initial_timestamp: int = 50
+    """Largest first time, in steps of 0.02 seconds."""
+
+
+class AudioInput(msgspec.Struct, frozen=True, array_like=True):
+    """A window of audio, as log-mel features."""
+
+    features: bytes
+    """``[bins, frames]`` float32."""
+    bins: int
+    frames: int
+    rules: DecodingRules

@@ -1,0 +1,56 @@
+"""Which tokens a transcript may have next, as Whisper's implementations have it (``DecodingRules``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.core.audio import DecodingRules
+
+from .row import Position
+
+EXCLUDED = float("-inf")
+"""The logit of a token that must not be sampled."""
+
+
+def apply_rules(logits: Tensor, position: Position, rules: DecodingRules) -> None:
+    """Exclude the tokens that may not come next.
+
+    Args:
+        logits: ``[vocabulary]`` float32 at the position, overwritten.
+    """
+    number = position.num_output_tokens
+    if number < len(rules.forced):
+        allowed = torch.tensor(rules.forced[number], device=logits.device)
+        chosen = allowed[logits[allowed].argmax()]
+        logits.fill_(EXCLUDED)
+        logits[chosen] = 0.0
+        return
+    first = number == len(rules.forced)
+    suppressed = rules.suppressed + (rules.suppressed_first if first else ())
+    logits[list(suppressed)] = EXCLUDED
+    if rules.timestamp_begin:
+        begin = position.row.prompt_length + len(rules.forced)
+        tokens = position.row.tokens[begin : position.length].tolist()
+        _apply_timestamp_rules(logits, tokens, rules)
+
+
+def _apply_timestamp_rules(logits: Tensor, tokens: list[int], rules: DecodingRules) -> None:
+    """Times come in pairs, at the end of a segment and at the beginning of the next one, and do not decrease; the
+    transcript begins with one, and one is chosen where all of them together are likelier than any other token."""
+    begin = rules.timestamp_begin
+    logits[begin - 1] = EXCLUDED  # the token that says that there are no times
+    if not tokens:
+        logits[:begin] = EXCLUDED
+        logits[begin + rules.max_initial_timestamp + 1 :] = EXCLUDED
+    elif tokens[-1] >= begin:
+        if len(tokens) < 2 or tokens[-2] >= begin:  # of a pair, or the first
+            logits[begin:] = EXCLUDED
+        else:
+            logits[: rules.eos] = EXCLUDED
+    if times := [token for token in tokens if token >= begin]:
+        ends_segment = tokens[-1] >= begin and len(tokens) > 1 and tokens[-2] < begin
+        logits[begin : times[-1] + (0 if ends_segment else 1)] = EXCLUDED
+    logprobs = logits.log_softmax(-1)
+    if logprobs[begin:].logsumexp(-1) > logprobs[:begin].max():
+        logits[:begin] = EXCLUDED

@@ -1,0 +1,169 @@
+"""Whisper (Radford et al., 2022): a decoder with learned positions that attends to the encoder's output, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.layers import MLP, BuildContext, Embedding, LayerNorm, LoRATarget, PoolerHead
+from penstock.layers.vision import Linear
+from penstock.ops import Batch, CrossAttention, KVSpec, LayerExport, TransferLayout
+from penstock.planning.kv_spec import transfer_layouts
+from penstock.quant import PackedMatrix
+
+from .config import ModelConfig, dense_config, options_of
+from .model import DraftHead
+from .registry import Family
+from .speech_config import SpeechConfig
+from .vision import VisionTower
+from .vit import tower_context
+from .whisper_encoder import EPS, WhisperEncoder
+
+
+class Whisper:
+    """A ``Model`` that transcribes audio: its batches have ``cross_attention``."""
+
+    def __init__(self, context: BuildContext, config: ModelConfig) -> None:
+        assert config.speech
+        self.config = config
+        self.dtype = context.dtype
+        self.max_len = context.max_len
+        self.weights_version = context.weights.version
+        self.layers = range(config.num_layers)
+        self.lora_targets: Mapping[str, LoRATarget | None] = {}
+        self.heads: Mapping[str, PoolerHead] = {}
+        self.draft_heads: Sequence[DraftHead] = ()
+        self.aux_hidden_state_layers: Sequence[int] = ()
+        self.vision: VisionTower | None = None
+        self._ops = context.ops
+        size = config.hidden_size
+        self._encoder = WhisperEncoder(tower_context(context), "model.encoder", config.speech, size)
+        name = "model.decoder"
+        self._embedding = Embedding(context, f"{name}.embed_tokens", config.vocab_size, size)
+        positions = context.read_weight(f"{name}.embed_positions.weight", config.max_position_embeddings, size)
+        self._positions = PackedMatrix(context.ops, context.ops.pack([positions]))
+        self._layers = [_Layer(context, config, f"{name}.layers.{number}") for number in self.layers]
+        self._norm = LayerNorm(context, f"{name}.layer_norm", size, EPS, bias=True)
+        tied = config.tie_word_embeddings
+        self._lm_head = self._embedding if tied else Embedding(context, "proj_out", config.vocab_size, size)
+        self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
+
+    def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
+        dtype, config = str(self.dtype).removeprefix("torch."), self.config
+        spec = KVSpec(config.num_kv_heads, config.head_dim, dtype, block_size, quantization=quantization)
+        return [spec] * config.num_layers
+
+    def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
+        return transfer_layouts(self.kv_specs(slot_tokens, quantization), slot_tokens)
+
+    @torch.inference_mode()
+    def encode(self, features: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of a window of audio in each layer, ``[positions, heads, head_dim]``.
+
+        Args:
+            features: ``[bins, frames]`` float32.
+        """
+        states = self._encoder(features)
+        return [layer.cross_attention.keys_and_values(states) for layer in self._layers]
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
+        cross = batch.cross_attention
+        x = self._ops.add_residual(self._positions.embedding(batch.positions), self._embedding(batch.token_ids))
+        if cross is None:  # a step that measures or probes
+            return self._norm(self._ops.index_select(x, batch.logits_indices))
+        for layer, own, others in zip(self._layers, cache, cross.cache, strict=True):
+            x = layer(x, batch, own, others, cross)
+        return self._norm(self._ops.index_select(x, batch.logits_indices))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embedding(token_ids)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._lm_head.logits(hidden)
+
+    @torch.inference_mode()
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        return self._lm_head.argmax(hidden, bitmask)
+
+
+class _Attention:
+    """The projections of an attention layer; keys have no bias."""
+
+    def __init__(self, context: BuildContext, config: ModelConfig, name: str) -> None:
+        size = config.hidden_size
+        self._shape = (config.num_heads, config.head_dim)
+        self._q, self._k, self._v = (
+            Linear(context, f"{name}.{part}_proj", size, size, bias=part != "k") for part in "qkv"
+        )
+        self.output = Linear(context, f"{name}.out_proj", size, size)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """``[tokens, size]`` to ``[tokens, heads, head_dim]``."""
+        return self._q(x).unflatten(-1, self._shape)
+
+    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``[tokens, size]`` to ``[tokens, heads, head_dim]`` each."""
+        return self._k(x).unflatten(-1, self._shape), self._v(x).unflatten(-1, self._shape)
+
+
+class _Layer:
+    """Attention to the tokens before, attention to the audio, and MLP, each behind a norm."""
+
+    def __init__(self, context: BuildContext, config: ModelConfig, name: str) -> None:
+        size = config.hidden_size
+        self._ops = context.ops
+        self._scale = config.head_dim**-0.5
+        self._self_attention = _Attention(context, config, f"{name}.self_attn")
+        self.cross_attention = _Attention(context, config, f"{name}.encoder_attn")
+        norms = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
+        self._norms = [LayerNorm(context, f"{name}.{norm}", size, EPS, bias=True) for norm in norms]
+        names = (f"{name}.fc1", f"{name}.fc2")
+        self._mlp = MLP(context, names, size, config.intermediate_size, True, config.options.activation)
+
+    def __call__(self, x: Tensor, batch: Batch, own: Any, others: Any, cross: CrossAttention) -> Tensor:
+        """``[tokens, size]`` to the same.
+
+        Args:
+            own, others: the layer's entries of the KV cache, and of ``cross.cache``.
+        """
+        attention, ops = self._self_attention, self._ops
+        normed = self._norms[0](x)
+        k, v = attention.keys_and_values(normed)
+        ops.store_kv(own, k, v, batch.slot_mapping)
+        attended = ops.attention(attention.queries(normed), own, batch.attention, self._scale)
+        normed, x = self._norms[1].add(attention.output(attended), x)
+        attention = self.cross_attention
+        attended = ops.attention(attention.queries(normed), others, cross.attention, self._scale, causal=False)
+        normed, x = self._norms[2].add(attention.output(attended), x)
+        return ops.add_residual(self._mlp(normed, None), x)
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    name = str(raw.get("activation_function") or "gelu")
+    if name != "gelu":
+        raise PenstockError(Code.UNSUPPORTED, f"the encoder has the activation {name[:40]!r}; known is gelu", "model")
+    speech = SpeechConfig(
+        num_bins=int(raw["num_mel_bins"]),
+        num_layers=int(raw["encoder_layers"]),
+        num_heads=int(raw["encoder_attention_heads"]),
+        intermediate_size=int(raw["encoder_ffn_dim"]),
+        num_positions=int(raw["max_source_positions"]),
+    )
+    config = dense_config(raw, options=options_of({"hidden_act": name}))
+    if config.hidden_size % speech.num_heads:
+        raise ValueError(f"encoder_attention_heads is {speech.num_heads}, and d_model is {config.hidden_size}")
+    return replace(config, speech=speech, has_lm_head=True)
+
+
+FAMILY = Family(
+    ("WhisperForConditionalGeneration",),
+    read_config=read_config,
+    build=lambda context, config, num_mtp_heads: Whisper(context, config),
+)

@@ -1,0 +1,57 @@
+"""Models that transcribe speech: their ``config.json``, and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WHISPER = "WhisperForConditionalGeneration"
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 51_865,
+    "num_mel_bins": 80,
+    "d_model": 384,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "decoder_layers": 4,
+    "decoder_attention_heads": 6,
+    "decoder_ffn_dim": 1536,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "activation_function": "gelu",
+    "tie_word_embeddings": True,
+}
+DECODER = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "intermediate_size": "decoder_ffn_dim",
+    "max_position_embeddings": "max_target_positions",
+}
+"""Names that decoders have → Whisper's. Its own ``num_hidden_layers`` is of the encoder."""
+
+
+def with_decoder_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` of Whisper with the fields of its decoder by the usual names; others as they are."""
+    if config.get("model_type") != "whisper":
+        return config
+    given = DEFAULTS | {name: value for name, value in config.items() if value is not None}
+    return given | {name: given[source] for name, source in DECODER.items()}
+
+
+def is_speech(config: Mapping[str, Any]) -> bool:
+    """Whether a model transcribes speech."""
+    return WHISPER in (config.get("architectures") or ())
+
+
+def encoder_weights(config: Mapping[str, Any]) -> int:
+    """Parameters of the encoder's matrices, and of the decoder's positions."""
+    size, positions = int(config["d_model"]), int(config["max_source_positions"]) + int(config["max_target_positions"])
+    convolutions = 3 * size * (int(config["num_mel_bins"]) + size)
+    layer = 4 * size**2 + 2 * size * int(config["encoder_ffn_dim"])
+    return convolutions + positions * size + int(config["encoder_layers"]) * layer
+
+
+def cross_attention_weights(config: Mapping[str, Any]) -> int:
+    """Parameters of a decoder layer's attention to the audio."""
+    return 4 * int(config["hidden_size"]) ** 2
