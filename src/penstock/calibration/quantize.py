@@ -64,6 +64,8 @@ def quantize(
         raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
     if config.has_vision:
         raise PenstockError(Code.UNSUPPORTED, f"model: {model} sees images, and is not quantized here", "model")
+    if config.speech:
+        raise PenstockError(Code.UNSUPPORTED, f"model: {model} transcribes audio, and is not quantized here", "model")
     if find_gguf(model):
         raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
     if read_engine_config(model):

@@ -622,6 +622,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, option("Maximum width times height times frames of a video, after these are resized.", "pixels", ge=1)
     ] = 2**27
     video_timeout: Annotated[float, option("Maximum time to decode a video.", "seconds", gt=0)] = 30.0
+    max_audio_size: Annotated[int, option("Maximum size of an audio file.", "bytes", ge=1)] = 25 * 2**20
+    max_audio_duration: Annotated[float, option("Maximum duration of audio.", "seconds", gt=0)] = 3600.0
+    audio_timeout: Annotated[float, option("Maximum time to decode audio.", "seconds", gt=0)] = 30.0
     model_hub: Annotated[Literal["huggingface", "modelscope"], option("Hub of models that are named org/name.")] = (
         "huggingface"
     )

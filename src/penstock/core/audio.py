@@ -30,3 +30,8 @@ class AudioInput(msgspec.Struct, frozen=True, array_like=True):
     bins: int
     frames: int
     rules: DecodingRules
+
+    @property
+    def length(self) -> int:
+        """Hidden states that an encoder makes of it."""
+        return self.frames // 2

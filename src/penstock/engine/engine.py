@@ -54,11 +54,11 @@ from .sequence.sequence import Sequence
 from .sleep import SleepManager
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
+from .speech_limits import check_audio, speech_options
 from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propose, ReadExpertLoad
 from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
-from .speech_limits import check_audio, speech_options
 from .whole_prompts import scratch_blocks, whole_prompts
 
 logger = logging.getLogger(__name__)

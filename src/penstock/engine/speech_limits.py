@@ -42,7 +42,8 @@ def speech_options(options: EngineOptions, config: ModelConfig) -> EngineOptions
     if options.max_num_seqs > MAX_SEQUENCES:
         logger.info("at most %d windows of audio are transcribed at the same time", MAX_SEQUENCES)
         options = msgspec.structs.replace(options, max_num_seqs=MAX_SEQUENCES)
-    return options
+    # cached prefixes would be of other audio, and requests of a warm-up have none
+    return msgspec.structs.replace(options, enable_prefix_caching=False, use_warmup=False)
 
 
 def check_audio(request: EngineRequest, config: ModelConfig, info: ModelInfo) -> None:

@@ -338,8 +338,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
     has_vision: bool = False
     """Whether prompts may have images."""
-    transcribes: bool = False
-    """Whether requests have audio, and no others are answered."""
     feature_bytes: int = 0
     """Bytes of an image's feature; 0 of a model that sees no images."""
 

@@ -162,6 +162,7 @@ class Gateway:
             raise too_long(
                 "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
             )
+        self.input_processor.check_chats()
         messages, sources = split_media(messages)
         self.input_processor.check_media(sources)
         if template is None:
@@ -290,6 +291,10 @@ class Gateway:
         if size <= self._at_once:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def in_media_thread(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, which decodes a file."""
+        return await asyncio.get_running_loop().run_in_executor(self._media_threads, work)
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""

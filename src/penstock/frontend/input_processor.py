@@ -38,6 +38,7 @@ from .multimodal.video import Video
 from .multimodal.video_config import read_placeholders, read_video_processor
 from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
+from .speech.processor import read_speech_processor
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. A chat's mapping also has a
@@ -104,6 +105,8 @@ class InputProcessor:
         videos = read_video_processor(folder, video_kwargs(given), *limits) if images else None
         self._placeholders = read_placeholders(folder, images, videos) if images else None
         self._media = MediaLoader(images, videos, options) if images else None
+        self.speech = read_speech_processor(folder, self.tokenizer, lambda: self._defaults.eos_token_ids[0], options)
+        """Of a model that transcribes audio; None of others."""
         self.sees_videos = videos is not None
         """Whether prompts may have videos."""
 
@@ -111,6 +114,17 @@ class InputProcessor:
     def sees_images(self) -> bool:
         """Whether prompts may have images."""
         return self._media is not None
+
+    @property
+    def gives_logprobs(self) -> bool:
+        """Whether requests may ask for logprobs."""
+        return self._options.enable_logprob
+
+    def check_chats(self) -> None:
+        """Raise ``PenstockError`` (``unsupported``) where the model answers none."""
+        if self.speech:
+            words = "this model transcribes audio, and has no chats: send a file to /v1/audio/transcriptions"
+            raise PenstockError(Code.UNSUPPORTED, words)
 
     def check_media(self, sources: Sequence[MediaSource]) -> None:
         """Raise ``PenstockError`` where the model sees none, or a prompt has too many."""

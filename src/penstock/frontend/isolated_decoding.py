@@ -53,7 +53,9 @@ def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: ty
         raise invalid(kind, f"is damaged {kind}, or takes too much time or memory to decode") from error
 
 
-def serve_one(request_type: type[R], timeout: Callable[[R], float], answer: Callable[[bytes, R], msgspec.Struct]) -> None:
+def serve_one(
+    request_type: type[R], timeout: Callable[[R], float], answer: Callable[[bytes, R], msgspec.Struct]
+) -> None:
     """In the process: answer the one request.
 
     Args:

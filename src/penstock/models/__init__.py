@@ -80,7 +80,6 @@ from .weights import (
     find_gguf,
     load_lora,
 )
-
 from .whisper import Whisper
 from .whisper_encoder import largest_activation
 

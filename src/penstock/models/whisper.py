@@ -106,7 +106,8 @@ class _Attention:
 
     def queries(self, x: Tensor) -> Tensor:
         """``[tokens, size]`` to ``[tokens, heads, head_dim]``."""
-        return self._q(x).unflatten(-1, self._shape)
+        queries: Tensor = self._q(x).unflatten(-1, self._shape)
+        return queries
 
     def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``[tokens, size]`` to ``[tokens, heads, head_dim]`` each."""

@@ -70,9 +70,7 @@ class _Convolution:
 class _Layer:
     """Attention and MLP, each behind a norm."""
 
-    def __init__(
-        self, context: BuildContext, name: str, config: SpeechConfig, size: int, threads: HeadThreads
-    ) -> None:
+    def __init__(self, context: BuildContext, name: str, config: SpeechConfig, size: int, threads: HeadThreads) -> None:
         self._heads, self._threads = config.num_heads, threads
         attention = f"{name}.self_attn"
         self._attention_norm = LayerNorm(context, f"{name}.self_attn_layer_norm", size, EPS, bias=True)

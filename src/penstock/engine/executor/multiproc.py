@@ -165,6 +165,7 @@ class MultiprocExecutor:
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         tokens = int(step.lengths.sum()) + len(step.draft_token_ids)
         tokens += sum(image.num_patches for image in step.encoded_images)
+        tokens += sum(new.audio.length for new in step.updates.new if new.audio)
         self._send(ExecuteStep(step))
         self._steps.append((tokens, time.monotonic()))
         if step.has_grammar_bitmask:

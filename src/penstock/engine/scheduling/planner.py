@@ -89,7 +89,11 @@ class Planner:
         joins = not self._running or self._options.batching_type == "inflight"
         if self._waiting and joins and self._preemption.count == preemptions:
             self._schedule_waiting(plan, budget)
-        plan.encoder_tokens = self._encoder_cache.num_patches
+        plan.encoder_tokens = self._encoder_cache.num_patches + sum(
+            audio.length
+            for sequence, *_ in plan.scheduled
+            if (audio := sequence.request.audio) and sequence.sent_blocks < 0
+        )
         if speculation and plan.drafting:
             self._schedule_drafts(plan, speculation)
         return plan

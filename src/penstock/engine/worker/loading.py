@@ -175,7 +175,6 @@ def load_models(
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,
         has_vision=model.vision is not None,
-        transcribes=config.speech is not None,
         feature_bytes=_feature_bytes(model),
         token_types=config.encoder.type_vocab_size if config.encoder else 0,
         heads=tuple(model.heads),

@@ -121,7 +121,11 @@ class ModelRunner:
         if model.layers.start or model.vision:
             hidden = torch.zeros(self._max_tokens, model.config.hidden_size, dtype=model.dtype)
         experts = model.config.experts
-        calls_others = model.config.model_impl != "penstock" or model.config.speech or (experts is not None and experts.by_modality)
+        calls_others = (
+            model.config.model_impl != "penstock"
+            or model.config.speech
+            or (experts is not None and experts.by_modality)
+        )
         capture = partial(
             eager if calls_others else self._ops.capture,
             partial(model.forward, cache=self.cache, export=self._export),

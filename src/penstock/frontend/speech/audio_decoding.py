@@ -74,7 +74,8 @@ def _decode_wav(data: bytes, request: Request) -> bytes:
     if (width, rate) != (2, request.sampling_rate) or channels < 1:
         raise _needs_av(f"it is a WAV file of {8 * width} bits and {rate} Hz, not 16 bits and {request.sampling_rate}")
     whole = np.frombuffer(content[: len(content) // (2 * channels) * 2 * channels], "<i2")
-    return whole.reshape(-1, channels).mean(1).astype(np.int16).tobytes()
+    mixed: bytes = whole.reshape(-1, channels).mean(1).astype(np.int16).tobytes()
+    return mixed
 
 
 def _needs_av(why: str) -> PenstockError:

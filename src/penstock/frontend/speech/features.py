@@ -13,7 +13,8 @@ import numpy as np
 
 from penstock.core.errors import invalid
 
-CONFIG = "preprocessor_config.json"
+CONFIGS = ("preprocessor_config.json", "processor_config.json")
+"""The first that is there; the latter has the features under ``feature_extractor``."""
 LOGARITHMIC_FROM = 1000.0
 """Hertz up to which Slaney's mel scale is linear, 15 mels there."""
 MELS_PER_HERTZ = 3 / 200
@@ -21,12 +22,12 @@ STEP = 27 / np.log(6.4)
 """Mels of a factor of e above ``LOGARITHMIC_FROM``."""
 MEL_FLOOR = 1e-10
 DYNAMIC_RANGE = 8.0
-"""Of the features, in powers of ten, below the loudest of a window."""
+"""Of the features, in powers of ten, below the loudest."""
 
 
 @dataclass(frozen=True)
 class LogMelFeatures:
-    """Computes the features of a window of audio. Fields are those of ``preprocessor_config.json``."""
+    """Computes the features of audio. Fields are those of ``preprocessor_config.json``."""
 
     feature_size: int = 80
     """Mel bins."""
@@ -47,19 +48,33 @@ class LogMelFeatures:
         return self.num_samples // self.hop_length
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """The features of a window, ``[feature_size, num_frames]`` float32.
+        """The features of a recording, ``[feature_size, frames]`` float32. Silence follows one that is shorter than a
+        window.
 
         Args:
-            samples: ``[samples]`` float32 from -1 to 1, at most a window; silence follows them.
+            samples: ``[samples]`` float32 from -1 to 1.
         """
-        padded = np.zeros(self.num_samples, np.float64)
-        padded[: len(samples)] = samples
-        padded = np.pad(padded, self.n_fft // 2, mode="reflect")
-        frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length][: self.num_frames]
-        power = np.abs(np.fft.rfft(frames * self._window)) ** 2
-        logs = np.log10(np.maximum(self._filters @ power.T, MEL_FLOOR))
+        count = max(len(samples), self.num_samples)
+        padded = np.pad(np.pad(samples, (0, count - len(samples))), self.n_fft // 2, mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length]
+        logs = np.empty((self.feature_size, count // self.hop_length), np.float32)
+        for start in range(0, logs.shape[1], self.num_frames):
+            some = slice(start, min(start + self.num_frames, logs.shape[1]))
+            power = np.abs(np.fft.rfft(frames[some].astype(np.float64) * self._window)) ** 2
+            logs[:, some] = np.log10(np.maximum(self._filters @ power.T, MEL_FLOOR))
         result: np.ndarray = (np.maximum(logs, logs.max() - DYNAMIC_RANGE) + 4) / 4
-        return result.astype(np.float32)
+        return result
+
+    def window(self, features: np.ndarray, start: int) -> np.ndarray:
+        """The window that begins with frame ``start``, ``[feature_size, num_frames]``. Silence follows a recording.
+
+        Args:
+            features: of a recording.
+        """
+        some = features[:, start : start + self.num_frames]
+        silence = max((np.log10(MEL_FLOOR) + 4) / 4, features.max() - DYNAMIC_RANGE / 4)
+        missing = self.num_frames - some.shape[1]
+        return np.ascontiguousarray(np.pad(some, ((0, 0), (0, missing)), constant_values=silence))
 
     @cached_property
     def _window(self) -> np.ndarray:
@@ -74,20 +89,20 @@ class LogMelFeatures:
         slopes = corners[:, None] - frequencies
         widths = np.diff(corners)[:, None]
         triangles = np.maximum(0, np.minimum(-slopes[:-2] / widths[:-1], slopes[2:] / widths[1:]))
-        areas: np.ndarray = 2 / (corners[2:] - corners[:-2])
-        return triangles * areas[:, None]
+        result: np.ndarray = triangles * 2 / (corners[2:] - corners[:-2])[:, None]
+        return result
 
 
 def read_log_mel_features(folder: Path) -> LogMelFeatures:
-    """The features of a checkpoint's model. Raises ``PenstockError`` (``invalid``) where ``preprocessor_config.json`` is
-    missing, damaged, or of another model."""
-    path = folder / CONFIG
+    """The features of a checkpoint's model. Raises ``PenstockError`` (``invalid``) where ``preprocessor_config.json``
+    is missing, damaged, or of another model."""
+    path = next((folder / name for name in CONFIGS if (folder / name).exists()), folder / CONFIGS[0])
     try:
         given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        return _read(given)
+        return _read(given.get("feature_extractor") or given)
     except OSError as error:
         raise invalid("model", f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has no features of audio that can be computed: {error}") from error
 
 

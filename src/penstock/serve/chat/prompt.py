@@ -45,6 +45,7 @@ class ChatPrompt:
 
     def __init__(self, service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> None:
         self._gateway = service.gateway
+        self._gateway.input_processor.check_chats()
         self._request = request
         self._size = size
         if request.prompt_token_ids is not None:

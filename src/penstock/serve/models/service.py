@@ -50,6 +50,7 @@ class ModelService:
     @property
     def template_variables(self) -> frozenset[str]:
         """Names that the model's chat template reads."""
+        self.gateway.input_processor.check_chats()
         return self.gateway.input_processor.tokenizer.template.variables
 
     @property

@@ -24,6 +24,8 @@ from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
+from .audio import SCHEMAS as AUDIO_SCHEMAS
+from .audio import TranscriptionHandler, TranscriptionResponse, read_form, read_request
 from .chat import ChatHandler
 from .completions import CompletionHandler
 from .embeddings import EmbeddingHandler, PoolHandler
@@ -65,6 +67,7 @@ from .responses import (
 )
 from .scores import ClassifyHandler, RerankHandler, ScoreHandler
 
+TEXT = b"text/plain; charset=utf-8"
 T = TypeVar("T", bound=msgspec.Struct)
 P = TypeVar("P", bound=PoolingRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -226,6 +229,25 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         text = gateway.input_processor.tokenizer.decode(request.tokens, False)
         return Json(DetokenizeResponse(prompt=text, content=text))
 
+    def audio(translate: bool) -> Endpoint:
+        async def endpoint(raw_request: Request) -> Response:
+            options, record = served_models.options, record_of(raw_request.scope)
+            sizes = [each.gateway.input_processor.speech for each in served_models]
+            largest = max([speech.max_file_size for speech in sizes if speech], default=served_models.max_body_size)
+            fields, file = await read_form(raw_request, largest, options.client_timeout)
+            request = read_request(fields, record, translate)
+            if options.require_model and request.model is None:
+                raise invalid("model", "is missing")
+            service = served_models.find(request.model)
+            handler = TranscriptionHandler(service, record, request, file, translate)
+            if request.stream or handler.is_json:
+                return Reply.of(service, handler, ERROR_FORMAT, request.stream)
+            return Reply(service, handler.full(), ERROR_FORMAT, streamed=True, media_type=TEXT)
+
+        return endpoint
+
+    for path, translate in (("/v1/audio/transcriptions", False), ("/v1/audio/translations", True)):
+        routes.add(path, audio(translate), method="POST", described=_described(TranscriptionResponse, None))
     score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
     for path, endpoint, schema, answer in (
         ("/v1/embeddings", pooling(EmbeddingRequest, EmbeddingHandler), EmbeddingRequest, EmbeddingResponse),
@@ -255,7 +277,7 @@ def shared_paths() -> dict[str, dict[str, Any]]:
     }
 
 
-SCHEMAS = (*REQUESTS, *RESPONSES)
+SCHEMAS = (*REQUESTS, *RESPONSES, *AUDIO_SCHEMAS)
 
 
 def _described(answer: type | None, request: type | None = None) -> dict[str, Any]:

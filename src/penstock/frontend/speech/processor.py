@@ -1,0 +1,86 @@
+"""What a model needs to transcribe audio files: how they are decoded, its features and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config.options import ModelOptions
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.speech import is_speech
+from penstock.text import Tokenizer
+
+from .audio_decoding import decode_audio
+from .features import LogMelFeatures, read_log_mel_features
+from .languages import language_code
+from .tokens import SpeechTokens, read_speech_tokens
+from .transcription import SpeechTask, Transcription
+
+
+class SpeechProcessor:
+    """Makes transcriptions of files."""
+
+    def __init__(
+        self, features: LogMelFeatures, tokens: SpeechTokens, tokenizer: Tokenizer, options: ModelOptions
+    ) -> None:
+        self._features, self._tokens, self._tokenizer, self._options = features, tokens, tokenizer, options
+
+    @property
+    def max_file_size(self) -> int:
+        """Bytes of a file."""
+        return self._options.max_audio_size
+
+    def task(self, translate: bool, language: str | None, prompt: str | None, timestamps: bool) -> SpeechTask:
+        """What a request asks for. Raises ``PenstockError`` where this model does not do it."""
+        tokens, code = self._tokens, language_code(language or "")
+        if not tokens.languages and translate:
+            raise PenstockError(Code.UNSUPPORTED, "this model transcribes English, and translates nothing")
+        if tokens.tasks and ("translate" if translate else "transcribe") not in tokens.tasks:
+            raise PenstockError(Code.UNSUPPORTED, "this model does not translate, it only transcribes")
+        if code and code not in (tokens.languages or ("en",)):
+            known = ", ".join(sorted(tokens.languages)) or "en"
+            raise invalid("language", f"{language!r:.40} is not known to this model; known are {known}")
+        text = f" {prompt.strip()}" if prompt and prompt.strip() else ""
+        ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        if any(token >= tokens.eos for token in ids):
+            raise invalid("prompt", "has the text of a special token")
+        return SpeechTask(translate, code if tokens.languages else "", ids, timestamps)
+
+    def open(self, file: bytes, task: SpeechTask, max_len: int) -> Transcription:
+        """Decode a file, which takes long.
+
+        Args:
+            max_len: tokens of the model's context.
+
+        Raises ``PenstockError`` with one sentence where that is not possible.
+        """
+        options, rate = self._options, self._features.sampling_rate
+        samples = decode_audio(file, rate, options.max_audio_duration, options.audio_timeout)
+
+        def decode(token_ids: list[int]) -> str:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+        return Transcription(samples, task, self._features, self._tokens, max_len, decode)
+
+
+def read_speech_processor(
+    folder: Path, tokenizer: Tokenizer, eos: Callable[[], int], options: ModelOptions
+) -> SpeechProcessor | None:
+    """The processor of a checkpoint; None of a model that does not transcribe.
+
+    Args:
+        eos: the token that ends its texts.
+
+    Raises ``PenstockError`` (``invalid``) where a file of it is damaged.
+    """
+    if not (folder / CONFIG).is_file() or not is_speech(config := read_config_json(folder)):
+        return None
+    features = read_log_mel_features(folder)
+    tokens = read_speech_tokens(folder, tokenizer.token_to_id, eos())
+    shape, wanted = (features.feature_size, features.num_frames), 2 * int(config["max_source_positions"])
+    if shape != (int(config["num_mel_bins"]), wanted):
+        words = f"preprocessor_config.json has windows of {shape[1]} frames of {shape[0]} mel bins, and config.json "
+        raise invalid("model", f"{words}{wanted} of {config['num_mel_bins']}")
+    return SpeechProcessor(features, tokens, tokenizer, options)

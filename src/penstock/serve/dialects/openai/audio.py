@@ -1,0 +1,312 @@
+"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from penstock.core import Code, PenstockError, SamplingParams
+from penstock.core.errors import invalid
+from penstock.frontend.speech.languages import language_name
+from penstock.frontend.speech.processor import SpeechProcessor
+from penstock.frontend.speech.transcription import Segment, SpeechTask, Transcription
+from penstock.serve.generation import generate
+from penstock.serve.http.body import check_supported, convert, read_body
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
+
+from .responses import encode, event
+
+FORM_OVERHEAD = 2**16
+"""Bytes that a form may have besides its file."""
+LISTS = (
+    "timestamp_granularities",
+    "include",
+    "known_speaker_names",
+    "known_speaker_references",
+    "keywords",
+    "languages",
+)
+"""Fields that may come several times, also with ``[]`` at the end."""
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "include": ([], "log probabilities of audio are not supported"),
+    "chunking_strategy": (None, "windows are chosen by the model's own time stamps; leave it out"),
+    "known_speaker_names": ([], "speakers are not told apart"),
+    "known_speaker_references": ([], "speakers are not told apart"),
+    "keywords": ([], "give them as prompt"),
+    "languages": ([], "give one as language, or leave it out"),
+}
+UNFINISHED = "\ufffd "
+"""What a text may end with whose last bytes are not all there yet, and spaces, which another text may end with."""
+NOT_A_TRANSCRIBER = "this model does not transcribe audio; Whisper's do"
+
+
+class TranscriptionRequest(msgspec.Struct, kw_only=True):
+    """The fields of the form, besides its file."""
+
+    model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
+    stream: bool = False
+    include: list[str] | None = None
+    chunking_strategy: str | None = None
+    known_speaker_names: list[str] | None = None
+    known_speaker_references: list[str] | None = None
+    keywords: list[str] | None = None
+    languages: list[str] | None = None
+
+
+class AudioUsage(msgspec.Struct, kw_only=True):
+    type: Literal["duration"] = "duration"
+    seconds: float
+
+
+class TranscriptionSegment(msgspec.Struct, kw_only=True):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float | None
+    compression_ratio: float
+    no_speech_prob: float | None = None
+
+
+class TranscriptionResponse(msgspec.Struct, kw_only=True):
+    """A transcript; the fields from ``task`` on are those of ``verbose_json``."""
+
+    text: str
+    task: Literal["transcribe", "translate"] | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType = UNSET
+    segments: list[TranscriptionSegment] | UnsetType = UNSET
+    usage: AudioUsage
+
+
+class TranscriptionEvent(msgspec.Struct, kw_only=True):
+    """An event of a stream."""
+
+    type: Literal["transcript.text.delta", "transcript.text.done"]
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    usage: AudioUsage | UnsetType = UNSET
+
+
+async def read_form(raw_request: Request, max_size: int, timeout: float) -> tuple[dict[str, Any], bytes]:
+    """The fields of a form, and its file.
+
+    Raises ``PenstockError`` where it cannot be read, is too large, or has no file.
+    """
+    if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise invalid("file", "is missing; send it as multipart/form-data")
+    if importlib.util.find_spec("python_multipart") is None:
+        words = "file: reading forms takes python-multipart, which is not installed: pip install 'penstock-llm[audio]'"
+        raise PenstockError(Code.UNSUPPORTED, words, "file")
+    body = await read_body(raw_request, max_size + FORM_OVERHEAD, timeout)
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    try:
+        form = await MultiPartParser(raw_request.headers, pieces()).parse()
+    except MultiPartException as error:
+        raise invalid("file", f"the form cannot be read: {error.message}") from error
+    try:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise invalid("file", "is missing")
+        return _fields(form), await file.read()
+    finally:
+        await form.close()
+
+
+def _fields(form: FormData) -> dict[str, Any]:
+    """The fields but the file, with the types of the schema where their text can be read so."""
+    fields: dict[str, Any] = {}
+    for key, value in form.multi_items():
+        name = key.removesuffix("[]")
+        if name == "file" or not isinstance(value, str):
+            continue
+        if name in LISTS:
+            fields.setdefault(name, []).append(value)
+        elif name == "temperature":
+            fields[name] = _number(value)
+        elif name == "stream":
+            fields[name] = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
+        else:
+            fields[name] = value
+    return fields
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool = False) -> TranscriptionRequest:
+    """Convert a form's fields. Raises ``PenstockError`` for wrong values, and for what is not supported."""
+    if translate and "language" in fields:
+        raise invalid("language", "is English for translations; leave it out")
+    check_supported(fields, UNSUPPORTED)
+    if fields.get("response_format") == "diarized_json":
+        raise PenstockError(Code.UNSUPPORTED, "response_format: speakers are not told apart", "response_format")
+    request = convert(fields, TranscriptionRequest, record.unknown)
+    if "word" in (request.timestamp_granularities or ()):
+        words = "timestamp_granularities: only segment is supported, not word"
+        raise PenstockError(Code.UNSUPPORTED, words, "timestamp_granularities")
+    if request.timestamp_granularities and request.response_format != "verbose_json":
+        raise invalid("timestamp_granularities", "is for the response_format verbose_json")
+    if request.stream and request.response_format not in ("json", "text"):
+        words = f"stream: the response_format {request.response_format} is not streamed"
+        raise PenstockError(Code.UNSUPPORTED, words, "stream")
+    return request
+
+
+class TranscriptionHandler:
+    """One request: a file, and its transcript or translation."""
+
+    def __init__(
+        self,
+        service: ModelService,
+        record: RequestRecord,
+        request: TranscriptionRequest,
+        file: bytes,
+        translate: bool,
+    ) -> None:
+        self._service, self._record, self._request, self._file = service, record, request, file
+        speech = service.gateway.input_processor.speech
+        if speech is None:
+            raise PenstockError(Code.UNSUPPORTED, NOT_A_TRANSCRIBER, "model")
+        if len(file) > speech.max_file_size:
+            words = f"file: must have at most {speech.max_file_size} bytes (max_audio_size)"
+            raise PenstockError(Code.TOO_LARGE, words, "file", speech.max_file_size)
+        service.adapter_of(request.model)
+        self._speech: SpeechProcessor = speech
+        self._translate = translate
+        verbose = request.response_format in ("srt", "verbose_json", "vtt")
+        self._task: SpeechTask = speech.task(translate, request.language, request.prompt, verbose)
+        self._with_logprobs = (
+            request.response_format == "verbose_json" and service.gateway.input_processor.gives_logprobs
+        )
+
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        transcription = await self._open()
+        async with aclosing(self._texts(transcription)) as texts:
+            async for _ in texts:
+                pass
+        yield self._document(transcription)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        transcription, sent = await self._open(), 0
+        async with aclosing(self._texts(transcription)) as texts:
+            async for text in texts:
+                if len(text) > sent:
+                    yield event(TranscriptionEvent(type="transcript.text.delta", delta=text[sent:]))
+                    sent = len(text)
+        usage = _usage(transcription)
+        yield event(TranscriptionEvent(type="transcript.text.done", text=transcription.text(), usage=usage))
+
+    async def _open(self) -> Transcription:
+        gateway, file = self._service.gateway, self._file
+        self._file = b""
+        max_len = gateway.engine_pool.require_engine().max_model_len
+        return await gateway.in_media_thread(lambda: self._speech.open(file, self._task, max_len))
+
+    async def _texts(self, transcription: Transcription) -> AsyncGenerator[str, None]:
+        """The text so far: of a stream as it is generated, otherwise after each window."""
+        gateway = self._service.gateway
+        while window := await gateway.in_media_thread(transcription.next_window):
+            prompt, audio, max_tokens = window
+            sampling = SamplingParams(
+                temperature=self._request.temperature,
+                max_tokens=max_tokens,
+                logprobs=0 if self._with_logprobs else None,
+                detokenize=False,
+            )
+            given = {"prompt_token_ids": prompt, "audio": audio}
+            async with aclosing(generate(self._service, self._record, given, sampling)) as outputs:
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    if self._request.stream and not completion.finished:
+                        yield transcription.text(completion.token_ids).rstrip(UNFINISHED)
+            positions = completion.logprobs
+            logprobs = [next(iter(each.values())).logprob for each in positions] if positions else None
+            transcription.add(completion.token_ids, logprobs)
+            yield transcription.text()
+
+    def _document(self, transcription: Transcription) -> bytes:
+        segments = transcription.segments
+        match self._request.response_format:
+            case "text":
+                return f"{transcription.text()}\n".encode()
+            case "srt":
+                return "".join(
+                    f"{i}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_cue(each)}\n\n"
+                    for i, each in enumerate(segments, 1)
+                ).encode()
+            case "vtt":
+                cues = (f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_cue(each)}\n\n" for each in segments)
+                return ("WEBVTT\n\n" + "".join(cues)).encode()
+            case "json":
+                return encode(TranscriptionResponse(text=transcription.text(), usage=_usage(transcription)))
+        described = [
+            TranscriptionSegment(
+                id=i,
+                seek=each.seek,
+                start=each.start,
+                end=each.end,
+                text=each.text,
+                tokens=each.tokens,
+                temperature=self._request.temperature,
+                avg_logprob=each.avg_logprob,
+                compression_ratio=each.compression_ratio,
+            )
+            for i, each in enumerate(segments)
+        ]
+        return encode(
+            TranscriptionResponse(
+                text=transcription.text(),
+                task="translate" if self._translate else "transcribe",
+                language=language_name(transcription.language or "en"),
+                duration=transcription.duration,
+                segments=described,
+                usage=_usage(transcription),
+            )
+        )
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the whole answer is JSON, and not text."""
+        return self._request.response_format in ("json", "verbose_json")
+
+
+def _cue(segment: Segment) -> str:
+    return segment.text.strip().replace("-->", "->")
+
+
+def _usage(transcription: Transcription) -> AudioUsage:
+    return AudioUsage(seconds=transcription.duration)
+
+
+def _time(seconds: float, separator: str) -> str:
+    """Hours, minutes, seconds and milliseconds."""
+    whole, milliseconds = divmod(round(seconds * 1000), 1000)
+    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{separator}{milliseconds:03}"
+
+
+SCHEMAS = (TranscriptionRequest, TranscriptionResponse)
