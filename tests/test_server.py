@@ -440,7 +440,7 @@ def test_what_a_whole_chat_tells_of_its_prompt_a_stream_tells_too(plain: httpx.C
 def test_tokens_and_back(plain: httpx.Client, text: str) -> None:
     made = plain.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
-    assert plain.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": text}
+    assert plain.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": text, "content": text}
 
 
 def test_tokens_of_a_chat_are_those_that_it_costs(plain: httpx.Client) -> None:
