@@ -16,7 +16,7 @@ from penstock.core import PenstockError
 from .parser import Parser
 
 COMMANDS = {
-    "serve": "answer over HTTP and gRPC, in OpenAI's protocol and six others",
+    "serve": "answer over HTTP and gRPC, in OpenAI's protocol and those of other systems",
     "chat": "talk to a model in the terminal",
     "top": "watch what a server is doing",
     "generate": "continue a prompt, or answer a question with --chat",

@@ -221,8 +221,11 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             (response,) = [response async for response in responses]
             return response
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
-        """Requests of a stream are answered concurrently; clients match responses by the requests' ids."""
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """Requests of a stream are answered concurrently; clients match responses by the requests' ids.
+
+        Responses are written rather than yielded, as gRPC does not close a generator whose client has left.
+        """
         context.set_trailing_metadata((SERVER,))
         patience = self._repository.served_models.options.client_timeout
         async with self.authorized_request(context, "ModelStreamInfer", quiet=True) as stream_record:
@@ -232,7 +235,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
             async def put(response: Any) -> None:
                 try:
-                    await asyncio.wait_for(news.put(response), patience)
+                    async with asyncio.timeout(patience):  # wait_for may swallow a cancellation, in Python 3.11
+                        await news.put(response)
                 except TimeoutError as error:
                     raise PenstockError(Code.TIMEOUT, f"nothing was read for {patience:g} seconds") from error
 
@@ -277,7 +281,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             running = asyncio.create_task(run())
             try:
                 while (response := await news.get()) is not None:
-                    yield response
+                    await context.write(response)
                 context.set_trailing_metadata(_trailing(stream_record.unknown))
             finally:
                 for task in (running, *tasks):

@@ -135,7 +135,8 @@ class Work:
             return
         async with self._one_ended:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._one_ended.wait(), RETRY_INTERVAL)
+                async with asyncio.timeout(RETRY_INTERVAL):
+                    await self._one_ended.wait()
 
     async def _served(self, line: BatchLine) -> ModelService:
         """The model of a line, once it is loaded. Raises ``PenstockError`` where it is not served."""

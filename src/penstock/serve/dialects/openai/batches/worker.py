@@ -87,7 +87,8 @@ class BatchWorker:
                             document["id"], [_problem("internal_error", "the server's log has the reason")]
                         )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_INTERVAL)
+                async with asyncio.timeout(POLL_INTERVAL):
+                    await self._wake.wait()
 
     async def _try(self, owner: str, document: Document) -> None:
         """Compute a batch, unless another process does."""
