@@ -125,6 +125,25 @@ BASES = [
     Base("/tokenize", {"prompt": PROMPT, "add_special_tokens": False}),
     Base("/detokenize", {"tokens": [5, 6]}),
     Base("/generate", {"prompt": PROMPT, "stream": True, "top_k": 3, "ignore_eos": True, **SAMPLING}),
+    *[Base(f"/v1/audio/{name}", {"model": MODEL}, status=400) for name in ("transcriptions", "translations")],
+    *[
+        Base(
+            path,
+            {"prompt": PROMPT, "n_predict": 2, "n_probs": 2, "stream": stream, "stop": ["zq"], "cache_prompt": True},
+        )
+        for path, stream in (("/completion", True), ("/completions", False))
+    ],
+    Base("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}, status=400),
+    Base("/embedding", {"content": [PROMPT, "x"]}),
+    Base("/apply-template", {"messages": QUESTION}),
+    Base("/tokenize", {"content": PROMPT, "with_pieces": True}),
+    Base("/props", {"n_ctx": 1}, status=400),
+    *[
+        Base(
+            path, {"inputs": PROMPT, "parameters": {"max_new_tokens": 2, "details": True, "seed": 1, "top_n_tokens": 2}}
+        )
+        for path in ("/generate", "/generate_stream", "/")
+    ],
     Base("/api/chat", {"model": MODEL, "messages": QUESTION, "options": {"num_predict": 2, "top_k": 3}}),
     Base("/api/chat", {"model": MODEL, "messages": QUESTION, "stream": False, "format": SCHEMA} | OLLAMA),
     Base(

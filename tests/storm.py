@@ -42,8 +42,9 @@ LOUD = {"/completions": {"logprobs": 20}, "/chat/completions": {"logprobs": True
 """Makes answers that are much longer than their text."""
 
 
-UNSTARTED = {"threads of api": NUM_ENCODE_THREADS - 1}
-"""What a process may have more of than when it was warm: one thread encodes all where a machine is too busy for two."""
+UNSTARTED = {"threads of api": NUM_ENCODE_THREADS - 1, "files of engine": 1}
+"""What a process may have more of than when it was warm: one thread encodes all where a machine is too busy for two;
+the engine's process that compiles grammars, to which it has a socket, starts once there is nothing to do."""
 HOLD = r"event loop was held for ([\d.]+) s"
 HELD = 0.3
 """Seconds of processor time that one iteration of an event loop may take: far more than the log tells from, as a core

@@ -25,6 +25,10 @@ WITHOUT_SAMPLES = ("spec_decode", "kv_transfer")
 """Parts of names of metrics that only servers with these features count."""
 
 
+class NotReadyError(Exception):
+    """Prometheus is starting."""
+
+
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Prometheus that has scraped a server a few times, with requests in between."""
@@ -55,13 +59,15 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def scrapes(address: str, expression: str, count: int) -> bool:
     try:
         found = query(address, expression)
-    except httpx.TransportError:  # it is starting
+    except (httpx.TransportError, NotReadyError):  # it is starting
         return False
     return bool(found) and float(found[0]["value"][1]) >= count
 
 
 def query(address: str, expression: str) -> list[Any]:
     answer = httpx.get(f"{address}/query", params={"query": expression}, timeout=30)
+    if answer.status_code == 503:
+        raise NotReadyError
     assert answer.status_code == 200, (expression, answer.text)
     result: list[Any] = answer.json()["data"]["result"]
     return result

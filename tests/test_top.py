@@ -34,7 +34,7 @@ def test_once(servers: Servers) -> None:
     try:
         for _ in range(50):  # until both run, and the engine has recorded steps
             said = within(main, "top", "--url", server.root, "--once", "--interval", "0.2")
-            if "running 2" in said.stdout and "last steps" in said.stdout:
+            if all(words in said.stdout for words in ("running 2", "last steps", "between tokens")):
                 break
     finally:
         ended.set()

@@ -329,7 +329,7 @@ RESPONSES = (
     ErrorResponse,
 )
 
-FIELD_NAMES = {"bad_word_ids": "bad_words_token_ids", "audio": "file"}
+FIELD_NAMES = {"bad_word_ids": "bad_words_token_ids"}
 """Internal field names → OpenAI's, for errors."""
 CHAT_FIELD_NAMES = FIELD_NAMES | {"prompt": "messages"}
 encode = msgspec.json.Encoder().encode

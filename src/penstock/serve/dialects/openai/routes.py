@@ -98,6 +98,7 @@ class OpenAIErrorFormat(ErrorFormat):
 
 ERROR_FORMAT = OpenAIErrorFormat(FIELD_NAMES)
 CHAT_ERROR_FORMAT = OpenAIErrorFormat(CHAT_FIELD_NAMES)
+AUDIO_ERROR_FORMAT = OpenAIErrorFormat({**FIELD_NAMES, "audio": "file"})
 
 
 class Json(Response):
@@ -232,6 +233,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     def audio(translate: bool) -> Endpoint:
         async def endpoint(raw_request: Request) -> Response:
             options, record = served_models.options, record_of(raw_request.scope)
+            record.error_format = AUDIO_ERROR_FORMAT
             sizes = [each.gateway.input_processor.speech for each in served_models]
             largest = max([speech.max_file_size for speech in sizes if speech], default=served_models.max_body_size)
             fields, file = await read_form(raw_request, largest, options.client_timeout)
@@ -241,8 +243,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             service = served_models.find(request.model)
             handler = TranscriptionHandler(service, record, request, file, translate)
             if request.stream or handler.is_json:
-                return Reply.of(service, handler, ERROR_FORMAT, request.stream)
-            return Reply(service, handler.full(), ERROR_FORMAT, streamed=True, media_type=TEXT)
+                return Reply.of(service, handler, AUDIO_ERROR_FORMAT, request.stream)
+            return Reply(service, handler.full(), AUDIO_ERROR_FORMAT, streamed=True, media_type=TEXT)
 
         return endpoint
 
