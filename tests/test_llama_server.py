@@ -121,9 +121,10 @@ def test_state(served: Served) -> None:
     props = httpx.get(f"{served.root}/props").json()
     assert props["default_generation_settings"]["n_ctx"] > 1000 and "im_start" in props["chat_template"]
     assert (props["eos_token"], props["modalities"]) == ("<|im_end|>", {"vision": False, "audio": False})
-    deadline = time.monotonic() + 30
-    while any(slot["is_processing"] for slot in (slots := httpx.get(f"{served.root}/slots").json())):
+    deadline, slots = time.monotonic() + 30, [{"is_processing": True}]
+    while any(slot["is_processing"] for slot in slots):
         assert time.monotonic() < deadline  # the engine tells once a second that earlier requests have ended
+        slots = httpx.get(f"{served.root}/slots").json()
     assert len(slots) == props["total_slots"]
     assert "where the server is started" in post(served, "/props", 400, n_ctx=1)["error"]["message"]
 
