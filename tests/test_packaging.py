@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -59,3 +60,10 @@ def test_hints_name_the_distribution_and_its_extras() -> None:
     hints = [hint for page in pages for hint in re.findall(r"pip install '([\w-]+)\[(\w+)\]'", page.read_text())]
     assert hints and {extra for _, extra in hints} == extras
     assert {name for name, _ in hints} == {PROJECT["name"]}
+
+
+def test_what_a_server_s_processes_import() -> None:
+    """Whatever few models or options need is imported with them: it would take each start time and memory."""
+    code = "import sys, penstock.serve.process.api_server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "PIL", "av", "sqlalchemy", "transformers", "grpc"} & set(loaded)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,8 @@ from penstock.config.options import ModelOptions
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
+from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.speech import is_speech
 from penstock.text import (
     ParserConfig,
     ReasoningFormat,
@@ -38,7 +40,9 @@ from .multimodal.video import Video
 from .multimodal.video_config import read_placeholders, read_video_processor
 from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
-from .speech.processor import read_speech_processor
+
+if TYPE_CHECKING:  # it imports NumPy
+    from .speech.processor import SpeechProcessor
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. A chat's mapping also has a
@@ -105,10 +109,18 @@ class InputProcessor:
         videos = read_video_processor(folder, video_kwargs(given), *limits) if images else None
         self._placeholders = read_placeholders(folder, images, videos) if images else None
         self._media = MediaLoader(images, videos, options) if images else None
-        self.speech = read_speech_processor(folder, self.tokenizer, lambda: self._defaults.eos_token_ids[0], options)
+        self.speech = self._read_speech_processor(folder)
         """Of a model that transcribes audio; None of others."""
         self.sees_videos = videos is not None
         """Whether prompts may have videos."""
+
+    def _read_speech_processor(self, folder: Path) -> SpeechProcessor | None:
+        """The processor of a model that transcribes; None of others, whose processes then do without NumPy."""
+        if not (folder / CONFIG).is_file() or not is_speech(config := read_config_json(folder)):
+            return None
+        from .speech.processor import read_speech_processor
+
+        return read_speech_processor(folder, self.tokenizer, self._defaults.eos_token_ids[0], config, self._options)
 
     @property
     def sees_images(self) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.config.options import ModelOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.speech import is_speech
 from penstock.text import Tokenizer
 
 from .audio_decoding import decode_audio
@@ -66,19 +65,18 @@ class SpeechProcessor:
 
 
 def read_speech_processor(
-    folder: Path, tokenizer: Tokenizer, eos: Callable[[], int], options: ModelOptions
-) -> SpeechProcessor | None:
-    """The processor of a checkpoint; None of a model that does not transcribe.
+    folder: Path, tokenizer: Tokenizer, eos: int, config: Mapping[str, Any], options: ModelOptions
+) -> SpeechProcessor:
+    """The processor of a checkpoint that transcribes (``planning.speech.is_speech``).
 
     Args:
         eos: the token that ends its texts.
+        config: its ``config.json``.
 
     Raises ``PenstockError`` (``invalid``) where a file of it is damaged.
     """
-    if not (folder / CONFIG).is_file() or not is_speech(config := read_config_json(folder)):
-        return None
     features = read_log_mel_features(folder)
-    tokens = read_speech_tokens(folder, tokenizer.token_to_id, eos())
+    tokens = read_speech_tokens(folder, tokenizer.token_to_id, eos)
     shape, wanted = (features.feature_size, features.num_frames), 2 * int(config["max_source_positions"])
     if shape != (int(config["num_mel_bins"]), wanted):
         words = f"preprocessor_config.json has windows of {shape[1]} frames of {shape[0]} mel bins, and config.json "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,14 +16,16 @@ from starlette.requests import Request
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.speech.languages import language_name
-from penstock.frontend.speech.processor import SpeechProcessor
-from penstock.frontend.speech.transcription import Segment, SpeechTask, Transcription
 from penstock.serve.generation import generate
 from penstock.serve.http.body import check_supported, convert, read_body
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
 from .responses import encode, event
+
+if TYPE_CHECKING:  # they import NumPy, which only models that transcribe need
+    from penstock.frontend.speech.processor import SpeechProcessor
+    from penstock.frontend.speech.transcription import Segment, SpeechTask, Transcription
 
 FORM_OVERHEAD = 2**16
 """Bytes that a form may have besides its file."""
