@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
@@ -152,6 +152,68 @@ class VisionAttention:
             start = end
         whole = torch.cat(attended, 1) if attended[1:] else attended[0]
         return self._proj(whole.transpose(0, 1).flatten(1))
+
+
+class VisionMLP:
+    """``fc2(activation(fc1(x)))``.
+
+    Args:
+        fc1, fc2: names of the checkpoint's matrices, without ``.weight``.
+        sizes: of an input, between the two, and of an output.
+        bias: whether the matrices have biases.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        fc1: str,
+        fc2: str,
+        sizes: tuple[int, int, int],
+        activation: Callable[[Tensor], Tensor],
+        bias: bool = True,
+    ) -> None:
+        inputs, between, outputs = sizes
+        self._fc1 = Linear(context, fc1, inputs, between, bias)
+        self._fc2 = Linear(context, fc2, between, outputs, bias)
+        self._activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``."""
+        return self._fc2(self._activation(self._fc1(x)))
+
+
+class VisionBlock:
+    """Attention and MLP, each behind a norm.
+
+    Args:
+        mlp: ``[patches, size]`` to the same.
+        scales: what the outputs of attention and MLP are multiplied by, ``[size]`` each; none is 1.
+    """
+
+    def __init__(
+        self,
+        norms: Sequence[Norm],
+        attention: VisionAttention,
+        mlp: Callable[[Tensor], Tensor],
+        scales: Sequence[Tensor] = (),
+    ) -> None:
+        self._norms = norms
+        self._attention = attention
+        self._mlp = mlp
+        self._scales = scales
+
+    def __call__(self, x: Tensor, rope: Tensor | None, segments: Sequence[int]) -> Tensor:
+        """``[patches, size]`` to the same; other arguments as for ``VisionAttention``."""
+        x = x + self._scaled(self._attention(self._norms[0](x), rope, segments), 0)
+        return x + self._scaled(self._mlp(self._norms[1](x)), 1)
+
+    def _scaled(self, x: Tensor, which: int) -> Tensor:
+        return x * self._scales[which] if self._scales else x
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """GELU approximated with the logistic function (Hendrycks and Gimpel, 2016)."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _rotate(x: Tensor, rope: Tensor) -> Tensor:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from penstock.core import Code, PenstockError
 from penstock.layers import BuildContext
-from penstock.layers.vision import Linear
+from penstock.layers.vision import VisionMLP
 
 from . import llama, mistral, qwen2, qwen3
 from .config import ModelConfig
 from .decoder import Decoder
 from .registry import Family
+from .vision import Embed, VisionTower, tower_context
 from .vit import ACTIVATIONS
 
 TEXT: dict[str, Family] = {
@@ -37,21 +36,15 @@ def read_text(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(TEXT[kind].read_config(raw), has_vision=True)
 
 
-class Projector:
-    """Two linear layers that make features of a tower's outputs.
+def projector(context: BuildContext, config: ModelConfig, inputs: int, bias: bool) -> VisionMLP:
+    """Two linear layers that make features of a tower's outputs, ``[features, inputs]`` to ``[features, hidden]``.
 
     Args:
         context: of ``tower_context``.
     """
-
-    def __init__(self, context: BuildContext, config: ModelConfig, inputs: int, bias: bool) -> None:
-        self._activation = projector_activation(config.raw)
-        self._linear_1 = Linear(context, f"{PROJECTOR}.linear_1", inputs, config.hidden_size, bias)
-        self._linear_2 = Linear(context, f"{PROJECTOR}.linear_2", config.hidden_size, config.hidden_size, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[features, inputs]`` to ``[features, hidden]``."""
-        return self._linear_2(ACTIVATIONS[self._activation](self._linear_1(x)))
+    names = f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"
+    sizes = inputs, config.hidden_size, config.hidden_size
+    return VisionMLP(context, *names, sizes, ACTIVATIONS[projector_activation(config.raw)], bias)
 
 
 def projector_activation(raw: Mapping[str, Any]) -> str:
@@ -61,6 +54,14 @@ def projector_activation(raw: Mapping[str, Any]) -> str:
     return name
 
 
-def build_text(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
-    """The language model, whose ``vision`` is to be set."""
-    return Decoder(context, config, num_mtp_heads)
+def build_with(
+    tower: Callable[[BuildContext, ModelConfig, Embed], VisionTower],
+) -> Callable[[BuildContext, ModelConfig, int], Decoder]:
+    """``Family.build`` of the language model with a vision tower, which is made of a ``tower_context``."""
+
+    def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
+        decoder = Decoder(context, config, num_mtp_heads)
+        decoder.vision = tower(tower_context(context), config, decoder.embed)
+        return decoder
+
+    return build

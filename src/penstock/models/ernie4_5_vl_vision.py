@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,15 +12,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.core.multimodal import ImageInput
-from penstock.core.quantization import Scheme
 from penstock.layers import BuildContext, LayerNorm, RMSNorm
 from penstock.layers.mrope import MRoPE
-from penstock.layers.vision import HeadThreads, Linear, VisionAttention, axial_rope
+from penstock.layers.vision import (
+    HeadThreads,
+    Linear,
+    VisionAttention,
+    VisionBlock,
+    VisionMLP,
+    axial_rope,
+    quick_gelu,
+)
 from penstock.ops.cores import usable_cores
-from penstock.parallel import SINGLE_RANK
 
 from .patches import normalized_patches, patch_positions
-from .vision import TokenPositions, VisionConfig
+from .vision import Embed, MRoPEPositions, VisionConfig, tower_context
 
 EPS = 1e-6
 """Of the encoder's norms."""
@@ -54,7 +59,7 @@ def read_vision_config(raw: Mapping[str, Any]) -> VisionConfig:
     return config
 
 
-class ErnieVisionTower(TokenPositions):
+class ErnieVisionTower(MRoPEPositions):
     """A ``VisionTower``. All ranks have it whole, and it is not quantized.
 
     Args:
@@ -62,35 +67,23 @@ class ErnieVisionTower(TokenPositions):
         eps: of the language model's norms.
     """
 
-    def __init__(
-        self,
-        context: BuildContext,
-        config: VisionConfig,
-        mrope: MRoPE,
-        embed: Callable[[Tensor], Tensor],
-        eps: float,
-    ) -> None:
-        super().__init__(embed)
-        context = replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
+    def __init__(self, context: BuildContext, config: VisionConfig, mrope: MRoPE, embed: Embed, eps: float) -> None:
+        super().__init__(embed, mrope)
+        context = tower_context(context)
         self._config = config
         self._dtype, self._device = context.dtype, context.device
-        self._mrope = mrope
         size, merged = config.size, config.size * config.merge_size**2
         self._patch_embed = Linear(
             context, "model.vision_model.patch_embed.proj", 3 * config.patch_size**2, size, False
         )
         threads = HeadThreads(context.threads or usable_cores())
-        self._blocks = [_Block(context, config, number, threads) for number in range(config.depth)]
+        self._blocks = [_block(context, config, number, threads) for number in range(config.depth)]
         self._norm = LayerNorm(context, "model.vision_model.ln", size, EPS, bias=True)
         resampler = "model.resampler_model"
         self._spatial = _ResamplerMLP(context, f"{resampler}.spatial_linear", merged, merged)
         self._temporal = _ResamplerMLP(context, f"{resampler}.temporal_linear", FRAMES * merged, merged)
         self._output = Linear(context, f"{resampler}.mlp", merged, config.output_size)
         self._after_norm = RMSNorm(context, f"{resampler}.after_norm", config.output_size, eps)
-
-    def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """As ``VisionTower.rope_rows``."""
-        return self._mrope.rows(positions)
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
@@ -114,30 +107,20 @@ def _frames(image: ImageInput) -> list[ImageInput]:
     return [msgspec.structs.replace(image, pixels=part, num_frames=1) for part in parts]
 
 
-class _Block:
-    """Attention and MLP, each behind a norm."""
-
-    def __init__(self, context: BuildContext, config: VisionConfig, number: int, threads: HeadThreads) -> None:
-        name, size = f"model.vision_model.blocks.{number}", config.size
-        self._norms = [LayerNorm(context, f"{name}.norm{i}", size, EPS, bias=True) for i in (1, 2)]
-        self._attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
-        self._fc1 = Linear(context, f"{name}.mlp.fc1", size, config.intermediate_size)
-        self._fc2 = Linear(context, f"{name}.mlp.fc2", config.intermediate_size, size)
-
-    def __call__(self, x: Tensor, rope: Tensor, segments: list[int]) -> Tensor:
-        """``[patches, size]`` to the same; other arguments as for ``VisionAttention``."""
-        x = x + self._attention(self._norms[0](x), rope, segments)
-        wide = self._fc1(self._norms[1](x))
-        return x + self._fc2(wide * torch.sigmoid(1.702 * wide))  # quick GELU
+def _block(context: BuildContext, config: VisionConfig, number: int, threads: HeadThreads) -> VisionBlock:
+    name, size = f"model.vision_model.blocks.{number}", config.size
+    norms = [LayerNorm(context, f"{name}.norm{i}", size, EPS, bias=True) for i in (1, 2)]
+    attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
+    sizes = size, config.intermediate_size, size
+    return VisionBlock(norms, attention, VisionMLP(context, f"{name}.mlp.fc1", f"{name}.mlp.fc2", sizes, quick_gelu))
 
 
 class _ResamplerMLP:
     """Two linear layers, and a norm."""
 
     def __init__(self, context: BuildContext, name: str, inputs: int, outputs: int) -> None:
-        self._fc1 = Linear(context, f"{name}.0", inputs, outputs)
-        self._fc2 = Linear(context, f"{name}.2", outputs, outputs)
+        self._mlp = VisionMLP(context, f"{name}.0", f"{name}.2", (inputs, outputs, outputs), F.gelu)
         self._norm = LayerNorm(context, f"{name}.3", outputs, EPS, bias=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._norm(self._fc2(F.gelu(self._fc1(x))))
+        return self._norm(self._mlp(x))

@@ -4,7 +4,7 @@ attend to each other in both directions."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,13 @@ from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, RMSNorm
 from penstock.quant import PackedMatrix
 
+from .composite import PROJECTOR, build_with
 from .config import ModelConfig
-from .decoder import Decoder
 from .gemma import read_gemma3
 from .registry import Family
-from .stored_vision import find_stored
-from .vision import TokenPositions
-from .vit import ViT, ViTConfig, make_norm, read_vit, tower_context
-
-TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+from .stored_vision import TOWER, find_stored
+from .vision import Embed, TokenPositions
+from .vit import ViT, ViTConfig, make_norm, read_vit
 
 
 def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, int]:
@@ -44,12 +42,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(read_gemma3(uncapped), raw=raw, has_vision=True)
 
 
-def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
-    decoder = Decoder(context, config, num_mtp_heads)
-    decoder.vision = Gemma3VisionTower(tower_context(context), config, decoder.embed)
-    return decoder
-
-
 class Gemma3VisionTower(TokenPositions):
     """A ``VisionTower``.
 
@@ -60,7 +52,7 @@ class Gemma3VisionTower(TokenPositions):
 
     bidirectional = True
 
-    def __init__(self, context: BuildContext, config: ModelConfig, embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
         super().__init__(embed)
         vision, self._pooled = read_vision(config.raw)
         self._grid = vision.grid
@@ -83,6 +75,6 @@ class Gemma3VisionTower(TokenPositions):
 FAMILY = Family(
     architectures=("Gemma3ForConditionalGeneration",),
     read_config=read_config,
-    build=build,
+    build=build_with(Gemma3VisionTower),
     find_stored=find_stored,
 )

@@ -12,13 +12,12 @@ from torch import Tensor
 from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, LayerNorm
 
-from .composite import PROJECTOR, Projector, build_text, projector_activation, read_text
+from .composite import PROJECTOR, build_with, projector, projector_activation, read_text
 from .config import ModelConfig
-from .decoder import Decoder
 from .registry import Family
 from .stored_vision import TOWER, find_stored
-from .vision import TokenPositions
-from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit, tower_context
+from .vision import Embed, TokenPositions
+from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit
 
 NAMES = ViTNames(
     patches="embeddings.patch_embeddings.projection",
@@ -72,22 +71,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return read_text(raw)
 
 
-def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
-    decoder = build_text(context, config, num_mtp_heads)
-    decoder.vision = InternVLVisionTower(tower_context(context), config, decoder)
-    return decoder
-
-
 class InternVLVisionTower(TokenPositions):
     """A ``VisionTower``.
 
     Args:
         context: of ``tower_context``.
+        embed: of the language model.
     """
 
-    def __init__(self, context: BuildContext, config: ModelConfig, decoder: Decoder) -> None:
+    def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
         raw = config.raw
-        super().__init__(decoder.embed)
+        super().__init__(embed)
         vision = read_vision(raw)
         self._grid, self._merge = vision.grid, merge_size(raw)
         self._encoder = ViT(context, TOWER, vision, feature_layers(_layer(raw), vision.depth))
@@ -97,7 +91,7 @@ class InternVLVisionTower(TokenPositions):
             self._post_norm = LayerNorm(context, f"{TOWER}.layernorm", vision.size, vision.eps, bias=True)
         merged = vision.size * self._merge**2
         self._norm = LayerNorm(context, f"{PROJECTOR}.layer_norm", merged, PROJECTOR_EPS, bias=True)
-        self._projector = Projector(context, config, merged, bias=True)
+        self._projector = projector(context, config, merged, bias=True)
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
@@ -114,6 +108,6 @@ class InternVLVisionTower(TokenPositions):
 FAMILY = Family(
     architectures=("InternVLForConditionalGeneration",),
     read_config=read_config,
-    build=build,
+    build=build_with(InternVLVisionTower),
     find_stored=find_stored,
 )

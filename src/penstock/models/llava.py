@@ -16,13 +16,12 @@ from penstock.layers import BuildContext
 from penstock.planning.anyres import read_anyres
 
 from . import pixtral
-from .composite import Projector, build_text, projector_activation, read_text
+from .composite import build_with, projector, projector_activation, read_text
 from .config import ModelConfig
-from .decoder import Decoder
 from .registry import Family
 from .stored_vision import TOWER, find_stored
-from .vision import TokenPositions
-from .vit import ViT, ViTConfig, feature_layers, read_vit, tower_context
+from .vision import Embed, TokenPositions, VisionTower
+from .vit import ViT, ViTConfig, feature_layers, read_vit
 
 ENCODERS: dict[str, dict[str, bool]] = {
     "siglip_vision_model": {},
@@ -56,12 +55,9 @@ def read_llava(raw: Mapping[str, Any]) -> ModelConfig:
     return read_text(raw)
 
 
-def build_llava(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
-    if _is_pixtral(config.raw):
-        return pixtral.build(context, config, num_mtp_heads)
-    decoder = build_text(context, config, num_mtp_heads)
-    decoder.vision = LlavaVisionTower(tower_context(context), config, decoder)
-    return decoder
+def llava_tower(context: BuildContext, config: ModelConfig, embed: Embed) -> VisionTower:
+    tower = pixtral.PixtralVisionTower if _is_pixtral(config.raw) else LlavaVisionTower
+    return tower(context, config, embed)
 
 
 class LlavaVisionTower(TokenPositions):
@@ -69,15 +65,16 @@ class LlavaVisionTower(TokenPositions):
 
     Args:
         context: of ``tower_context``.
+        embed: of the language model.
     """
 
-    def __init__(self, context: BuildContext, config: ModelConfig, decoder: Decoder) -> None:
-        super().__init__(decoder.embed)
+    def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
+        super().__init__(embed)
         vision, layers = read_vision(config.raw)
         self._encoder = ViT(context, TOWER, vision, layers)
         self._first = int(config.raw["vision_feature_select_strategy"] == "default")
         bias = bool(config.raw["multimodal_projector_bias"])
-        self._projector = Projector(context, config, len(layers) * vision.size, bias)
+        self._projector = projector(context, config, len(layers) * vision.size, bias)
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
@@ -98,21 +95,16 @@ def read_onevision(raw: Mapping[str, Any]) -> ModelConfig:
     return read_text(raw)
 
 
-def build_onevision(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
-    decoder = build_text(context, config, num_mtp_heads)
-    decoder.vision = OneVisionTower(tower_context(context), config, decoder)
-    return decoder
-
-
 class OneVisionTower(LlavaVisionTower):
     """Places the features of tiles side by side, without those of padding, and adds a learned one to each row.
 
     Args:
         context: of ``tower_context``.
+        embed: of the language model.
     """
 
-    def __init__(self, context: BuildContext, config: ModelConfig, decoder: Decoder) -> None:
-        super().__init__(context, config, decoder)
+    def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
+        super().__init__(context, config, embed)
         self._anyres = read_anyres(config.raw)
         self._newline = context.read_weight("image_newline", config.hidden_size)
 
@@ -134,11 +126,16 @@ class OneVisionTower(LlavaVisionTower):
 
 
 FAMILIES = (
-    Family(("LlavaForConditionalGeneration",), read_config=read_llava, build=build_llava, find_stored=find_stored),
+    Family(
+        ("LlavaForConditionalGeneration",),
+        read_config=read_llava,
+        build=build_with(llava_tower),
+        find_stored=find_stored,
+    ),
     Family(
         ("LlavaOnevisionForConditionalGeneration",),
         read_config=read_onevision,
-        build=build_onevision,
+        build=build_with(OneVisionTower),
         find_stored=find_stored,
     ),
 )

@@ -13,13 +13,12 @@ from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, RMSNorm
 from penstock.layers.vision import Linear
 
-from .composite import PROJECTOR, Projector, build_text, projector_activation, read_text
+from .composite import PROJECTOR, build_with, projector, projector_activation, read_text
 from .config import ModelConfig
-from .decoder import Decoder
 from .registry import Family
 from .stored_vision import TOWER, find_stored
-from .vision import TokenPositions
-from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit, tower_context
+from .vision import Embed, TokenPositions
+from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit
 
 NAMES = ViTNames(
     patches="patch_conv",
@@ -67,22 +66,17 @@ def _merge_size(raw: Mapping[str, Any]) -> int:
     return int(raw["spatial_merge_size"]) if raw.get("model_type") == "mistral3" else 0
 
 
-def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
-    decoder = build_text(context, config, num_mtp_heads)
-    decoder.vision = PixtralVisionTower(tower_context(context), config, decoder)
-    return decoder
-
-
 class PixtralVisionTower(TokenPositions):
     """A ``VisionTower``. Tokens between an image's rows, and the one behind it, keep their own embeddings.
 
     Args:
         context: of ``tower_context``.
+        embed: of the language model.
     """
 
-    def __init__(self, context: BuildContext, config: ModelConfig, decoder: Decoder) -> None:
+    def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
         raw = config.raw
-        super().__init__(decoder.embed)
+        super().__init__(embed)
         self.placeholder = int(raw["image_token_index"])
         self._config = vision = read_vision(raw)
         given = raw["vision_config"]
@@ -92,7 +86,7 @@ class PixtralVisionTower(TokenPositions):
         self._merger = _Merger(context, config, vision.size, merge) if (merge := _merge_size(raw)) else None
         self._merge_size = max(merge, 1)
         bias = bool(raw["multimodal_projector_bias"])
-        self._projector = Projector(context, config, len(layers) * vision.size, bias)
+        self._projector = projector(context, config, len(layers) * vision.size, bias)
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
@@ -141,6 +135,6 @@ def _rope(rows: int, columns: int, head_dim: int, theta: float) -> Tensor:
 FAMILY = Family(
     architectures=("Mistral3ForConditionalGeneration",),
     read_config=read_config,
-    build=build,
+    build=build_with(PixtralVisionTower),
     find_stored=find_stored,
 )

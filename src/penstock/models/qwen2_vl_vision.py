@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.core.multimodal import ImageInput
-from penstock.core.quantization import Scheme
 from penstock.layers import BuildContext, GatedMLP, LayerNorm, Norm, RMSNorm
 from penstock.layers.mrope import MRoPE
-from penstock.layers.vision import HeadThreads, Linear, PatchEmbed, VisionAttention, axial_rope
+from penstock.layers.vision import (
+    HeadThreads,
+    PatchEmbed,
+    VisionAttention,
+    VisionBlock,
+    VisionMLP,
+    axial_rope,
+    quick_gelu,
+)
 from penstock.ops.cores import usable_cores
-from penstock.parallel import SINGLE_RANK
 
 from .patches import normalized_patches, patch_positions
-from .vision import VisionConfig
+from .vision import Embed, MRoPEPositions, VisionConfig, tower_context
 
 EPS = 1e-6
 """Of all norms."""
-Embed = Callable[[Tensor], Tensor]
-"""``VisionTower.embed``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,39 +75,26 @@ def read_vision_config(raw: Mapping[str, Any], windowed: bool) -> Qwen2VisionCon
     )
 
 
-class QwenVisionTower:
+class QwenVisionTower(MRoPEPositions):
     """A ``VisionTower``. All ranks have it whole, and it is not quantized.
 
     Args:
         mrope, embed: of the language model.
     """
 
-    bidirectional = False
-    placeholder: int | None = None
-
     def __init__(self, context: BuildContext, config: Qwen2VisionConfig, mrope: MRoPE, embed: Embed) -> None:
-        context = replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
+        super().__init__(embed, mrope)
+        context = tower_context(context)
         self._config = config
         self._dtype, self._device = context.dtype, context.device
-        self._mrope = mrope
-        self._embed = embed
         patch = (3, config.temporal_patch_size, config.patch_size, config.patch_size)
         self._patch_embed = PatchEmbed(context, "visual.patch_embed.proj", config.size, patch)
         threads = HeadThreads(context.threads or usable_cores())
-        self._blocks = [_Block(context, config, number, threads) for number in range(config.depth)]
+        self._blocks = [_block(context, config, number, threads) for number in range(config.depth)]
         merged = config.size * config.merge_size**2
         self._norm = _norm(context, config, "visual.merger.ln_q")
-        self._merger = Linear(context, "visual.merger.mlp.0", merged, merged)
-        self._output = Linear(context, "visual.merger.mlp.2", merged, config.output_size)
-        self.deepstack: Sequence[Tensor] = ()
-
-    def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """As ``VisionTower.rope_rows``."""
-        return self._mrope.rows(positions)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """As ``VisionTower.embed``."""
-        return self._embed(token_ids)
+        sizes = merged, merged, config.output_size
+        self._merger = VisionMLP(context, "visual.merger.mlp.0", "visual.merger.mlp.2", sizes, F.gelu)
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
@@ -121,8 +111,7 @@ class QwenVisionTower:
         for number, block in enumerate(self._blocks):
             full = not config.windowed or number in config.full_layers
             x = block(x, rope, whole if full else windows)
-        merged = self._norm(x).view(-1, config.size * merge**2)
-        features = self._output(F.gelu(self._merger(merged)))
+        features = self._merger(self._norm(x).view(-1, config.size * merge**2))
         return features[order.argsort().to(self._device)]
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
@@ -141,28 +130,16 @@ def _norm(context: BuildContext, config: Qwen2VisionConfig, name: str) -> Norm:
     return LayerNorm(context, name, config.size, EPS, bias=True)
 
 
-class _Block:
-    """Attention and MLP, each behind a norm."""
+def _block(context: BuildContext, config: Qwen2VisionConfig, number: int, threads: HeadThreads) -> VisionBlock:
+    name, size = f"visual.blocks.{number}", config.size
+    norms = [_norm(context, config, f"{name}.norm{i}") for i in (1, 2)]
+    attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
+    return VisionBlock(norms, attention, _mlp(context, config, f"{name}.mlp"))
 
-    def __init__(self, context: BuildContext, config: Qwen2VisionConfig, number: int, threads: HeadThreads) -> None:
-        name, size = f"visual.blocks.{number}", config.size
-        self._norms = [_norm(context, config, f"{name}.norm{i}") for i in (1, 2)]
-        self._attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
-        self._gated_mlp = self._fc1 = self._fc2 = None
-        if config.windowed:
-            self._gated_mlp = GatedMLP(context, f"{name}.mlp", size, config.intermediate_size, bias=True)
-        else:
-            self._fc1 = Linear(context, f"{name}.mlp.fc1", size, config.intermediate_size)
-            self._fc2 = Linear(context, f"{name}.mlp.fc2", config.intermediate_size, size)
 
-    def __call__(self, x: Tensor, rope: Tensor, segments: list[int]) -> Tensor:
-        """``[patches, size]`` to the same; other arguments as for ``VisionAttention``."""
-        x = x + self._attention(self._norms[0](x), rope, segments)
-        return x + self._mlp(self._norms[1](x))
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        if self._gated_mlp:
-            return self._gated_mlp(x, None)
-        assert self._fc1 and self._fc2
-        wide = self._fc1(x)
-        return self._fc2(wide * torch.sigmoid(1.702 * wide))  # quick GELU
+def _mlp(context: BuildContext, config: Qwen2VisionConfig, name: str) -> Callable[[Tensor], Tensor]:
+    if config.windowed:
+        gated = GatedMLP(context, name, config.size, config.intermediate_size, bias=True)
+        return lambda x: gated(x, None)
+    sizes = config.size, config.intermediate_size, config.size
+    return VisionMLP(context, f"{name}.fc1", f"{name}.fc2", sizes, quick_gelu)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.core.multimodal import ImageInput
-from penstock.core.quantization import Scheme
 from penstock.layers import BuildContext, LayerNorm
 from penstock.layers.mrope import MRoPE
-from penstock.layers.vision import HeadThreads, Linear, PatchEmbed, VisionAttention, axial_rope
+from penstock.layers.vision import HeadThreads, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, axial_rope
 from penstock.ops.cores import usable_cores
-from penstock.parallel import SINGLE_RANK
 
 from .patches import normalized_patches, patch_positions
-from .vision import VisionConfig
+from .vision import Embed, MRoPEPositions, VisionConfig, tower_context
 
 EPS = 1e-6
 """Of all norms."""
-Embed = Callable[[Tensor], Tensor]
-"""``VisionTower.embed``."""
+ACTIVATION = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +59,7 @@ def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
     return config
 
 
-ACTIVATION = "gelu_pytorch_tanh"
-
-
-class Qwen3VisionTower:
+class Qwen3VisionTower(MRoPEPositions):
     """A ``VisionTower``. All ranks have it whole, and it is not quantized.
 
     Args:
@@ -73,36 +67,24 @@ class Qwen3VisionTower:
         deepstack: as of ``VisionTower``.
     """
 
-    bidirectional = False
-    placeholder: int | None = None
-
     def __init__(
         self, context: BuildContext, config: Qwen3VisionConfig, mrope: MRoPE, embed: Embed, deepstack: list[Tensor]
     ) -> None:
-        context = replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
+        super().__init__(embed, mrope)
+        context = tower_context(context)
         self._config = config
         self._dtype, self._device = context.dtype, context.device
-        self._mrope = mrope
-        self._embed = embed
         self.deepstack: Sequence[Tensor] = deepstack
         patch = (3, config.temporal_patch_size, config.patch_size, config.patch_size)
         self._patch_embed = PatchEmbed(context, "visual.patch_embed.proj", config.size, patch, bias=True)
         self._positions = context.read_weight("visual.pos_embed.weight", config.grid**2, config.size).clone()
         threads = HeadThreads(context.threads or usable_cores())
-        self._blocks = [_Block(context, config, number, threads) for number in range(config.depth)]
+        self._blocks = [_block(context, config, number, threads) for number in range(config.depth)]
         self._merger = _Merger(context, config, "visual.merger", norm_merged=False)
         self._deep_mergers = [
             _Merger(context, config, f"visual.deepstack_merger_list.{i}", norm_merged=True)
             for i in range(len(config.deepstack))
         ]
-
-    def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """As ``VisionTower.rope_rows``."""
-        return self._mrope.rows(positions)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """As ``VisionTower.embed``."""
-        return self._embed(token_ids)
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
@@ -139,20 +121,13 @@ def _taps(place: Tensor, length: int, grid: int) -> tuple[Tensor, Tensor]:
     return taps.long().clamp(0, grid - 1), weights
 
 
-class _Block:
-    """Attention and MLP, each behind a norm."""
-
-    def __init__(self, context: BuildContext, config: Qwen3VisionConfig, number: int, threads: HeadThreads) -> None:
-        name, size = f"visual.blocks.{number}", config.size
-        self._norms = [LayerNorm(context, f"{name}.norm{i}", size, EPS, bias=True) for i in (1, 2)]
-        self._attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
-        self._fc1 = Linear(context, f"{name}.mlp.linear_fc1", size, config.intermediate_size)
-        self._fc2 = Linear(context, f"{name}.mlp.linear_fc2", config.intermediate_size, size)
-
-    def __call__(self, x: Tensor, rope: Tensor, segments: list[int]) -> Tensor:
-        """``[patches, size]`` to the same; other arguments as for ``VisionAttention``."""
-        x = x + self._attention(self._norms[0](x), rope, segments)
-        return x + self._fc2(F.gelu(self._fc1(self._norms[1](x)), approximate="tanh"))
+def _block(context: BuildContext, config: Qwen3VisionConfig, number: int, threads: HeadThreads) -> VisionBlock:
+    name, size = f"visual.blocks.{number}", config.size
+    norms = [LayerNorm(context, f"{name}.norm{i}", size, EPS, bias=True) for i in (1, 2)]
+    attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
+    sizes, gelu_tanh = (size, config.intermediate_size, size), partial(F.gelu, approximate="tanh")
+    mlp = VisionMLP(context, f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2", sizes, gelu_tanh)
+    return VisionBlock(norms, attention, mlp)
 
 
 class _Merger:
@@ -166,10 +141,10 @@ class _Merger:
         self._merged = config.size * config.merge_size**2
         self._norm_merged = norm_merged
         self._norm = LayerNorm(context, f"{name}.norm", self._merged if norm_merged else config.size, EPS, bias=True)
-        self._fc1 = Linear(context, f"{name}.linear_fc1", self._merged, self._merged)
-        self._fc2 = Linear(context, f"{name}.linear_fc2", self._merged, config.output_size)
+        sizes = self._merged, self._merged, config.output_size
+        self._mlp = VisionMLP(context, f"{name}.linear_fc1", f"{name}.linear_fc2", sizes, F.gelu)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[patches, size]`` to ``[features, output size]``."""
         x = self._norm(x.view(-1, self._merged)) if self._norm_merged else self._norm(x).view(-1, self._merged)
-        return self._fc2(F.gelu(self._fc1(x)))
+        return self._mlp(x)

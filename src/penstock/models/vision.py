@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.core.multimodal import ImageInput
+from penstock.core.quantization import Scheme
+from penstock.layers import BuildContext
+from penstock.layers.mrope import MRoPE
+from penstock.parallel import SINGLE_RANK
+
+Embed = Callable[[Tensor], Tensor]
+"""``VisionTower.embed``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +67,11 @@ class VisionTower(Protocol):
         ...
 
 
+def tower_context(context: BuildContext) -> BuildContext:
+    """For layers of a tower, which all ranks have whole, and which are not quantized."""
+    return replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
+
+
 class TokenPositions:
     """The part of a ``VisionTower`` whose features have the positions of their tokens.
 
@@ -71,7 +83,7 @@ class TokenPositions:
     placeholder: int | None = None
     deepstack: Sequence[Tensor] = ()
 
-    def __init__(self, embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, embed: Embed) -> None:
         self._embed = embed
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -81,3 +93,19 @@ class TokenPositions:
     def rope_rows(self, positions: np.ndarray) -> Tensor:
         """As ``VisionTower.rope_rows``."""
         return torch.from_numpy(positions[0])
+
+
+class MRoPEPositions(TokenPositions):
+    """The part of a ``VisionTower`` whose features have positions in time, height and width.
+
+    Args:
+        embed, mrope: of the language model.
+    """
+
+    def __init__(self, embed: Embed, mrope: MRoPE) -> None:
+        super().__init__(embed)
+        self._mrope = mrope
+
+    def rope_rows(self, positions: np.ndarray) -> Tensor:
+        """As ``VisionTower.rope_rows``."""
+        return self._mrope.rows(positions)

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from penstock.core import Code, PenstockError
 from penstock.core.multimodal import ImageInput
-from penstock.core.quantization import Scheme
 from penstock.layers import BuildContext, GatedMLP, LayerNorm, Norm, RMSNorm
-from penstock.layers.vision import HeadThreads, Linear, PatchEmbed, VisionAttention
+from penstock.layers.vision import HeadThreads, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, quick_gelu
+from penstock.ops import activations
 from penstock.ops.cores import usable_cores
-from penstock.parallel import SINGLE_RANK
 
+from .config import ACTIVATIONS as TEXT_ACTIVATIONS
+from .config import activation_of
 from .patches import tile_patches
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "relu": F.relu,
+    **{name: activations.ACTIVATIONS[own] for name, own in TEXT_ACTIVATIONS.items()},
+    "quick_gelu": quick_gelu,
 }
 """By ``hidden_act``."""
 
@@ -106,6 +102,8 @@ def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:
     if config.activation not in ACTIVATIONS:
         words = f"vision_config has the activation {config.activation[:40]!r}; known are {', '.join(ACTIVATIONS)}"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
+    if config.gated:
+        activation_of(config.activation)  # the kernels', which are fewer
     if config.image_size and config.grid < 1:
         raise ValueError(f"image_size is {config.image_size}, less than patch_size, which is {config.patch_size}")
     if config.heads < 1 or config.size % config.heads or config.patch_size < 1 or config.depth < 1:
@@ -120,11 +118,6 @@ def edge_of(size: Any) -> int:
             raise ValueError(f"vision_config has pictures or patches of {size}, which are no squares")
         size = size[0]
     return int(size)
-
-
-def tower_context(context: BuildContext) -> BuildContext:
-    """For layers of a tower, which all ranks have whole, and which are not quantized."""
-    return replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
 
 
 def feature_layers(given: Any, depth: int) -> tuple[int, ...]:
@@ -168,7 +161,7 @@ class ViT:
             self._pre_norm = make_norm(context, config, f"{name}.{names.pre_norm}")
         threads = HeadThreads(context.threads or usable_cores())
         self._blocks = [
-            _Block(context, config, f"{name}.{names.layers}.{number}", threads) for number in range(max(self._layers))
+            _block(context, config, f"{name}.{names.layers}.{number}", threads) for number in range(max(self._layers))
         ]
 
     def __call__(self, image: ImageInput, rope: Tensor | None = None) -> Tensor:
@@ -200,15 +193,13 @@ def make_norm(context: BuildContext, config: ViTConfig, name: str) -> Norm:
     return LayerNorm(context, name, config.size, config.eps, bias=True)
 
 
-class _Block:
-    """Attention and MLP, each behind a norm."""
-
-    def __init__(self, context: BuildContext, config: ViTConfig, name: str, threads: HeadThreads) -> None:
-        names, size = config.names, config.size
-        attention = f"{name}.{names.attention}"
-        self._norms = [make_norm(context, config, f"{name}.{norm}") for norm in names.norms]
-        norms = [RMSNorm(context, f"{attention}.{part}_norm", size, 1e-6) for part in "qk" if config.qk_norm]
-        self._attention = VisionAttention(
+def _block(context: BuildContext, config: ViTConfig, name: str, threads: HeadThreads) -> VisionBlock:
+    names, size = config.names, config.size
+    attention = f"{name}.{names.attention}"
+    qk_norms = [RMSNorm(context, f"{attention}.{part}_norm", size, 1e-6) for part in "qk" if config.qk_norm]
+    return VisionBlock(
+        [make_norm(context, config, f"{name}.{norm}") for norm in names.norms],
+        VisionAttention(
             context,
             attention,
             size,
@@ -217,33 +208,17 @@ class _Block:
             qkv=("q_proj", "k_proj", "v_proj"),
             proj=names.output,
             bias=(config.qkv_bias, config.output_bias),
-            qk_norms=(norms[0], norms[1]) if norms else None,
-        )
-        self._scales = [context.read_weight(f"{name}.{each}", size) for each in names.scales if config.layer_scale]
-        self._mlp = _gated_mlp(context, config, f"{name}.{names.mlp}") or _MLP(context, config, f"{name}.{names.mlp}")
-
-    def __call__(self, x: Tensor, rope: Tensor | None, segments: list[int]) -> Tensor:
-        """``[patches, size]`` to the same; other arguments as for ``VisionAttention``."""
-        x = x + self._scaled(self._attention(self._norms[0](x), rope, segments), 0)
-        return x + self._scaled(self._mlp(self._norms[1](x)), 1)
-
-    def _scaled(self, x: Tensor, which: int) -> Tensor:
-        return x * self._scales[which] if self._scales else x
+            qk_norms=(qk_norms[0], qk_norms[1]) if qk_norms else None,
+        ),
+        _mlp(context, config, f"{name}.{names.mlp}"),
+        [context.read_weight(f"{name}.{each}", size) for each in names.scales if config.layer_scale],
+    )
 
 
-def _gated_mlp(context: BuildContext, config: ViTConfig, name: str) -> Callable[[Tensor], Tensor] | None:
-    if not config.gated:
-        return None
-    activation = {"gelu_pytorch_tanh": "gelu_tanh"}.get(config.activation, config.activation)
-    mlp = GatedMLP(context, name, config.size, config.intermediate_size, activation=activation)
-    return lambda x: mlp(x, None)
-
-
-class _MLP:
-    def __init__(self, context: BuildContext, config: ViTConfig, name: str) -> None:
-        self._activation = ACTIVATIONS[config.activation]
-        self._fc1 = Linear(context, f"{name}.fc1", config.size, config.intermediate_size)
-        self._fc2 = Linear(context, f"{name}.fc2", config.intermediate_size, config.size)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._fc2(self._activation(self._fc1(x)))
+def _mlp(context: BuildContext, config: ViTConfig, name: str) -> Callable[[Tensor], Tensor]:
+    if config.gated:
+        activation = activation_of(config.activation)
+        gated = GatedMLP(context, name, config.size, config.intermediate_size, activation=activation)
+        return lambda x: gated(x, None)
+    sizes = config.size, config.intermediate_size, config.size
+    return VisionMLP(context, f"{name}.fc1", f"{name}.fc2", sizes, ACTIVATIONS[config.activation])

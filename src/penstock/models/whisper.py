@@ -20,8 +20,7 @@ from .config import ModelConfig, dense_config, options_of
 from .model import DraftHead
 from .registry import Family
 from .speech_config import SpeechConfig
-from .vision import VisionTower
-from .vit import tower_context
+from .vision import VisionTower, tower_context
 from .whisper_encoder import EPS, WhisperEncoder
 
 
