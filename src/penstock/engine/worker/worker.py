@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -50,7 +50,6 @@ from ..step import (
     StepOutput,
     TransferMemory,
     UnloadLoRA,
-    sum_states,
 )
 from .draft_model import DraftModel
 from .drafter import VerifiedStep, WorkerDrafter
@@ -62,10 +61,12 @@ from .model_runner import ModelRunner
 from .model_swap import ModelSwap, return_memory
 from .multimodal import ImageFeatures
 from .pending_step import PendingStep
-from .row import Position, Row
+from .prompt_outputs import PromptOutputs
+from .row import Position
 from .speech import SpeechStates
+from .step_drafts import StepDrafts
 from .transfer_memory import layer_exports
-from .tree_rows import TreePaths, TreeRows, joined, with_paths
+from .tree_rows import TreeRows, with_paths
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,6 @@ class Worker:
         self._runners: list[ModelRunner] = []
         """Of the model, and of the draft model if there is one."""
         self._forks: dict[int, list[int]] = defaultdict(list)
-        self._trees: dict[int, TreePaths] = {}
-        """The trees of draft tokens that the step verifies, by row."""
         self._drafter: WorkerDrafter | None = None
         self._drafter_errors = 0
         self._loader = ThreadPoolExecutor(1, "read-weights")
@@ -130,8 +129,8 @@ class Worker:
         self._num_scratch_blocks = tree.scratch_blocks(options.block_size) if tree else 0
         self._path_rows = range(rows, rows + self._num_scratch_blocks)  # each path takes a block or more
         self._batch = InputBatch(self._path_rows.stop, loaded.max_model_len, options.block_size)
+        self._drafts = StepDrafts(self._batch, self._tree_rows)
         self._images = ImageFeatures(self._batch) if loaded.model.vision else None
-
         self._speech = (
             SpeechStates(loaded.model, loaded.ops, rows, options.block_size)
             if isinstance(loaded.model, Whisper)
@@ -155,6 +154,7 @@ class Worker:
 
         self._runner = runner(loaded.model, bool(loaded.max_loras))
         self._runners = [self._runner]
+        self._prompt_outputs = PromptOutputs(self._runner, self._batch)
         info, model_size = loaded.info, model_size_of(loaded.model.config.raw)
         redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
         model_size = model_size.with_redundant_experts(redundant)
@@ -310,21 +310,22 @@ class Worker:
             self._stage.pass_on()
             return lambda: (StepOutput([]), None)
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
-        self._trees.clear()
+        self._drafts.write(step)
         if len(step.drafts):
-            self._write_drafts(step)
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
         if not self._stage.is_last:
             self._stage.send(self._forward(step, num_tokens, num_tokens)[0])
             return lambda: (StepOutput([]), None)
-        prompt_states = self._prompt_states(step, num_states) if self._batch.any_prompt_outputs else {}
+        prompt_states: dict[int, int] = {}
+        if self._batch.any_prompt_outputs:
+            prompt_states = self._prompt_outputs.count_states(step, num_states)
         if self._drafter and self._drafter.needs_all_hidden_states:
             num_states = num_tokens
         hidden, aux_hidden_states = self._forward(step, num_tokens, num_states)
         ends = num_states.cumsum()
         output = StepOutput([], {}, {}, {})
         for i, count in prompt_states.items():
-            self._collect_prompt_outputs(
+            self._prompt_outputs.collect(
                 output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]]
             )
         sampling = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
@@ -336,7 +337,7 @@ class Worker:
                 return output, None
             drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
             states = torch.cat(aux_hidden_states, -1) if aux_hidden_states else hidden
-            accepted = {row: tree.accepted for row, tree in self._trees.items()}
+            accepted = {row: tree.accepted for row, tree in self._drafts.trees.items()}
             return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, states, accepted)
 
         return finish
@@ -426,13 +427,13 @@ class Worker:
         if self._batch.any_prompt_outputs:
             first_states = np.array([self._batch.row(row).pooling == "cls" for row in step.rows.tolist()])
         rows, starts, lengths = step.rows, step.starts, num_tokens
-        if self._trees:
+        if self._drafts.trees:
             rows, starts, lengths, num_states, first_states = with_paths(
-                self._trees, rows, starts, lengths, num_states, first_states
+                self._drafts.trees, rows, starts, lengths, num_states, first_states
             )
         batch = self._batch.flatten(rows, starts, lengths, num_states, first_states=first_states)
-        if self._trees:
-            copies = joined([c for tree in self._trees.values() for c in (tree.prefix_copies(), tree.node_copies())])
+        if self._drafts.trees:
+            copies = self._drafts.shared_copies()
             batch.slot_copies = torch.from_numpy(copies.sources), torch.from_numpy(copies.targets)
         if len(step.export_places):
             batch.export_step = step.export_step
@@ -446,72 +447,6 @@ class Worker:
         if self._speech:
             batch.cross_attention = self._speech.cross_attention(rows, batch.attention.query_start_loc)
         return self._runner.forward(batch), batch.aux_hidden_states
-
-    def _write_drafts(self, step: StepInput) -> None:
-        """Write the draft tokens to the rows; those of trees to rows of their paths, which are kept in ``_trees``."""
-        at, rows = 0, self._tree_rows() if len(step.draft_parents) else None
-        for i in np.flatnonzero(step.drafts).tolist():
-            row, first, count = int(step.rows[i]), int(step.starts[i] + step.lengths[i]), int(step.drafts[i])
-            tokens = step.draft_token_ids[at : at + count]
-            parents = step.draft_parents[at : at + count].tolist()
-            if rows and parents != list(range(-1, count - 1)):
-                self._trees[row] = rows.add(row, parents, first)
-                self._trees[row].write(tokens.tolist(), first)
-            else:
-                self._batch.tokens[row, first : first + count] = tokens
-            at += count
-
-    def _prompt_states(self, step: StepInput, num_states: np.ndarray) -> dict[int, int]:
-        """By item, the number of trailing hidden states that its prompt outputs need; items without any are missing.
-
-        Args:
-            num_states: ``[items]``: number of trailing hidden states needed so far, raised here where more are.
-        """
-        needed: dict[int, int] = {}
-        for i in np.flatnonzero(self._batch.prompt_outputs[step.rows]).tolist():
-            row, start, length = self._batch.row(int(step.rows[i])), int(step.starts[i]), int(step.lengths[i])
-            logprobs_or_logits = row.num_prompt_logprobs(start, length) or row.num_context_logits(start, length)
-            if row.pooling in ("mean", "all") or logprobs_or_logits:
-                count = length
-            elif row.pooling == "cls":
-                count = int(start == 0)
-            elif row.pooling:
-                count = int(start + length == row.prompt_length)
-            else:
-                continue
-            if count:
-                needed[i] = num_states[i] = count
-        return needed
-
-    def _collect_prompt_outputs(self, output: StepOutput, item: int, row: Row, step: StepInput, hidden: Tensor) -> None:
-        """Add an item's prompt outputs to ``output``.
-
-        Args:
-            hidden: ``[tokens, hidden]``, of as many trailing tokens as ``_prompt_states`` said.
-        """
-        start, length = int(step.starts[item]), int(step.lengths[item])
-        if row.pooling:
-            output.pooler_hidden_states[item] = self._pool(row, hidden)
-        if count := row.num_prompt_logprobs(start, length):
-            tokens = row.tokens[start + 1 : start + 1 + count]
-            output.prompt_logprobs[item] = self._runner.prompt_logprobs(
-                hidden[:count], tokens, row.prompt_logprobs or 0
-            )
-        if count := row.num_context_logits(start, length):
-            output.context_logits[item] = b"".join(self._runner.logits_bytes(hidden[:count]))
-
-    def _pool(self, row: Row, hidden: Tensor) -> np.ndarray:
-        """Hidden states of a row to pool, or the output of its head for them, float32."""
-        model = self._runner.model
-        if not row.head and not row.pooling_token_ids:
-            return hidden.to("cpu", torch.float32, copy=True).numpy()
-        if row.pooling == "mean":  # of the whole prompt: one step computes it
-            mean = sum_states(hidden.to("cpu", torch.float32).numpy()) / len(hidden)
-            hidden = torch.from_numpy(np.asarray(mean)[None]).to(hidden.device, torch.float32)
-        if row.head:
-            return model.heads[row.head](hidden.to(torch.float32)).numpy(force=True).copy()
-        logits = model.logits(hidden.to(model.dtype))[:, to_device(row.pooling_token_ids, hidden.device)]
-        return logits.numpy(force=True).copy()
 
     def _sample(
         self,
@@ -541,8 +476,7 @@ class Worker:
             for own in (number, *forks[number]) if number in forks else (number,):
                 row = self._batch.row(own)
                 sampling.append((own, length, drafted))
-                tree = self._trees.get(own)
-                for place, depth in enumerate((0, *tree.depths) if tree else range(drafted + 1)):
+                for place, depth in enumerate(self._drafts.depths(own, drafted) if drafted else (0,)):
                     positions.append(row.position(length + depth))
                     states.append(end - 1 - drafted + place)
         if not positions:
@@ -565,28 +499,18 @@ class Worker:
         tokens, by_row, at = self._batch.tokens, dict[int, SampledTokens](), 0
         for row_number, length, drafted in sampling:
             result = sampled[at]
-            tree = self._trees.get(row_number)
             if drafted:
-                draft = tree.token_ids if tree else tokens[row_number, length : length + drafted].tolist()
-                parents = tree.parents if tree else range(-1, drafted - 1)
-                result, path = _verify(sampled[at : at + drafted + 1], draft, parents)
-                if tree:
-                    tree.accepted = path
+                result = self._drafts.accept(row_number, length, sampled[at : at + drafted + 1])
                 if counts := self._batch.row(row_number).counts:
                     counts.rewind(length)
             tokens[row_number, length : length + len(result.token_ids)] = result.token_ids
             by_row[row_number] = result
             at += drafted + 1
-        self._copy_accepted()
+        if self._drafts.trees:
+            self._runner.copy_slots(*self._drafts.accepted_copies())
         if self.asynchronous:
             self._batch.clear_in_flight([row for row, _, _ in sampling], [length for _, length, _ in sampling])
         return by_row
-
-    def _copy_accepted(self) -> None:
-        """Copy keys and values of accepted draft tokens to the blocks of their sequences, where a path has them."""
-        if not self._trees:
-            return
-        self._runner.copy_slots(*joined([tree.accepted_copies() for tree in self._trees.values()]))
 
     # --- KV transfers -----------------------------------------------------------------------------------------------
 
@@ -707,35 +631,3 @@ def _export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:
     for start, end, length in zip(starts.tolist(), ends.tolist(), step.lengths.tolist(), strict=True):
         places[start : start + length] = given[end - length : end]
     return places
-
-
-def _verify(
-    sampled: list[SampledTokens], draft: Sequence[int], parents: Sequence[int]
-) -> tuple[SampledTokens, list[int]]:
-    """Accept draft tokens as far as they equal what the row sampled.
-
-    Args:
-        sampled: what was sampled after the row's tokens, and after each draft token.
-        draft: the draft tokens.
-        parents: index of the draft token before each; -1 for the row's last token.
-
-    Returns:
-        The accepted tokens and the one sampled after them; and the indices of the accepted ones.
-    """
-    first, *later = sampled
-    if first.failure:
-        return first, []
-    path, children = list[int](), {pair: i for i, pair in enumerate(zip(parents, draft, strict=True))}
-    token_ids, logprobs, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
-    while (node := children.get((path[-1] if path else -1, token_ids[-1]))) is not None:
-        result = later[node]
-        if result.failure:  # the next step samples there again, and reports the failure
-            break
-        path.append(node)
-        token_ids += result.token_ids
-        logprobs += result.logprobs or []
-        logits += result.logits or []
-    accepted = SampledTokens(
-        token_ids, None if first.logprobs is None else logprobs, None if first.logits is None else logits
-    )
-    return accepted, path
