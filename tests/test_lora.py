@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ import torch
 from checkpoints import SMALL, save
 from executors import engine_options
 from peft import LoraConfig, PeftModel, get_peft_model
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from serving import Served, Servers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -415,6 +417,23 @@ def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, de
     assert update(server, "unload", lora_name="b").status_code == 404
     with pytest.raises(openai.NotFoundError):
         answers(client, "b")
+
+
+def test_metrics_name_the_adapters_of_requests(server: Served, client: openai.OpenAI) -> None:
+    """As vLLM's do: by them an endpoint picker sends requests of an adapter where it runs already."""
+
+    def told() -> dict[str, str]:
+        page = httpx.get(f"{server.root}/metrics").text
+        (family,) = [one for one in text_string_to_metric_families(page) if one.name == "vllm:lora_requests_info"]
+        (sample,) = family.samples
+        return sample.labels
+
+    assert told()["max_lora"] == "16"
+    ends: dict[str, Any] = {"max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(model="a", prompt="Once", **ends):
+        deadline = time.monotonic() + 30
+        while told()["running_lora_adapters"] != "a":  # the engine tells now and then
+            assert time.monotonic() < deadline
 
 
 @pytest.mark.row("paddlenlp", "model")

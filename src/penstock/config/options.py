@@ -702,6 +702,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     health_port: Annotated[
         int, option("TCP port for health checks only; -1 is none, 0 any free one.", ge=-1, le=65535)
     ] = -1
+    metrics_aliases: Annotated[
+        Literal["off", "routers", "all"],
+        option(
+            "Metrics that /metrics repeats under vLLM's names: none, what routers and autoscalers read, or all that "
+            "its dashboards show."
+        ),
+    ] = "all"
     metrics_port: Annotated[int, option("TCP port for metrics only; -1 is none, 0 any free one.", ge=-1, le=65535)] = -1
     grpc_port: Annotated[int, option("TCP port for KServe's gRPC; -1 is none, 0 any free one.", ge=-1, le=65535)] = -1
     prefill_instances: Annotated[

@@ -78,6 +78,10 @@ class LoRAManager:
         paths = {name: adapter.path for name, adapter in self._loaded.items()}
         return paths | {name: load.path for name, load in self._loading.items()}
 
+    def names(self, keys: set[str]) -> list[str]:
+        """The names of loaded adapters by their keys, sorted."""
+        return sorted(name for name, adapter in self._loaded.items() if adapter.key in keys)
+
     @property
     def has_pending(self) -> bool:
         """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""

@@ -85,7 +85,7 @@ class Replica:
                 ready.set_result(None)
 
         profile = load(options.compat)
-        served = ServedModels(options, Metrics(profile.metrics if profile else None))
+        served = ServedModels(options, Metrics(profile.metrics if profile else None, options.metrics_aliases))
         self._manager = manager = ModelManager(served, on_message)
         repository = kserve.ModelRepository(served, manager, [paddlenlp.PaddleNLPModel(served)])
         await manager.follow((model,))

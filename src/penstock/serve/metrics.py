@@ -1,4 +1,4 @@
-"""Prometheus metrics, under vLLM's names, one page over all API processes.
+"""Prometheus metrics, one page over all API processes.
 
 Each process counts in files of its own in the folder that ``PROMETHEUS_MULTIPROC_DIR`` names, where any of them can add
 them up; what the engine knows is read from the engine.
@@ -6,7 +6,7 @@ them up; what the engine knows is read from the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,6 +21,7 @@ from penstock.frontend.outputs import RequestOutput
 
 from .encoder_metrics import encoder_metrics
 from .expert_load import expert_metrics
+from .vllm_metrics import vllm_metrics
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -65,33 +66,17 @@ EngineStats = Mapping[str, tuple[Stats, EngineOptions]]
 """By model: the last statistics of its engine, and its options."""
 
 
-SAME_NAME_IN_VLLM = (
-    "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info num_preemptions "
-    "prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens request_success "
-    "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens request_params_n "
-    "request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds "
-    "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
-    "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds "
-    "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
-    "spec_decode_num_accepted_tokens_per_pos external_prefix_cache_queries external_prefix_cache_hits "
-    "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
-).split()
-VLLM_NAMES = {f"vllm:{name}": name for name in SAME_NAME_IN_VLLM} | {
-    "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
-    "vllm:time_per_output_token_seconds": "inter_token_latency_seconds",
-}
-"""vLLM's names → ours, two older ones included, for dashboards and for routers that balance load by them."""
-
-
 class Metrics:
     """The metrics of a server.
 
     Args:
         others: another system's names, as in its profile.
+        aliases: which are repeated under vLLM's names: the option ``metrics_aliases``.
     """
 
-    def __init__(self, others: Mapping[str, str | DerivedMetric] | None = None) -> None:
+    def __init__(self, others: Mapping[str, str | DerivedMetric] | None = None, aliases: str = "all") -> None:
         self._others = dict(others or {})
+        self._aliases = aliases
         self.dialect_metrics: list[Callable[[EngineStats], Iterable[Metric]]] = []
         """Further metrics of dialects, computed from the engines' statistics."""
 
@@ -162,6 +147,11 @@ class Metrics:
             "Tokens of the longest sequence of each finished request.",
             TOKEN_BUCKETS,
         )
+        self.prefill_computed = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of each request that were not found in the prefix cache.",
+            TOKEN_BUCKETS,
+        )
         self.request_success = counter(
             "request_success", "Sequences that finished, by reason (stop: ended by itself; length).", "finished_reason"
         )
@@ -193,12 +183,35 @@ class Metrics:
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
         registry.register(_EngineMetrics(engines))
-        others = CollectorRegistry()
-        others.register(_AliasedMetrics(registry, {**VLLM_NAMES, **self._others}, engines))
+        ours = list(registry.collect())
+        families = {family.name.removeprefix("penstock:"): family for family in ours}
+        page = _Page([*ours, *vllm_metrics(families, engines, self._aliases), *self._derived(families, engines)])
         for collect in self.dialect_metrics:
-            others.register(_DialectMetrics(collect, engines))
-        page: bytes = generate_latest(registry) + generate_latest(others)
-        return page
+            page.families.extend(collect(engines))
+        encoded: bytes = generate_latest(page)
+        return encoded
+
+    def _derived(self, families: Mapping[str, Metric], engines: EngineStats) -> Iterator[Metric]:
+        """Metrics under the names of the profile's system, and those derived from ours.
+
+        Args:
+            families: ours, by name without ``penstock:``.
+        """
+        figures: dict[str, Metric] = {}
+        for name, source in self._others.items():
+            if not isinstance(source, str):
+                family, _, label = name.partition(".")
+                figure = figures.setdefault(family, Metric(family, source.help, "gauge"))
+                labels = {label: label} if label else {}
+                for model, (_, options) in engines.items():
+                    figure.add_sample(
+                        family, {"model_name": model, **labels}, source.value(_current_values(families, model), options)
+                    )
+            elif metric := families.get(source):
+                renamed = Metric(name, metric.documentation, metric.type)
+                renamed.samples = [s._replace(name=name + s.name.removeprefix(metric.name)) for s in metric.samples]
+                yield renamed
+        yield from figures.values()
 
 
 class ModelMetrics:
@@ -224,6 +237,7 @@ class ModelMetrics:
         self._max_generation_lengths = metrics.max_generation_lengths.labels(model)
         self._prompt_lengths = metrics.prompt_lengths.labels(model)
         self._generation_lengths = metrics.generation_lengths.labels(model)
+        self._prefill_computed = metrics.prefill_computed.labels(model)
         self._request_success = partial(metrics.request_success.labels, model)
         self.open_requests = metrics.open_requests.labels(model)
 
@@ -257,6 +271,7 @@ class ModelMetrics:
         for completion in output.outputs:
             self._request_success(completion.finish_reason).inc()
         self._prompt_lengths.observe(len(output.prompt_token_ids))
+        self._prefill_computed.observe(len(output.prompt_token_ids) - output.num_cached_tokens)
         self._generation_lengths.observe(tokens)
         self._max_generation_lengths.observe(
             max((len(completion.token_ids) for completion in output.outputs), default=0)
@@ -272,44 +287,14 @@ class ModelMetrics:
                 self._time_per_output_token.observe((times.last_token - times.first_token) / (each - 1))
 
 
-class _DialectMetrics:
-    """Metrics that a dialect computes."""
+class _Page:
+    """The metrics of a page, as prometheus-client takes them."""
 
-    def __init__(self, collect: Callable[[EngineStats], Iterable[Metric]], engines: EngineStats) -> None:
-        self._collect = collect
-        self._engines = engines
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect(self._engines)
-
-
-class _AliasedMetrics:
-    """Metrics under other systems' names, and those derived from ours."""
-
-    def __init__(
-        self, registry: CollectorRegistry, names: Mapping[str, str | DerivedMetric], engines: EngineStats
-    ) -> None:
-        self._registry = registry
-        self._names = names
-        self._engines = engines
+    def __init__(self, families: list[Metric]) -> None:
+        self.families = families
 
     def collect(self) -> Iterable[Metric]:
-        families = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
-        figures: dict[str, Metric] = {}
-        for name, source in self._names.items():
-            if not isinstance(source, str):
-                family, _, label = name.partition(".")
-                figure = figures.setdefault(family, Metric(family, source.help, "gauge"))
-                labels = {label: label} if label else {}
-                for model, (_, options) in self._engines.items():
-                    figure.add_sample(
-                        family, {"model_name": model, **labels}, source.value(_current_values(families, model), options)
-                    )
-            elif metric := families.get(source):
-                renamed = Metric(name, metric.documentation, metric.type)
-                renamed.samples = [s._replace(name=name + s.name.removeprefix(metric.name)) for s in metric.samples]
-                yield renamed
-        yield from figures.values()
+        return self.families
 
 
 def _current_values(families: Mapping[str, Metric], model: str) -> dict[str, float]:

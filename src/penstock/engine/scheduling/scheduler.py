@@ -156,6 +156,10 @@ class Scheduler:
         """Adapters of the requests that have not ended; empty string for the base model."""
         return {group.request.adapter for group in self._groups.values()}
 
+    def running_adapters(self) -> set[str]:
+        """Adapters of the running sequences; likewise."""
+        return {sequence.request.adapter for sequence in self.running}
+
     @property
     def pending_prerequisites(self) -> list[Future[Any]]:
         """Futures that requests wait for before they are queued."""

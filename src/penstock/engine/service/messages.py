@@ -169,7 +169,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
         return self.state.weights_version
 
 
-NOT_SUMMED = ("accepted_at", "expert_load", "replicas", "address", "role", "state")
+NOT_SUMMED = tuple("accepted_at adapters_running adapters_waiting expert_load replicas address role state".split())
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -279,6 +279,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Of these, on each worker."""
     expert_load: dict[int, list[int]] = {}
     """Counters of the tokens that chose each expert, by layer; empty without the option ``expert_load``."""
+    adapters_running: list[str] = []
+    """LoRA adapters of requests that are running, by name."""
+    adapters_waiting: list[str] = []
+    """Of those that wait, where none of the adapter runs."""
     replicas: list[Stats] = []
     """Of several engines: each one's; filled in by the client."""
     address: str = ""
@@ -305,7 +309,15 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
             for layer in sorted({layer for one in replicas for layer in one.expert_load})
             if (having := [one for one in replicas if layer in one.expert_load])
         }
-        return cls(**sums, accepted_at=accepted_at, expert_load=expert_load, replicas=replicas, state=replicas[0].state)
+        return cls(
+            **sums,
+            accepted_at=accepted_at,
+            adapters_running=sorted({name for one in replicas for name in one.adapters_running}),
+            adapters_waiting=sorted({name for one in replicas for name in one.adapters_waiting}),
+            expert_load=expert_load,
+            replicas=replicas,
+            state=replicas[0].state,
+        )
 
 
 class Deltas(msgspec.Struct, tag=True, frozen=True):

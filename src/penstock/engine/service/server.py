@@ -471,6 +471,8 @@ class EngineServer:
         encoder = scheduler.encoder_cache
         items = self._engine.last_plan.scheduled if scheduler.running else []
         prefills = [item for item in items if item.start < item.sequence.prompt_length]
+        in_use = scheduler.running_adapters() if (adapters := self._engine.adapters).paths else set[str]()
+        waiting = scheduler.adapters() - in_use if adapters.paths else set[str]()
         return messages.Stats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
@@ -490,6 +492,8 @@ class EngineServer:
             longest_step=self._step_times.longest,
             clock=time.monotonic(),
             expert_load=self._engine.expert_load,
+            adapters_running=adapters.names(in_use),
+            adapters_waiting=adapters.names(waiting),
             **draft_counts,
             **kv_counts,
             **offload_counts,

@@ -81,7 +81,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     profile = load(options.compat)
     metrics_files.allocate()
     try:
-        metrics = Metrics(profile.metrics if profile else None)
+        metrics = Metrics(profile.metrics if profile else None, options.metrics_aliases)
     except OSError as error:
         raise metrics_files.no_room(error) from error
     served_models = ServedModels(options, metrics)

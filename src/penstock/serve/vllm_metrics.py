@@ -1,0 +1,98 @@
+"""Our metrics under vLLM's names and labels, for its dashboards and for what routes or scales by them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from penstock.config.options import EngineOptions
+from penstock.engine.service.messages import Stats
+
+ROUTER_NAMES = {
+    name: name
+    for name in (
+        "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info num_preemptions "
+        "prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens request_success "
+        "time_to_first_token_seconds inter_token_latency_seconds"
+    ).split()
+} | {
+    "gpu_cache_usage_perc": "kv_cache_usage_perc",
+    "gpu_prefix_cache_queries": "prefix_cache_queries",
+    "gpu_prefix_cache_hits": "prefix_cache_hits",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+}
+"""vLLM's names → ours, without prefixes: what routers and autoscalers read, under older names, too."""
+OTHER_NAMES = {
+    name: name
+    for name in (
+        "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens request_params_n "
+        "request_params_max_tokens request_time_per_output_token_seconds e2e_request_latency_seconds "
+        "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
+        "request_decode_time_seconds request_prefill_kv_computed_tokens "
+        "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
+        "spec_decode_num_accepted_tokens_per_pos external_prefix_cache_queries external_prefix_cache_hits "
+        "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
+    ).split()
+} | {"prompt_tokens_cached": "prefix_cache_hits"}
+"""Likewise: what only dashboards show."""
+NAMES: Mapping[str, Mapping[str, str]] = {"off": {}, "routers": ROUTER_NAMES, "all": ROUTER_NAMES | OTHER_NAMES}
+"""By the option ``metrics_aliases``."""
+ENGINE = "0"
+"""The label ``engine`` of every series. A model's engines are told as one, since requests are spread within the server:
+routers that find a series for each take one of them alone."""
+
+
+def vllm_metrics(
+    families: Mapping[str, Metric], engines: Mapping[str, tuple[Stats, EngineOptions]], aliases: str
+) -> Iterator[Metric]:
+    """The metrics of ``/metrics`` under vLLM's names.
+
+    Args:
+        families: ours, by name without ``penstock:``.
+        engines: by model: the statistics of its engines together, and its options.
+        aliases: the option ``metrics_aliases``.
+    """
+    for name, source in NAMES[aliases].items():
+        if metric := families.get(source):
+            renamed = Metric(f"vllm:{name}", metric.documentation, metric.type)
+            for sample in metric.samples:
+                full = renamed.name + sample.name.removeprefix(metric.name)
+                renamed.samples.append(sample._replace(name=full, labels={**sample.labels, "engine": ENGINE}))
+            yield renamed
+    if aliases != "off":
+        yield _lora_requests(engines)
+    if aliases == "all" and (responses := families.get("http_responses")):
+        yield _http_requests(responses)
+
+
+def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
+    """Adapters of requests. It is there without any, too: the endpoint picker of the Gateway API Inference Extension
+    takes a server without it for one that is not healthy."""
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "LoRA adapters of running and waiting requests, as labels; the value is the time, in seconds since 1970.",
+        labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    for model, (stats, options) in engines.items():
+        most = options.max_loras if options.enable_lora or options.lora_modules else 0
+        adapters = [",".join(names) for names in (stats.adapters_running, stats.adapters_waiting)]
+        family.add_metric([model, str(most), *adapters], time.time())
+    return family
+
+
+def _http_requests(responses: Metric) -> Metric:
+    """HTTP requests under the name that vLLM's server has from prometheus-fastapi-instrumentator, with statuses in
+    groups."""
+    counts: dict[tuple[str, str], float] = {}
+    for sample in responses.samples:
+        if sample.name.endswith("_total"):
+            key = sample.labels["path"], f"{sample.labels['status'][0]}xx"
+            counts[key] = counts.get(key, 0.0) + sample.value
+    family = CounterMetricFamily(
+        "http_requests", "HTTP requests, by route and group of statuses.", labels=["handler", "status"]
+    )
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    return family
