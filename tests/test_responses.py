@@ -263,14 +263,14 @@ def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
 
 
 @pytest.mark.row("responses", "previous_response_id", "store", "background")
-@pytest.mark.row("responses", "conversation", "prompt")
+@pytest.mark.row("responses", "prompt")
 @pytest.mark.row("responses", "truncation: auto", "context_management", "moderation")
 @pytest.mark.row("responses", "top_logprobs", "include", "text.verbosity", "errors")
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id.*keeps no state"),
-        ({"conversation": "conv_1"}, "conversation: no conversations are kept here"),
+        ({"conversation": "conv_1"}, "conversation: the server keeps no state"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt: no prompts are kept here"),
         ({"store": True}, "store.*send false"),
         ({"background": True}, "background.*send false"),

@@ -179,7 +179,7 @@ def test_pages_of_other_sites(tmp_path: Path) -> None:
     """A browser on this machine sends them for any site, where no key is asked for."""
     with Served("--storage-dir", str(tmp_path), "--allowed-origins", "https://friend.example") as server:
         own = httpx.URL(server.root).netloc.decode()
-        for path in ("/v1/files", "/v1/batches", "/v1/responses/resp_1"):
+        for path in ("/v1/files", "/v1/batches", "/v1/responses/resp_1", "/v1/conversations/conv_1"):
             for origin in ("https://other.example", "null"):
                 assert httpx.get(server.root + path, headers={"Origin": origin}).status_code == 401
             for origin in ("https://friend.example", f"http://{own}"):

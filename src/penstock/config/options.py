@@ -13,6 +13,8 @@ from penstock.core.errors import PenstockError, invalid
 from penstock.core.quantization import QuantizationName
 from penstock.core.sampling import MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
 
+from .storage_limits import storage_limits
+
 MAX_MEDIA = {"image": 16, "video": 4}
 """Images and videos that a prompt may have by default."""
 
@@ -867,6 +869,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         str, option("SQL database in place of a file of SQLite in storage_dir, as a URL of SQLAlchemy's.")
     ] = ""
     storage_retention: Annotated[float, option("Time that what is stored is kept.", "days", gt=0)] = 30.0
+    storage_quota: Annotated[
+        str,
+        option(
+            "What each API key may have stored: bytes=10G,files=1000,responses=100000,conversations=1000,batches=5, or "
+            "some of these; batches are those that have not ended."
+        ),
+    ] = ""
+    storage_limit: Annotated[str, option("The same for what all API keys together have stored.")] = ""
     max_file_size: Annotated[int, option("Maximum size of a file that clients upload.", "bytes", ge=1)] = 200 * 2**20
     batch_concurrency: Annotated[
         int,
@@ -875,6 +885,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     web: Annotated[bool, option("Serve the web page, a playground and a live view, at /.")] = True
 
     def __post_init__(self) -> None:
+        for name in ("storage_quota", "storage_limit"):
+            storage_limits(getattr(self, name), name)
         if self.port < 0 and self.grpc_port < 0:
             raise invalid("port", "is -1, which turns HTTP off, and no grpc_port is given: nothing would be served")
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):

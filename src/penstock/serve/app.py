@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -62,13 +63,17 @@ from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes
 
 if TYPE_CHECKING:  # what it imports may not be installed
+    from .storage.conversations import ConversationStore
     from .storage.responses import ResponseStore
+    from .storage.usage import Usage
 
 
 class Storage(NamedTuple):
     """What clients have the server keep."""
 
     responses: ResponseStore
+    conversations: ConversationStore
+    usage: Usage
     batches: Batches | None
     """None where there is no folder for files."""
 
@@ -92,7 +97,7 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
 }
 """Schemas of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
-STORED_PATHS = ("/v1/responses", "/v1/files", "/v1/batches")
+STORED_PATHS = ("/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches")
 """Prefixes of the paths under which the server keeps things."""
 OTHER_SITE = Failure(
     Code.UNAUTHORIZED,
@@ -137,7 +142,8 @@ def build(
     add_shared_routes(routes, served_models, dialects, openai.shared_paths())
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
-    responses.add_routes(routes, served_models, storage.responses if storage else None)
+    stores = responses.Stores(storage.responses, storage.conversations) if storage else None
+    responses.add_routes(routes, served_models, stores)
     if storage and storage.batches:
         add_batch_routes(routes, served_models, storage.batches)
     ollama.add_routes(routes, served_models)
@@ -154,7 +160,7 @@ def build(
     kserve.add_routes(routes, repository)
     if configuration and register:
         instances.add_routes(routes, served_models, configuration, register)
-    _add_health_routes(routes, served_models)
+    _add_health_routes(routes, served_models, storage.usage if storage else None)
     if served_models.options.web:
         add_web_routes(routes, served_models)
 
@@ -227,7 +233,7 @@ def _add_document(routes: Routes, strict: bool, root: str) -> None:
     routes.append(Route("/openapi.json", described))
 
 
-def _add_health_routes(routes: Routes, served_models: ServedModels) -> None:
+def _add_health_routes(routes: Routes, served_models: ServedModels, usage: Usage | None) -> None:
     """Health, version and metrics."""
 
     async def live(_: Request) -> Response:
@@ -250,7 +256,12 @@ def _add_health_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse(result)
 
     async def metrics(_: Request) -> Response:
-        return Response(served_models.metrics.page(served_models.engine_stats), media_type=CONTENT_TYPE_LATEST)
+        stored: list[Metric] = []
+        if usage:
+            with suppress(PenstockError):  # where the database does not answer, which requests tell
+                stored = await usage.metrics()
+        page = served_models.metrics.page(served_models.engine_stats, stored)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     routes.add("/live", live, summary="This process answers")
     routes.add("/health", health, summary="The engine lives")

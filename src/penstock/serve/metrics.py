@@ -164,6 +164,9 @@ class Metrics:
         self.http_responses = Counter(
             "penstock:http_responses", "HTTP responses, by route and status.", ["path", "status"]
         )
+        self.storage_refusals = Counter(
+            "penstock:storage_refusals", "What was not stored, by the limit that it would have exceeded.", ["limit"]
+        )
         self.open_requests = Gauge(
             "penstock:num_requests_open",
             "Requests now in an HTTP process: being read, waiting or answered.",
@@ -178,12 +181,24 @@ class Metrics:
     def record_failure(self, failure: Failure) -> None:
         self.request_failures.labels(code=failure.code.value).inc()
 
-    def page(self, engines: EngineStats) -> bytes:
-        """The page of ``/metrics``."""
+    def record_storage_refusal(self, limit: str) -> None:
+        """Count what was not stored.
+
+        Args:
+            limit: its name in ``storage_quota``.
+        """
+        self.storage_refusals.labels(limit=limit).inc()
+
+    def page(self, engines: EngineStats, more: Iterable[Metric] = ()) -> bytes:
+        """The page of ``/metrics``.
+
+        Args:
+            more: metrics that are not told of an engine, nor counted here.
+        """
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
         registry.register(_EngineMetrics(engines))
-        ours = list(registry.collect())
+        ours = [*registry.collect(), *more]
         families = {family.name.removeprefix("penstock:"): family for family in ours}
         page = _Page([*ours, *vllm_metrics(families, engines, self._aliases), *self._derived(families, engines)])
         for collect in self.dialect_metrics:

@@ -15,6 +15,7 @@ import uvicorn
 
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
+from penstock.config.storage_limits import storage_limits
 from penstock.core.errors import invalid
 from penstock.engine.service.client import STOPPING
 
@@ -52,20 +53,34 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     if not (options.storage_dir or options.storage_url):
         return None
     from ..storage.batches import BatchStore
+    from ..storage.conversations import ConversationStore
     from ..storage.database import Database
     from ..storage.files import FileStore
     from ..storage.responses import ResponseStore
+    from ..storage.usage import Quotas, Usage
 
     retention = options.storage_retention * SECONDS_PER_DAY
+    each, total = (storage_limits(getattr(options, name), name) for name in ("storage_quota", "storage_limit"))
+    quotas = Quotas(each, total, served_models.metrics.record_storage_refusal)
     database = Database(options)
-    responses = ResponseStore(database, retention)
+    responses, usage = ResponseStore(database, retention, quotas), Usage(database)
+    conversations = ConversationStore(database, retention, quotas)
     if not options.storage_dir:
-        return Storage(responses, None)
-    files = FileStore(database, Path(options.storage_dir).expanduser() / "files", retention, options.max_file_size)
-    batches = BatchStore(database, retention)
+        return Storage(responses, conversations, usage, None)
+    folder = Path(options.storage_dir).expanduser() / "files"
+    files = FileStore(database, folder, retention, options.max_file_size, quotas)
+    batches = BatchStore(database, retention, quotas)
     at_once = options.batch_concurrency or max(1, engine.max_num_seqs // 2 // options.api_server_count)
     worker = BatchWorker(served_models, batches, files, at_once)
-    return Storage(responses, Batches(files, options.max_file_size, batches, worker))
+    return Storage(responses, conversations, usage, Batches(files, options.max_file_size, batches, worker))
+
+
+async def _remove_expired(storage: Storage) -> None:
+    """Until cancelled: remove what has expired."""
+    from ..storage.retention import remove_expired
+
+    kept = (storage.batches.files, storage.batches.batches) if storage.batches else ()
+    await remove_expired([storage.responses, storage.conversations, *kept])
 
 
 async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
@@ -139,6 +154,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the supervisor handles it
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
+        if storage:
+            tasks.append(group.create_task(_remove_expired(storage)))
         if storage and storage.batches:
             tasks.append(group.create_task(storage.batches.worker.run()))
         watchdog = Watchdog(metrics.event_loop_holds)

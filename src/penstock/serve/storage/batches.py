@@ -6,25 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import JSON, Column, Connection, Float, Row, String, Table, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from penstock.core import Code, PenstockError
 
-from .database import METADATA, Database
-
-BATCHES = Table(
-    "batches",
-    METADATA,
-    Column("id", String(64), primary_key=True),
-    Column("owner", String(64), nullable=False),
-    Column("created", Float, nullable=False),
-    Column("expires", Float, nullable=False),
-    Column("status", String(16), nullable=False),
-    Column("document", JSON, nullable=False),
-)
-"""``document`` is the batch object, without its status; times in seconds since 1970."""
-OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-"""Statuses of batches that are not finished."""
+from .database import Database
+from .tables import BATCHES, OPEN
+from .usage import Quotas
 
 Document = dict[str, Any]
 """A batch object."""
@@ -37,17 +25,18 @@ class BatchStore:
         retention: seconds that a batch is kept.
     """
 
-    def __init__(self, database: Database, retention: float) -> None:
+    def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
         self._database = database
         self._retention = retention
+        self._quotas = quotas
 
     async def add(self, owner: str, document: Document) -> None:
+        """Keep a new batch. Raises ``PenstockError`` as ``Quotas.check``."""
         now = time.time()
         times = {"created": now, "expires": now + self._retention}
 
         def transaction(connection: Connection) -> None:
-            done = BATCHES.c.status.not_in(OPEN)
-            connection.execute(delete(BATCHES).where(BATCHES.c.expires < now, done))
+            self._quotas.check(connection, owner, "input_file_id", batches=1)
             values = {"id": document["id"], "owner": owner, "status": document["status"], "document": document}
             connection.execute(insert(BATCHES).values(**values, **times))
 
@@ -96,6 +85,10 @@ class BatchStore:
             return changed
 
         return await self._database.run(transaction)
+
+    async def remove_expired(self) -> None:
+        old = (BATCHES.c.expires < time.time(), BATCHES.c.status.not_in(OPEN))
+        await self._database.run(lambda connection: connection.execute(delete(BATCHES).where(*old)))
 
 
 def _document(row: Row[Any]) -> Document:

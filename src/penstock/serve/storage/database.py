@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, MetaData, create_engine, event
+from sqlalchemy import Connection, Engine, Table, create_engine, event, inspect, text
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.schema import CreateColumn, CreateIndex, CreateTable
 
 from penstock.config.options import ServerOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .tables import METADATA
+
 T = TypeVar("T")
-METADATA = MetaData()
-"""Its tables, which the other modules of this package define."""
 LOCK_TIMEOUT = 10.0
 """Seconds that a process waits while another one writes to SQLite."""
 THREADS = 4
@@ -43,6 +43,7 @@ class Database:
             with self._engine.begin() as connection:
                 for table in METADATA.sorted_tables:  # other processes may do the same now
                     connection.execute(CreateTable(table, if_not_exists=True))
+                    _add_new_columns(connection, table)
                     for index in table.indexes:
                         connection.execute(CreateIndex(index, if_not_exists=True))
         except (ArgumentError, NoSuchModuleError, ImportError) as error:
@@ -66,6 +67,15 @@ class Database:
     def _run(self, transaction: Callable[[Connection], T]) -> T:
         with self._engine.begin() as connection:
             return transaction(connection)
+
+
+def _add_new_columns(connection: Connection, table: Table) -> None:
+    """Add the columns that a table of an earlier version lacks, with their default in its rows."""
+    there = {column["name"] for column in inspect(connection).get_columns(table.name)}
+    for column in table.columns:
+        if column.name not in there:
+            described = CreateColumn(column).compile(dialect=connection.dialect)
+            connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {described}"))
 
 
 def _open(options: ServerOptions) -> Engine:

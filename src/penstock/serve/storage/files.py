@@ -11,26 +11,16 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
-from sqlalchemy import BigInteger, Column, Connection, Float, Row, String, Table, delete, insert, select
+from sqlalchemy import Connection, Row, delete, insert, select
 
 from penstock.core import Code, PenstockError
 
-from .database import METADATA, PRIVATE, Database
+from .database import PRIVATE, Database
+from .tables import FILES
+from .usage import Quotas
 
 ORPHAN_AGE = 2 * 86_400.0
 """Seconds after which contents without a file are removed; a batch has ended before."""
-FILES = Table(
-    "files",
-    METADATA,
-    Column("id", String(64), primary_key=True),
-    Column("owner", String(64), nullable=False),
-    Column("created", Float, nullable=False),
-    Column("expires", Float, nullable=False),
-    Column("name", String(1024), nullable=False),
-    Column("purpose", String(64), nullable=False),
-    Column("size", BigInteger, nullable=False),
-)
-"""``size`` in bytes; times in seconds since 1970."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -56,19 +46,30 @@ class FileStore:
         max_size: bytes of the largest file.
     """
 
-    def __init__(self, database: Database, folder: Path, retention: float, max_size: int) -> None:
+    def __init__(self, database: Database, folder: Path, retention: float, max_size: int, quotas: Quotas) -> None:
         self._database = database
         self.folder = folder
         self._retention = retention
         self._max_size = max_size
+        self._quotas = quotas
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
         """Where the contents of a file are."""
         return self.folder / name
 
-    async def add(self, owner: str, filename: str, purpose: str, pieces: AsyncIterator[bytes]) -> StoredFile:
-        """Keep a file. Raises ``PenstockError``: ``too_large``; ``unavailable`` where the disk is full."""
+    async def add(
+        self, owner: str, filename: str, purpose: str, size: int, pieces: AsyncIterator[bytes], lifetime: float | None
+    ) -> StoredFile:
+        """Keep a file.
+
+        Args:
+            size: bytes that it is going to have.
+            lifetime: seconds that it is kept, ``retention`` at most; None for that.
+
+        Raises ``PenstockError``: as ``Quotas.check``; ``too_large``; ``unavailable`` where the disk is full.
+        """
+        await self._database.run(lambda connection: self._check(connection, owner, size))
         name = f"file-{uuid4().hex}"
         partial, size = self.folder / f"{name}.partial", 0
         try:
@@ -87,20 +88,37 @@ class FileStore:
             raise PenstockError(Code.UNAVAILABLE, words) from error
         finally:
             partial.unlink(missing_ok=True)
-        return await self.register(owner, name, filename, purpose, size)
+        try:
+            return await self._register(owner, name, filename, purpose, size, lifetime, checked=True)
+        except PenstockError:
+            self.path(name).unlink(missing_ok=True)
+            raise
 
-    async def register(self, owner: str, name: str, filename: str, purpose: str, size: int) -> StoredFile:
-        """Keep a file whose contents are there already."""
+    async def register(
+        self, owner: str, name: str, filename: str, purpose: str, size: int, lifetime: float | None
+    ) -> StoredFile:
+        """Keep a file whose contents are there already, be there room for it or not: it has been computed.
+
+        Args:
+            lifetime: as for ``add``.
+        """
+        return await self._register(owner, name, filename, purpose, size, lifetime, checked=False)
+
+    async def _register(
+        self, owner: str, name: str, filename: str, purpose: str, size: int, lifetime: float | None, checked: bool
+    ) -> StoredFile:
         now = time.time()
-        values = {"id": name, "owner": owner, "created": now, "expires": now + self._retention}
+        expires = now + min(self._retention, lifetime or self._retention)
+        values = {"id": name, "owner": owner, "created": now, "expires": expires}
 
         def transaction(connection: Connection) -> None:
+            if checked:
+                self._check(connection, owner, size)
             connection.execute(delete(FILES).where(FILES.c.id == name))  # of a process that was killed afterwards
             connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
 
         await self._database.run(transaction)
-        await self._remove_expired()
-        return StoredFile(name, size, int(now), filename, purpose, int(now + self._retention))
+        return StoredFile(name, size, int(now), filename, purpose, int(expires))
 
     async def get(self, owner: str, name: str, field: str = "file_id") -> StoredFile:
         """A file. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
@@ -137,7 +155,12 @@ class FileStore:
 
         await asyncio.to_thread(remove)
 
-    async def _remove_expired(self) -> None:
+    def _check(self, connection: Connection, owner: str, size: int) -> None:
+        self._quotas.check(connection, owner, "file", files=1, bytes=size)
+
+    async def remove_expired(self) -> None:
+        """With their contents."""
+
         def transaction(connection: Connection) -> list[str]:
             old = FILES.c.expires < time.time()
             names = list(connection.execute(select(FILES.c.id).where(old)).scalars())

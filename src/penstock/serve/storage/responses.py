@@ -5,43 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from sqlalchemy import (
-    JSON,
-    Column,
-    ColumnElement,
-    Connection,
-    Float,
-    Index,
-    Row,
-    String,
-    Table,
-    delete,
-    insert,
-    select,
-    update,
-)
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, update
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .database import METADATA, Database
+from .database import Database
+from .tables import RESPONSES
+from .usage import Quotas
 
-RESPONSES = Table(
-    "responses",
-    METADATA,
-    Column("id", String(160), primary_key=True),
-    Column("owner", String(64), nullable=False),
-    Column("previous", String(160), nullable=False),
-    Column("expires", Float, nullable=False),
-    Column("beat", Float, nullable=False),
-    Column("status", String(16), nullable=False),
-    Column("document", JSON, nullable=False),
-    Column("input", JSON, nullable=False),
-    Index("responses_expires", "expires"),
-)
-"""``document`` is the response object, whose status is in ``status``, too; ``input`` the items of its own request,
-without those of the responses before it; ``beat`` when the process that computes it last said so. Times are in seconds
-since 1970."""
 MAX_CHAIN = 1000
 """Responses before a response, which are its conversation."""
 LOST_AFTER = 30.0
@@ -64,22 +37,30 @@ class ResponseStore:
         retention: seconds that a response is kept.
     """
 
-    def __init__(self, database: Database, retention: float) -> None:
+    def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
         self._database = database
         self._retention = retention
+        self._quotas = quotas
 
     async def add(self, owner: str, document: dict[str, Any], items: list[Item]) -> None:
-        """Keep a new response."""
+        """Keep a new response. Raises ``PenstockError`` as ``Quotas.check``."""
         now = time.time()
         times = {"expires": now + self._retention, "beat": now}
         values = {"id": document["id"], "owner": owner, "previous": document["previous_response_id"] or ""}
 
         def transaction(connection: Connection) -> None:
-            connection.execute(delete(RESPONSES).where(RESPONSES.c.expires < now))
-            kept = {"document": document, "status": document["status"], "input": items}
+            size = _size(document) + _size(items)
+            self._quotas.check(connection, owner, "store", responses=1, bytes=size)
+            kept = {"document": document, "status": document["status"], "input": items, "size": size}
             connection.execute(insert(RESPONSES).values(**values, **times, **kept))
 
         await self._database.run(transaction)
+
+    async def check_room(self, owner: str) -> None:
+        """Check that there is room for one more response. Raises ``PenstockError`` as ``Quotas.check``."""
+        await self._database.run(
+            lambda connection: self._quotas.check(connection, owner, "store", responses=1, bytes=1)
+        )
 
     async def advance(self, owner: str, document: dict[str, Any]) -> bool:
         """Replace a background response that has not ended; returns False where it has, as it was cancelled or
@@ -87,7 +68,9 @@ class ResponseStore:
 
         def transaction(connection: Connection) -> bool:
             values = {"document": document, "status": document["status"], "beat": time.time()}
-            changed = connection.execute(update(RESPONSES).where(*_pending(owner, document["id"])).values(**values))
+            grown = {"size": RESPONSES.c.size + _size(document) - _size(document | {"output": []})}
+            where = _pending(owner, document["id"])
+            changed = connection.execute(update(RESPONSES).where(*where).values(**values, **grown))
             return changed.rowcount > 0
 
         return await self._database.run(transaction)
@@ -154,6 +137,15 @@ class ResponseStore:
             return changed.rowcount > 0
 
         return await self._database.run(transaction)
+
+    async def remove_expired(self) -> None:
+        old = RESPONSES.c.expires < time.time()
+        await self._database.run(lambda connection: connection.execute(delete(RESPONSES).where(old)))
+
+
+def _size(value: Any) -> int:
+    """Bytes of its JSON."""
+    return len(msgspec.json.encode(value))
 
 
 def _pending(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:

@@ -20,7 +20,7 @@ from penstock.serve.models.service import ModelService
 
 from .events import Events, OutputItemStream, usage_of
 from .parse import to_chat_request
-from .requests import ResponsesRequest
+from .requests import ResponsesRequest, conversation_of
 
 Document = dict[str, Any]
 """A response object."""
@@ -35,7 +35,9 @@ class ResponseHandler:
     """One request.
 
     Args:
-        keep: keeps the finished response, and returns whether it did; None where it is not to be stored.
+        keep: keeps what is to be kept of the finished response, and returns whether the response itself is stored; None
+            where nothing is.
+        stores: whether the response itself is to be stored.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ResponseHandler:
         size: int,
         events: Events,
         keep: Callable[[Document], Awaitable[bool]] | None = None,
+        stores: bool = False,
     ) -> None:
         self._chat = ChatGeneration(
             service, record, to_chat_request(request, service.template_variables, service.sees_images), size
@@ -55,6 +58,7 @@ class ResponseHandler:
         self._name = record.request_id if keep is None else uuid4().hex  # a client may send an id twice
         self._created = int(time.time())
         self._keep = keep
+        self._stores = stores
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         document = await self.document()
@@ -96,8 +100,8 @@ class ResponseHandler:
 
     async def _kept(self, document: Document) -> Document:
         """The finished response, which is stored if it is to be."""
-        if self._keep and not await self._keep(document):
-            document["store"] = False
+        if self._keep:
+            document["store"] = await self._keep(document)
         return document
 
     def _status(self, output: RequestOutput) -> str:
@@ -123,6 +127,7 @@ class ResponseHandler:
             "tool_choice": given["tool_choice"] or "auto",
             "tools": given["tools"] or [],
             "text": given["text"] or {"format": {"type": "text"}},
-            "store": self._keep is not None,
+            "store": self._stores,
+            "conversation": {"id": conversation} if (conversation := conversation_of(request)) else None,
             "truncation": "disabled",
         }

@@ -85,6 +85,13 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
     return msgspec.convert(result, ChatRequest)
 
 
+def check_items(items: list[Item]) -> None:
+    """Check items that are to be kept for later requests. Raises as ``to_chat_request``."""
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        _add(messages, item, f"items[{i}]", images=True)
+
+
 def _messages(items: str | list[Item], images: bool) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]

@@ -71,6 +71,10 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class ConversationReference(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+
+
 class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that determine the prompt. A field that is null is taken as absent."""
 
@@ -89,7 +93,14 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
     previous_response_id: Annotated[str, msgspec.Meta(max_length=160)] | None = None
     """A stored response, whose conversation ``input`` continues."""
-    conversation: None = None
+    conversation: str | ConversationReference | None = None
+    """A conversation, whose items come before ``input``, and to which the request's items and the answer are added."""
+
+
+def conversation_of(request: CountTokensRequest) -> str | None:
+    """The id of a request's conversation."""
+    given = request.conversation
+    return given.id if isinstance(given, ConversationReference) else given
 
 
 class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
@@ -127,15 +138,40 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     """vLLM's additions."""
 
 
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
+]
+MAX_ADDED = 20
+"""Items that may be added to a conversation at a time."""
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A new conversation."""
+
+    items: Annotated[list[Item], msgspec.Meta(max_length=MAX_ADDED)] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    metadata: Metadata | None
+
+
+class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Items for a conversation."""
+
+    items: Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MAX_ADDED)]
+
+
 STATELESS = "the server keeps no state between requests: send the conversation as input, or start it with --storage-dir"
 STORED_FIELDS: dict[str, tuple[Any, str]] = {
     "previous_response_id": (None, STATELESS),
+    "conversation": (None, STATELESS),
     "store": (False, "nothing is kept here; send false, or start the server with --storage-dir"),
     "background": (False, "nothing is kept here; send false, or start the server with --storage-dir"),
 }
 """As ``UNSUPPORTED_FIELDS``, where nothing is stored."""
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
-    "conversation": (None, "no conversations are kept here: send previous_response_id, or the conversation as input"),
     "prompt": (None, "no prompts are kept here: send instructions and input"),
     "truncation": ("disabled", "no input is cut; send disabled, and less input"),
     "context_management": (None, "no input is made shorter; send less of it"),

@@ -22,16 +22,24 @@ from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 
+from . import conversations
 from .events import Events
 from .handler import Document, ResponseHandler
 from .parse import read, to_chat_request
-from .requests import CountTokensRequest, ResponsesRequest
-from .stored import Background, Keeper, input_items, with_conversation
+from .requests import (
+    ConversationRequest,
+    ConversationUpdate,
+    CountTokensRequest,
+    ItemsRequest,
+    ResponsesRequest,
+    conversation_of,
+)
+from .stored import Background, Keeper, Stores, input_items, with_conversation
 
 if TYPE_CHECKING:  # what it imports may not be installed
     from penstock.serve.storage.responses import ResponseStore
 
-SCHEMAS = (ResponsesRequest, CountTokensRequest)
+SCHEMAS = (ResponsesRequest, CountTokensRequest, ConversationRequest, ConversationUpdate, ItemsRequest)
 SCHEMA_PREFIX = "responses."
 """Prefix of schema names in the OpenAPI document."""
 FIELD_NAMES = {
@@ -75,48 +83,53 @@ class ResponsesRoutes:
     """The endpoints that compute.
 
     Args:
-        store: where responses are kept; None where they are not.
+        stores: where responses and conversations are kept; None where they are not.
     """
 
-    def __init__(self, served_models: ServedModels, store: ResponseStore | None) -> None:
+    def __init__(self, served_models: ServedModels, stores: Stores | None) -> None:
         self._served_models = served_models
-        self._store = store
+        self._stores = stores
         self.background = Background()
 
     async def create(self, raw_request: Request) -> Response:
         body = await self._served_models.read_body(raw_request)
-        record, events, store = record_of(raw_request.scope), Events(), self._store
-        request = read(read_object(body), ResponsesRequest, record.unknown, store is not None)
+        record, events, stores = record_of(raw_request.scope), Events(), self._stores
+        request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
         error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
         service = self._served_models.find(request.model)
         keeper, size = self._keeper(record, request), len(body)
-        if store:
-            request, size = await with_conversation(request, size, store, record.tenant)
-        handler = ResponseHandler(service, record, request, size, events, keeper)
+        stored = keeper is not None and keeper.stores_response
+        if stores:
+            if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
+                await stores.responses.check_room(record.tenant)
+            request, size = await with_conversation(request, size, stores, record.tenant)
+        handler = ResponseHandler(service, record, request, size, events, keeper, stored)
         if not request.background:
             return Reply.of(service, handler, error_format, request.stream)
         if request.stream:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
-        if keeper is None:
+        if keeper is None or not stored:
             raise invalid("background", "needs a response that is stored; leave store out")
         return _json(await self.background.start(service, handler, keeper))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
         body = await self._served_models.read_body(raw_request)
         record = record_of(raw_request.scope)
-        request = read(read_object(body), CountTokensRequest, record.unknown, self._store is not None)
+        request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
         service, size = self._served_models.find(request.model), len(body)
-        if self._store:
-            request, size = await with_conversation(request, size, self._store, record.tenant)
+        if self._stores:
+            request, size = await with_conversation(request, size, self._stores, record.tenant)
         chat = to_chat_request(request, service.template_variables, service.sees_images)
         count = await count_tokens(service, chat, size, record.unknown)
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
     def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
-        """Keeps the response of a request; None where it is not stored."""
-        if self._store is None or request.store is False:
+        """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""
+        conversation, stores_response = conversation_of(request), request.store is not False
+        if self._stores is None or not (stores_response or conversation):
             return None
-        return Keeper(self._store, record.tenant, input_items(request, record.request_id))
+        items = input_items(request, record.request_id)
+        return Keeper(self._stores, record.tenant, items, stores_response, conversation)
 
 
 class StoredRoutes:
@@ -149,13 +162,13 @@ class StoredRoutes:
         return _json(page(raw_request, stored.input[::-1], MAX_LISTED))
 
 
-def add_routes(routes: Routes, served_models: ServedModels, store: ResponseStore | None) -> None:
-    """Add the routes of OpenAI's Responses API.
+def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | None) -> None:
+    """Add the routes of OpenAI's Responses and Conversations APIs.
 
     Args:
-        store: where responses are kept; None where they are not.
+        stores: where responses and conversations are kept; None where they are not.
     """
-    endpoints = ResponsesRoutes(served_models, store)
+    endpoints = ResponsesRoutes(served_models, stores)
     for path, endpoint, request in (
         ("/v1/responses", endpoints.create, ResponsesRequest),
         ("/v1/responses/input_tokens", endpoints.count_input_tokens, CountTokensRequest),
@@ -163,9 +176,10 @@ def add_routes(routes: Routes, served_models: ServedModels, store: ResponseStore
         schema = reference(request, SCHEMA_PREFIX)
         described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
         routes.add(path, endpoint, method="POST", described=described)
-    if store is None:
+    if stores is None:
         return
-    stored = StoredRoutes(store, endpoints.background)
+    conversations.add_routes(routes, served_models, stores.conversations, SCHEMA_PREFIX)
+    stored = StoredRoutes(stores.responses, endpoints.background)
     add = partial(routes.add, described=operation(OBJECT, reference(ErrorResponse)))
     add("/v1/responses/{name}", stored.retrieve, summary="A stored response")
     add("/v1/responses/{name}", stored.delete, method="DELETE", summary="Delete a stored response")

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.core import Failure, PenstockError
+from penstock.core.errors import invalid
 from penstock.engine.service.client import STOPPING
 from penstock.serve.http.reply import INTERNAL, RequestLimiter
 
 from .handler import Document, ResponseHandler
-from .requests import CountTokensRequest, Item
+from .items import conversation_items
+from .requests import CountTokensRequest, Item, conversation_of
 
 if TYPE_CHECKING:  # what it imports may not be installed
+    from penstock.serve.storage.conversations import ConversationStore
     from penstock.serve.storage.responses import ResponseStore
 
 BEAT_INTERVAL = 2.0
 """Seconds between two signs of life of a background response."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=CountTokensRequest)
+
+
+class Stores(NamedTuple):
+    """Where responses and conversations are kept."""
+
+    responses: ResponseStore
+    conversations: ConversationStore
 
 
 def input_items(request: CountTokensRequest, name: str) -> list[Document]:
@@ -37,18 +47,23 @@ def input_items(request: CountTokensRequest, name: str) -> list[Document]:
     ]
 
 
-async def with_conversation(request: T, size: int, store: ResponseStore, owner: str) -> tuple[T, int]:
-    """The request with the conversation of ``previous_response_id`` before its input, and about how many characters it
-    has then.
+async def with_conversation(request: T, size: int, stores: Stores, owner: str) -> tuple[T, int]:
+    """The request with the items of its ``conversation``, or of ``previous_response_id``, before its input, and about
+    how many characters it has then.
 
     Args:
         size: about how many characters the request has.
 
-    Raises as ``ResponseStore.conversation``.
+    Raises as ``ResponseStore.conversation`` and ``ConversationStore.items``, and ``invalid`` where it has both.
     """
-    if request.previous_response_id is None:
+    if conversation := conversation_of(request):
+        if request.previous_response_id is not None:
+            raise invalid("previous_response_id", "cannot be combined with conversation, which has all items")
+        before = await stores.conversations.items(owner, conversation)
+    elif request.previous_response_id is not None:
+        before = await stores.responses.conversation(owner, request.previous_response_id)
+    else:
         return request, size
-    before = await store.conversation(owner, request.previous_response_id)
 
     def joined() -> tuple[T, int]:
         items = [*before, *input_items(request, "")]
@@ -59,28 +74,49 @@ async def with_conversation(request: T, size: int, store: ResponseStore, owner: 
 
 
 class Keeper:
-    """Keeps the response of one request.
+    """Keeps what is to be kept of one request: its response, and in a conversation what was said.
 
     Args:
         items: its own input.
+        stores_response: whether the response itself is kept.
+        conversation: the conversation to which input and output are added.
     """
 
-    def __init__(self, store: ResponseStore, owner: str, items: list[Document]) -> None:
-        self.store = store
+    def __init__(
+        self, stores: Stores, owner: str, items: list[Document], stores_response: bool, conversation: str | None
+    ) -> None:
+        self.store = stores.responses
         self.owner = owner
+        self.stores_response = stores_response
+        self._conversations = stores.conversations
         self._items = items
+        self._conversation = conversation
 
     async def __call__(self, document: Document) -> bool:
-        """Keep a finished response; returns False, and logs why, where that fails: the answer is there in any case."""
+        """Keep a finished response; returns whether it is stored, and logs where that fails: the answer is there in any
+        case."""
+        await self.extend(document)
+        if not self.stores_response:
+            return False
         try:
             await self.add(document)
         except PenstockError as error:
-            logger.error("a response could not be stored: %s", error)
+            logger.warning("a response is not stored: %s", error)
             return False
         return True
 
     async def add(self, document: Document) -> None:
         await self.store.add(self.owner, document, self._items)
+
+    async def extend(self, document: Document) -> None:
+        """Add the request's input and a response's output to the conversation, if it has one."""
+        if self._conversation is None:
+            return
+        try:
+            items = conversation_items([*self._items, *document["output"]])
+            await self._conversations.append(self.owner, self._conversation, items)
+        except PenstockError as error:
+            logger.warning("a response is not added to its conversation: %s", error)
 
 
 class Background:
@@ -109,7 +145,9 @@ class Background:
         async def compute() -> None:
             with service.admit():
                 if await store.advance(owner, handler.pending("in_progress")):
-                    await store.advance(owner, await handler.document())
+                    document = await handler.document()
+                    if await store.advance(owner, document):
+                        await keeper.extend(document)
 
         work = asyncio.create_task(compute())
         try:

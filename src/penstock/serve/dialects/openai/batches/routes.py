@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
 import msgspec
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
@@ -41,6 +41,13 @@ FORM_OVERHEAD = 2**16
 READ_SIZE = 2**20
 
 
+class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """When a file expires."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=3600, le=30 * DAY)]
+
+
 class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A batch of requests, each a line of a file."""
 
@@ -48,8 +55,8 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
-    output_expires_after: dict[str, Any] | None = None
-    """No effect: storage_retention is how long files are kept."""
+    output_expires_after: ExpiresAfter | None = None
+    """Of the files of results; at most ``storage_retention``."""
 
 
 SCHEMAS = (BatchRequest,)
@@ -77,7 +84,8 @@ class FileRoutes:
                 raise invalid("file", "is missing")
             if not isinstance(purpose, str) or not purpose:
                 raise invalid("purpose", "is missing; it is batch for requests")
-            stored = await self._files.add(_tenant(raw_request), file.filename or "file", purpose, _pieces(file))
+            lifetime, name, size = _lifetime(form), file.filename or "file", file.size or 0
+            stored = await self._files.add(_tenant(raw_request), name, purpose, size, _pieces(file), lifetime)
         finally:
             await form.close()
         return _json(stored)
@@ -147,6 +155,7 @@ class BatchRoutes:
             **times,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": request.metadata,
+            "output_expires_after": msgspec.to_builtins(request.output_expires_after),
         }
         await self._batches.add(tenant, document)
         self._worker.wake()
@@ -198,6 +207,20 @@ def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> No
     add("/v1/batches", of_batches.list, summary="The batches")
     add("/v1/batches/{name}", of_batches.retrieve, summary="A batch")
     add("/v1/batches/{name}/cancel", of_batches.cancel, method="POST", summary="Cancel a batch")
+
+
+def _lifetime(form: FormData) -> int | None:
+    """The seconds of a form's ``expires_after``; None where it has none. Raises ``PenstockError`` (``invalid``) where
+    they are wrong."""
+    given = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
+    if set(given.values()) == {None}:
+        return None
+    try:
+        return msgspec.convert({**given}, ExpiresAfter, strict=False).seconds
+    except msgspec.ValidationError as error:
+        raise invalid(
+            "expires_after", f"{error}; it has anchor=created_at, and seconds from 3600 to {30 * DAY}"
+        ) from error
 
 
 async def _pieces(file: UploadFile) -> AsyncIterator[bytes]:

@@ -124,7 +124,7 @@ class BatchWorker:
         if end is None:
             return  # the engine is gone; this or another process goes on
         await self._set(name, "finalizing")
-        await self._finish(owner, name, path, end)
+        await self._finish(owner, document, path, end)
 
     async def _answer(
         self, owner: str, document: Document, source: Path, results: Results, state: BatchState
@@ -162,15 +162,17 @@ class BatchWorker:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _finish(self, owner: str, name: str, path: Path, end: str) -> None:
+    async def _finish(self, owner: str, document: Document, path: Path, end: str) -> None:
         """Make the files of results and errors, and end the batch."""
+        name, expires = document["id"], document.get("output_expires_after") or {}
         good, bad = self._files.path(f"file-{name}-output"), self._files.path(f"file-{name}-errors")
         sizes = await asyncio.to_thread(_split, path, good, bad)
         made: dict[str, str] = {}
         for field, file, size in zip(("output_file_id", "error_file_id"), (good, bad), sizes, strict=True):
             if size:
                 purpose = "batch_output"
-                stored = await self._files.register(owner, file.name, f"{name}_{field[:-8]}.jsonl", purpose, size)
+                filename, lifetime = f"{name}_{field[:-8]}.jsonl", expires.get("seconds")
+                stored = await self._files.register(owner, file.name, filename, purpose, size, lifetime)
                 made[field] = stored.id
         await self._set(name, end, **made)
         path.unlink(missing_ok=True)

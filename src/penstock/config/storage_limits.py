@@ -1,0 +1,35 @@
+"""Limits of what is stored: ``--storage-quota`` and ``--storage-limit``."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from penstock.core.errors import invalid
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class StorageLimits(NamedTuple):
+    """The most of each that may be stored; None is no limit."""
+
+    bytes: int | None = None
+    """Of files, responses and conversations together."""
+    files: int | None = None
+    responses: int | None = None
+    conversations: int | None = None
+    batches: int | None = None
+    """Batches that have not ended."""
+
+
+def storage_limits(text: str, field: str) -> StorageLimits:
+    """Read limits such as ``bytes=10G,files=1000``. Raises ``PenstockError`` (``invalid``) where they are wrong."""
+    limits: dict[str, int] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = entry.partition("=")
+        found = re.fullmatch(r"(\d{1,15})([KMGT]?)", number)
+        if name not in StorageLimits._fields or not found:
+            names = ", ".join(StorageLimits._fields)
+            raise invalid(field, f"{entry!r} is not a limit such as bytes=10G (10 × 2³⁰) or files=1000; names: {names}")
+        limits[name] = int(found[1]) * UNITS[found[2]]
+    return StorageLimits(**limits)

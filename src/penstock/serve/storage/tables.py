@@ -1,0 +1,72 @@
+"""The database's tables. Times are in seconds since 1970, sizes in bytes."""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, BigInteger, Column, Float, Index, Integer, MetaData, String, Table
+
+METADATA = MetaData()
+RESPONSES = Table(
+    "responses",
+    METADATA,
+    Column("id", String(160), primary_key=True),
+    Column("owner", String(64), nullable=False),
+    Column("previous", String(160), nullable=False),
+    Column("expires", Float, nullable=False),
+    Column("beat", Float, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("document", JSON, nullable=False),
+    Column("input", JSON, nullable=False),
+    Column("size", BigInteger, nullable=False, server_default="0"),
+    Index("responses_expires", "expires"),
+    Index("responses_use", "owner", "expires", "size"),
+)
+"""``document`` is the response object, whose status is in ``status``, too; ``input`` the items of its own request,
+without those of the responses before it; ``size`` that of both; ``beat`` when the process that computes it last said
+so."""
+CONVERSATIONS = Table(
+    "conversations",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("owner", String(64), nullable=False),
+    Column("created", Float, nullable=False),
+    Column("expires", Float, nullable=False),
+    Column("metadata", JSON, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Index("conversations_use", "owner", "expires", "size"),
+)
+"""``size`` is that of its items."""
+CONVERSATION_ITEMS = Table(
+    "conversation_items",
+    METADATA,
+    Column("position", Integer, primary_key=True, autoincrement=True),
+    Column("conversation", String(64), nullable=False),
+    Column("id", String(160), nullable=False),
+    Column("document", JSON, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Index("conversation_items_of", "conversation", "id"),
+)
+FILES = Table(
+    "files",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("owner", String(64), nullable=False),
+    Column("created", Float, nullable=False),
+    Column("expires", Float, nullable=False),
+    Column("name", String(1024), nullable=False),
+    Column("purpose", String(64), nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Index("files_use", "owner", "expires", "size"),
+)
+BATCHES = Table(
+    "batches",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("owner", String(64), nullable=False),
+    Column("created", Float, nullable=False),
+    Column("expires", Float, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("document", JSON, nullable=False),
+)
+"""``document`` is the batch object, without its status."""
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+"""Statuses of batches that are not finished."""

@@ -1,0 +1,124 @@
+"""How much is stored, and whether there is room for more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from sqlalchemy import ColumnElement, Connection, Table, func, select
+
+from penstock.config.storage_limits import StorageLimits
+from penstock.core import Code, PenstockError
+
+from .database import Database
+from .tables import BATCHES, CONVERSATIONS, FILES, OPEN, RESPONSES
+
+SIZED = {"files": FILES, "responses": RESPONSES, "conversations": CONVERSATIONS}
+"""Tables whose rows have a size, by name of the limit."""
+DESCRIPTIONS = {
+    "bytes": "Bytes of files, responses and conversations that are stored.",
+    "files": "Files that are stored.",
+    "responses": "Responses that are stored.",
+    "conversations": "Conversations that are stored.",
+    "batches": "Batches that have not ended.",
+}
+MAX_AGE = 5.0
+"""Seconds for which what was counted for metrics is told again."""
+
+
+class Quotas:
+    """Limits of what may be stored.
+
+    Args:
+        each: of each owner.
+        total: of all together.
+        refused: called with the limit's name where one is exceeded.
+    """
+
+    def __init__(self, each: StorageLimits, total: StorageLimits, refused: Callable[[str], None]) -> None:
+        self._each = each
+        self._total = total
+        self._refused = refused
+
+    def check(self, connection: Connection, owner: str, field: str, **more: int) -> None:
+        """Check that there is room for more.
+
+        Args:
+            field: of the request, for the error.
+            more: how much of what, by the names of ``StorageLimits``.
+
+        Raises ``PenstockError``: ``overloaded`` for batches, as some will end; ``invalid`` otherwise, as in OpenAI's
+        API: repeating the request does not help.
+        """
+        for limits, of, option in (
+            (self._each, owner, "storage_quota of each API key"),
+            (self._total, None, "storage_limit of the server"),
+        ):
+            for name, count in more.items():
+                limit: int | None = getattr(limits, name)
+                if limit is None or (used := _used(connection, name, of)) + count <= limit:
+                    continue
+                self._refused(name)
+                state = f"the {option} is {limit} {name}, of which {used} are used"
+                if name == "batches":
+                    raise PenstockError(Code.OVERLOADED, f"{field}: {state}; wait until one has ended", field, limit)
+                words = f"{field}: {state}, and {count} more do not fit; delete some, or wait until they expire"
+                raise PenstockError(Code.INVALID, words, field, limit, used + count)
+
+
+class Usage:
+    """Metrics of what is stored, by tenant."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._counted = (0.0, list[Metric]())
+
+    async def metrics(self) -> list[Metric]:
+        """Raises ``PenstockError`` (``unavailable``) where the database does not answer."""
+        if time.monotonic() - self._counted[0] > MAX_AGE or not self._counted[1]:
+            self._counted = time.monotonic(), await self._database.run(_count)
+        return self._counted[1]
+
+
+class _Row(NamedTuple):
+    owner: str
+    number: int
+    size: int
+
+
+def _used(connection: Connection, name: str, owner: str | None) -> int:
+    """How much of ``name`` an owner has; None is all together."""
+    if name == "batches":
+        where = [BATCHES.c.status.in_(OPEN), *([] if owner is None else [BATCHES.c.owner == owner])]
+        return int(connection.execute(select(func.count()).select_from(BATCHES).where(*where)).scalar_one())
+    if name == "bytes":
+        return sum(_total(connection, table, func.sum(table.c.size), owner) for table in SIZED.values())
+    return _total(connection, SIZED[name], func.count(), owner)
+
+
+def _total(connection: Connection, table: Table, figure: ColumnElement[int], owner: str | None) -> int:
+    where = [table.c.expires >= time.time(), *([] if owner is None else [table.c.owner == owner])]
+    return int(connection.execute(select(figure).select_from(table).where(*where)).scalar() or 0)
+
+
+def _count(connection: Connection) -> list[Metric]:
+    rows: dict[str, list[_Row]] = {}
+    for name, table in SIZED.items():
+        figures = select(table.c.owner, func.count(), func.sum(table.c.size)).where(table.c.expires >= time.time())
+        rows[name] = [_Row(*row) for row in connection.execute(figures.group_by(table.c.owner))]
+    pending = select(BATCHES.c.owner, func.count(), func.count()).where(BATCHES.c.status.in_(OPEN))
+    rows["batches"] = [_Row(*row) for row in connection.execute(pending.group_by(BATCHES.c.owner))]
+    sizes: dict[str, int] = {}
+    for row in (row for name in SIZED for row in rows[name]):
+        sizes[row.owner] = sizes.get(row.owner, 0) + int(row.size)
+    counts = {name: {row.owner: row.number for row in found} for name, found in rows.items()}
+    return [_gauge(name, about, (counts | {"bytes": sizes})[name].items()) for name, about in DESCRIPTIONS.items()]
+
+
+def _gauge(name: str, about: str, values: Iterable[tuple[str, int]]) -> Metric:
+    family = GaugeMetricFamily(f"penstock:storage_{name}", about, labels=["tenant"])
+    for owner, value in values:
+        family.add_metric([owner], value)
+    return family

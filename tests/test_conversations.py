@@ -1,0 +1,162 @@
+"""OpenAI's conversations, by its own client: items that the server keeps, and requests that name them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from serving import Served
+
+CAPITAL, ANSWER = "What is the capital of Canada?", "Ottawa"
+PLAIN: dict[str, Any] = {"model": "default", "temperature": 0, "max_output_tokens": 60}
+KEYS = ("first key", "second key")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("storage")
+    flags = ["--api-key", ",".join(KEYS), "--storage-dir", str(folder), "--api-server-count", "2"]
+    with Served(*flags, "--num-gpu-blocks-override", "400", "--max-num-seqs", "4") as server:
+        yield server
+
+
+def client_of(server: Served, key: str = KEYS[0]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key=key, max_retries=0)
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    return client_of(served)
+
+
+def texts(client: openai.OpenAI, conversation: str) -> list[tuple[str, str]]:
+    """Role and text of its messages, the oldest first."""
+    items: Any = client.conversations.items.list(conversation, order="asc", limit=3)
+    return [(item.role, item.content[0].text) for item in items if item.type == "message"]
+
+
+@pytest.mark.row("responses", "conversation")
+@pytest.mark.parametrize("how", ["whole", "streamed", "background"])
+def test_responses_share_a_conversation(client: openai.OpenAI, how: str) -> None:
+    conversation = client.conversations.create(metadata={"topic": "capitals"})
+
+    def ask(question: str, **fields: Any) -> Response:
+        asked = {**PLAIN, "input": question, "conversation": conversation.id, **fields}
+        if how == "streamed":
+            *_, last = client.responses.create(**asked, stream=True)
+            return last.response  # type: ignore[no-any-return]
+        response: Response = client.responses.create(**asked, background=how == "background")
+        deadline = time.monotonic() + 60
+        while response.status in ("queued", "in_progress"):
+            assert time.monotonic() < deadline
+            response = client.responses.retrieve(response.id)
+        return response
+
+    first = ask(CAPITAL)
+    assert first.conversation and first.conversation.id == conversation.id
+    if how == "background":  # it is told as finished just before
+        deadline = time.monotonic() + 30
+        while len(texts(client, conversation.id)) < 2:
+            assert time.monotonic() < deadline
+    assert texts(client, conversation.id) == [("user", CAPITAL), ("assistant", first.output_text)]
+    counted = client.responses.input_tokens.count(
+        model="default", input="What did I ask?", conversation={"id": conversation.id}
+    )
+    second = ask("What did I ask?", conversation={"id": conversation.id})
+    said: list[Any] = [{"role": "user", "content": CAPITAL}, {"role": "assistant", "content": first.output_text}]
+    whole = client.responses.create(**PLAIN, input=[*said, {"role": "user", "content": "What did I ask?"}], store=False)
+    assert whole.usage and second.usage and whole.usage.input_tokens == second.usage.input_tokens
+    assert counted.input_tokens == second.usage.input_tokens and whole.output_text == second.output_text
+    if how != "background":
+        assert len(texts(client, conversation.id)) == 4
+
+
+@pytest.mark.row("responses", "conversations.create", "retrieve", "update", "delete", "conversations.items")
+def test_a_conversation_and_its_items(client: openai.OpenAI) -> None:
+    begun = client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "One."}], metadata={"topic": "demo"}
+    )
+    assert begun.id.startswith("conv_") and begun.object == "conversation" and begun.metadata == {"topic": "demo"}
+    assert client.conversations.retrieve(begun.id) == begun
+    assert client.conversations.update(begun.id, metadata={"topic": "other"}).metadata == {"topic": "other"}
+    more: Any = [
+        {"type": "message", "role": "assistant", "content": "Two."},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+    ]
+    added = client.conversations.items.create(begun.id, items=more)
+    assert [item.type for item in added.data] == ["message", "function_call", "function_call_output"]
+    assert (added.first_id, added.last_id) == (added.data[0].id, added.data[-1].id)
+    listed = list(client.conversations.items.list(begun.id, limit=2))  # in pages, the newest first
+    assert [item.type for item in listed] == ["function_call_output", "function_call", "message", "message"]
+    assert texts(client, begun.id) == [("user", "One."), ("assistant", "Two.")]
+    call: Any = client.conversations.items.retrieve(added.data[1].id or "", conversation_id=begun.id)
+    assert (call.name, call.status) == ("f", "completed")
+    assert client.conversations.items.delete(added.data[0].id or "", conversation_id=begun.id).id == begun.id
+    assert texts(client, begun.id) == [("user", "One.")]
+    with pytest.raises(openai.NotFoundError, match="has no item"):
+        client.conversations.items.retrieve(added.data[0].id or "", conversation_id=begun.id)
+    assert client.conversations.delete(begun.id).deleted
+    for gone in (
+        lambda: client.conversations.retrieve(begun.id),
+        lambda: client.conversations.items.list(begun.id),
+        lambda: client.responses.create(**PLAIN, input="?", conversation=begun.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="there is no conversation"):
+            gone()
+
+
+def test_tools_go_on_in_a_conversation(client: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": parameters, "strict": False}
+    asked: dict[str, Any] = {**PLAIN, "tools": [tool], "conversation": client.conversations.create().id}
+    (call,) = client.responses.create(**asked, input="What is the weather in Paris?").output
+    assert call.type == "function_call"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 21}'}
+    assert "21" in client.responses.create(**asked, input=[result]).output_text
+
+
+def test_what_was_said_is_kept_where_the_response_is_not(client: openai.OpenAI) -> None:
+    conversation = client.conversations.create().id
+    response = client.responses.create(**PLAIN, input=CAPITAL, conversation=conversation, store=False)
+    assert response.store is False and len(texts(client, conversation)) == 2
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+
+
+def test_what_is_wrong_with_a_conversation(client: openai.OpenAI, served: Served) -> None:
+    conversation = client.conversations.create().id
+    kept = client.responses.create(**PLAIN, input=CAPITAL)
+    user = {"type": "message", "role": "user", "content": "x"}
+    for call, words in (
+        (lambda: client.conversations.create(items=[user] * 21), "items"),  # type: ignore[list-item]
+        (lambda: client.conversations.create(metadata={"k": "v" * 513}), "metadata"),
+        (lambda: client.conversations.items.create(conversation, items=[]), "items"),
+        (
+            lambda: client.conversations.items.create(conversation, items=[{"type": "web_search_call"}]),  # type: ignore[typeddict-item]
+            r"items\[0\].type: web_search_call is not supported",
+        ),
+        (
+            lambda: client.responses.create(
+                **PLAIN, input="?", conversation=conversation, previous_response_id=kept.id
+            ),
+            "cannot be combined with conversation",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            call()  # type: ignore[no-untyped-call]
+    with pytest.raises(openai.NotFoundError):  # another key's
+        client_of(served, KEYS[1]).conversations.retrieve(conversation)
+
+
+def test_without_storage() -> None:
+    with Served("--num-gpu-blocks-override", "100") as server:
+        client = client_of(server, "none")
+        with pytest.raises(openai.NotFoundError):
+            client.conversations.create()
+        with pytest.raises(openai.BadRequestError, match=r"conversation: .*--storage-dir"):
+            client.responses.create(**PLAIN, input="?", conversation="conv_1")

@@ -1,0 +1,188 @@
+"""What each API key and all together may have stored, how long it is kept, and what metrics tell of it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Served
+
+ENDED = ("completed", "cancelled", "failed")
+KEYS = ("first key", "second key")
+PLAIN: dict[str, Any] = {"model": "default", "temperature": 0, "max_output_tokens": 8, "input": "Hello."}
+QUOTA = "bytes=40K,files=2,responses=3,conversations=1,batches=1"
+BODY = b'{"prompt":"Hi","max_tokens":1500,"ignore_eos":true}'
+LINE = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":' + BODY + b"}"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("storage")
+    flags = ["--api-key", ",".join(KEYS), "--storage-dir", str(folder), "--api-server-count", "2"]
+    flags += ["--storage-quota", QUOTA, "--storage-limit", "files=3"]
+    with Served(*flags, "--num-gpu-blocks-override", "400", "--max-num-seqs", "2") as server:
+        yield server
+
+
+@pytest.fixture
+def clients(served: Served) -> Iterator[list[openai.OpenAI]]:
+    """One for each key; what they have stored is removed afterwards."""
+    found = [openai.OpenAI(base_url=served.url, api_key=key, max_retries=0) for key in KEYS]
+    yield found
+    for client in found:
+        for batch in client.batches.list():
+            if batch.status in ("validating", "in_progress"):
+                client.batches.cancel(batch.id)
+        until(lambda client=client: all(batch.status in ENDED for batch in client.batches.list()))  # type: ignore[misc]
+        for file in client.files.list():
+            client.files.delete(file.id)
+
+
+def upload(client: openai.OpenAI, content: bytes = b"x", **fields: Any) -> Any:
+    return client.files.create(file=("in.jsonl", content), purpose="batch", **fields)
+
+
+def stored(served: Served) -> dict[str, list[float]]:
+    """Values of the metrics, of each tenant, the largest first."""
+    page = httpx.get(f"{served.root}/metrics").text
+    families = {one.name.removeprefix("penstock:storage_"): one for one in text_string_to_metric_families(page)}
+    return {name: sorted((s.value for s in one.samples), reverse=True) for name, one in families.items()}
+
+
+def until(wanted: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not wanted():
+        assert time.monotonic() < deadline
+
+
+def test_files(clients: list[openai.OpenAI], served: Served) -> None:
+    """Refused as OpenAI does: with 400, which its client does not repeat."""
+    mine, other = clients
+    first, _ = upload(mine, b"x" * 1000), upload(mine)
+    with pytest.raises(openai.BadRequestError, match="storage_quota of each API key is 2 files, of which 2 are used"):
+        upload(mine)
+    upload(other)
+    with pytest.raises(openai.BadRequestError, match="storage_limit of the server is 3 files"):
+        upload(other)
+    until(lambda: stored(served)["files"] == [2, 1])
+    assert stored(served)["bytes"] == [1001, 1]
+    mine.files.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="40960 bytes, of which 1 are used, and 40960 more do not fit"):
+        upload(mine, b"x" * 40_960)
+    upload(mine, b"x" * 40_959)
+
+
+def test_responses(clients: list[openai.OpenAI]) -> None:
+    """Who asks for a response to be stored is refused; who does not ask is answered all the same."""
+    mine, other = clients
+    kept = [mine.responses.create(**PLAIN) for _ in range(3)]
+    assert all(response.store for response in kept)
+    for asks in ({"store": True}, {"background": True}):
+        with pytest.raises(openai.BadRequestError, match="store: the storage_quota of each API key is 3 responses"):
+            mine.responses.create(**PLAIN, **asks)
+    answered = mine.responses.create(**PLAIN)
+    assert answered.output_text == kept[0].output_text and answered.store is False
+    *_, last = mine.responses.create(**PLAIN, stream=True)
+    assert last.response.store is False  # type: ignore[union-attr]
+    assert other.responses.create(**PLAIN).store
+    mine.responses.delete(kept[0].id)
+    assert mine.responses.create(**PLAIN, store=True).store
+
+
+def test_conversations(clients: list[openai.OpenAI], served: Served) -> None:
+    mine, _ = clients
+    conversation = mine.conversations.create().id
+    with pytest.raises(openai.BadRequestError, match="1 conversations"):
+        mine.conversations.create()
+    long: Any = {"type": "message", "role": "user", "content": "x" * 41_000}
+    with pytest.raises(openai.BadRequestError, match=r"conversation: .* 40960 bytes"):
+        mine.conversations.items.create(conversation, items=[long])
+    assert stored(served)["refusals"]
+    mine.conversations.delete(conversation)
+    mine.conversations.create()
+
+
+def test_batches_that_have_not_ended(clients: list[openai.OpenAI]) -> None:
+    """Told as too many requests: one of them will end."""
+    mine, other = clients
+    asked: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    file = upload(mine, LINE)
+    first = mine.batches.create(input_file_id=file.id, **asked)
+    with pytest.raises(openai.RateLimitError, match="1 batches, of which 1 are used; wait until one has ended"):
+        mine.batches.create(input_file_id=file.id, **asked)
+    other.batches.create(input_file_id=upload(other, LINE).id, **asked)
+    mine.batches.cancel(first.id)
+    until(lambda: mine.batches.retrieve(first.id).status == "cancelled")
+    mine.batches.create(input_file_id=file.id, **asked)
+
+
+def test_files_expire_when_they_are_told_to(clients: list[openai.OpenAI]) -> None:
+    mine, _ = clients
+    file = upload(mine, LINE, expires_after={"anchor": "created_at", "seconds": 3600})
+    assert file.expires_at == file.created_at + 3600
+    later = upload(mine, b"x")
+    assert later.expires_at == later.created_at + 30 * 86_400
+    mine.files.delete(later.id)
+    for wrong in (
+        {"anchor": "created_at", "seconds": 60},
+        {"anchor": "never", "seconds": 3600},
+        {"anchor": "created_at"},
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"expires_after: .*seconds from 3600 to 2592000"):
+            upload(mine, expires_after=wrong)
+    line = LINE.replace(b"1500", b"2")
+    batch = mine.batches.create(
+        input_file_id=upload(mine, line).id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        output_expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+    until(lambda: mine.batches.retrieve(batch.id).status == "completed")
+    output = mine.files.retrieve(mine.batches.retrieve(batch.id).output_file_id or "")
+    assert output.expires_at == output.created_at + 7200
+
+
+def test_what_has_expired_is_removed(tmp_path: Path) -> None:
+    """Rows and contents, by a server that is asked for nothing; a database of an earlier version has no sizes."""
+    flags = ("--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")
+    with Served(*flags) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        upload(client)
+        client.responses.create(**PLAIN)
+        client.conversations.create(items=[{"type": "message", "role": "user", "content": "One."}])
+    tables = ("files", "responses", "conversations", "conversation_items")
+    with sqlite3.connect(tmp_path / "penstock.db") as database:
+        database.execute("drop index responses_use")
+        database.execute("alter table responses drop column size")
+        for table in tables[:3]:
+            assert database.execute(f"select count(*) from {table}").fetchone() == (1,)
+            database.execute(f"update {table} set expires = 1")
+    assert len(os.listdir(tmp_path / "files")) == 1
+
+    def left() -> int:
+        with sqlite3.connect(tmp_path / "penstock.db") as database:
+            return sum(database.execute(f"select count(*) from {table}").fetchone()[0] for table in tables)
+
+    with Served(*flags) as server:
+        until(lambda: left() == 0 and not os.listdir(tmp_path / "files"))
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        assert client.responses.create(**PLAIN).store
+        assert stored(server)["bytes"][0] > 100
+
+
+@pytest.mark.parametrize("limits", ["bytes=much", "rows=1", "files"])
+def test_limits_that_cannot_be_read(limits: str) -> None:
+    server = Served("--storage-quota", limits)
+    try:
+        server.find("storage_quota: .* is not a limit such as bytes=10G")
+        assert server.ended() != 0
+    finally:
+        server.kill()
