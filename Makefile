@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint docs docs-serve ask train clean
+.PHONY: serve test test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint docs docs-version docs-serve ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
@@ -89,6 +89,10 @@ lint: .venv/tools
 # (make docs-serve ARGS="--dev-addr localhost:9000").
 docs: .venv/docs
 	$(BIN)/python scripts/docs build
+
+# The same among the versions in build/versions, which is what a host serves: make docs-version VERSION=1.2
+docs-version: .venv/docs
+	$(BIN)/python scripts/docs build --version $(VERSION)
 
 docs-serve: .venv/docs
 	@exec $(BIN)/python scripts/docs serve $(ARGS)

@@ -144,6 +144,14 @@ def run_shell(code: str, folder: Path) -> str:
     return ran.stdout
 
 
+@pytest.mark.parametrize("page", sorted(path.name for path in (DOCS / "cookbook").glob("*.md")))
+def test_chinese_pages_have_the_same_code(page: str) -> None:
+    """So that it has run, too, and can be copied from either."""
+    english, chinese = DOCS / "cookbook" / page, DOCS / "zh/cookbook" / page
+    assert blocks(chinese) == blocks(english)
+    assert f"](../zh/cookbook/{page})" in english.read_text() and f"](../../cookbook/{page})" in chinese.read_text()
+
+
 def test_every_example_is_run() -> None:
     """Python has what it prints below it."""
     for page in PAGES:

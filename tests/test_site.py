@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -107,19 +109,76 @@ def test_generated_pages_are_complete(site: dict[Path, Page]) -> None:
     assert "&gt;&gt;&gt; " in python or 'class="gp"' in python, "examples are code"
 
 
-@pytest.fixture(scope="module")
-def address(site: dict[Path, Page]) -> Iterator[str]:
+@contextmanager
+def hosted(folder: Path) -> Iterator[str]:
+    """The address at which a folder is served."""
+
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def address(site: dict[Path, Page]) -> Iterator[str]:
+    with hosted(SITE) as found:
+        yield found
+
+
+def test_each_page_leads_to_its_translation(site: dict[Path, Page]) -> None:
+    """And Chinese pages say that they are Chinese."""
+    for path, page in site.items():
+        name = path.relative_to(SITE).as_posix()
+        if name == "404.html":
+            continue
+        chinese = name.startswith("zh/")
+        assert f'<html lang="{"zh" if chinese else "en"}"' in page.text
+        other = SITE / (name.removeprefix("zh/") if chinese else f"zh/{name}")
+        (link,) = re.findall(r'<a class="md-header__button" href="([^"]+)" hreflang', page.text)
+        target = (path.parent / link / "index.html").resolve()
+        assert target == (other if other.exists() else SITE / "zh/index.html"), name
+
+
+def test_versions(site: dict[Path, Page], tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts/docs"))
+    try:
+        from versions import add_version
+    finally:
+        sys.path.pop(0)
+    for version in ("0.9", "0.10", "0.9"):  # an older one is made again
+        add_version(SITE, tmp_path, version)
+    listed = json.loads((tmp_path / "versions.json").read_text())
+    assert [(one["version"], one["aliases"]) for one in listed] == [("0.10", ["latest"]), ("0.9", [])]
+    with pytest.raises(SystemExit, match="not a version"):
+        add_version(SITE, tmp_path, "../elsewhere")
+    if CHROMIUM is None:
+        return
+    from playwright.sync_api import sync_playwright
+
+    with hosted(tmp_path) as root, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(root)
+        page.wait_for_url(f"{root}latest/")
+        page.goto(f"{root}0.9/cookbook/qwen3/")
+        page.get_by_text("older version").wait_for()
+        page.locator(".md-version__current").hover(force=True)  # the list comes over it
+        page.locator(".md-version__link", has_text="0.10").click()
+        page.wait_for_url(f"{root}0.10/")
+        page.goto(f"{root}0.10/cookbook/qwen3/")
+        page.locator(".md-header a[hreflang=zh]").click()
+        page.wait_for_url(f"{root}0.10/zh/cookbook/qwen3/")
+        assert not page.get_by_text("旧版本").is_visible()
+        browser.close()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")

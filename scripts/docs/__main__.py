@@ -1,4 +1,5 @@
 """The site of the documents: ``python scripts/docs build`` writes build/site, ``serve`` shows it and follows changes.
+``build --version 1.2`` also puts it among the versions in build/versions, which are a site of their own.
 
 Zensical makes the site. It has no hooks, so that what is not a file of docs/ is written before it runs, to build/docs.
 """
@@ -15,6 +16,8 @@ from options_page import options_page
 from pages import BUILT, ROOT, copy_pages, newest, write
 from python_page import python_page
 from routes_page import routes_page
+from theme import write_theme
+from versions import add_version
 
 ZENSICAL = [sys.executable, "-m", "zensical"]
 
@@ -25,14 +28,22 @@ def write_pages() -> None:
     write("reference/options.md", options_page())
     write("reference/routes.md", routes_page())
     write("reference/python.md", python_page())
+    write_theme()
 
 
-def build() -> int:
-    """Build the site anew; returns 1 where it has a warning."""
+def build(version: str = "") -> int:
+    """Build the site anew; returns 1 where it has a warning.
+
+    Args:
+        version: under which it is put in build/versions; empty for nowhere.
+    """
     for folder in (BUILT, ROOT / "build/site"):
         shutil.rmtree(folder, ignore_errors=True)
     write_pages()
-    return subprocess.call([*ZENSICAL, "build", "--strict", "--clean"], cwd=ROOT)
+    status = subprocess.call([*ZENSICAL, "build", "--strict", "--clean"], cwd=ROOT)
+    if version and status == 0:
+        add_version(ROOT / "build/site", ROOT / "build/versions", version)
+    return status
 
 
 def serve(arguments: list[str]) -> int:
@@ -51,9 +62,10 @@ def serve(arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/docs", description=__doc__)
     parser.add_argument("command", choices=["build", "serve"])
+    parser.add_argument("--version", default="", help="with build: put the site under this version in build/versions")
     args, others = parser.parse_known_args()
     try:
-        return build() if args.command == "build" else serve(others)
+        return build(args.version) if args.command == "build" else serve(others)
     except KeyboardInterrupt:
         return 130
 

@@ -52,7 +52,12 @@ def copy_pages() -> None:
 
 def write(name: str, content: str | bytes) -> None:
     """Write a file of the site's pages, unless it has this content already."""
-    path, encoded = BUILT / name, content.encode() if isinstance(content, str) else content
+    write_file(BUILT / name, content)
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file, unless it has this content already."""
+    encoded = content.encode() if isinstance(content, str) else content
     if not path.exists() or path.read_bytes() != encoded:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded)

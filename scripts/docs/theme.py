@@ -1,0 +1,55 @@
+"""What the site adds to Zensical's theme: a switch between the languages of a page, and a note in older versions.
+
+The generator expects a site for each language; here a page of docs/zh/ translates that at its place in docs/.
+"""
+
+from __future__ import annotations
+
+import json
+
+from pages import BUILT, ROOT, write_file
+
+THEME = ROOT / "build/theme"
+CHINESE = "zh/"
+"""Where the addresses of Chinese pages begin."""
+LANGUAGE = """\
+{% set address = page.url if page else "" %}
+{% import "partials/languages/" ~ ("zh" if address is startingwith "zh/" else "en") ~ ".html" as lang %}
+{% macro t(key) %}{{ lang.t(key) or key }}{% endmacro %}
+"""
+SWITCH = """\
+{%% set translated = %s %%}
+{%% set address = page.url if page else "" %%}
+{%% if address is startingwith "zh/" %%}
+  {%% set link, code, name = address[3:], "en", "English" %%}
+{%% else %%}
+  {%% set link, code, name = ("zh/" ~ address if address in translated else "zh/"), "zh", "中文" %%}
+{%% endif %%}
+<a class="md-header__button" href="{{ (link or ".") | url }}" hreflang="{{ code }}" lang="{{ code }}">{{ name }}</a>
+"""
+MAIN = """\
+{% extends "base.html" %}
+{% block outdated %}
+  {% if page and page.url is startingwith "zh/" %}
+    这是旧版本的文档；最新版本可在页眉中选择。
+  {% else %}
+    This is the documentation of an older version; the header has the latest one.
+  {% endif %}
+{% endblock %}
+"""
+
+
+def write_theme() -> None:
+    """Write the templates, once all pages are written."""
+    chinese = sorted(path.relative_to(BUILT / CHINESE).as_posix() for path in (BUILT / CHINESE).rglob("*.md"))
+    if missing := [name for name in chinese if not (BUILT / name).exists()]:
+        raise SystemExit(f"docs/zh/{missing[0]} has no page in docs that it translates, to which the switch would lead")
+    addresses = [name.removesuffix(".md").removesuffix("index").rstrip("/") for name in chinese]
+    translated = [f"{address}/" if address else "" for address in addresses]
+    for name, text in (
+        ("partials/language.html", LANGUAGE),
+        ("partials/alternate.html", SWITCH % json.dumps(translated)),
+        ("main.html", MAIN),
+        ("partials/javascripts/outdated.html", ""),  # which fails without an absolute address; the bundle does the same
+    ):
+        write_file(THEME / name, text)
