@@ -1,7 +1,8 @@
-"""Prometheus' rules and Grafana's dashboard, by a real Prometheus that has scraped a real server."""
+"""Prometheus' rules and Grafana's dashboard: a real Prometheus that has scraped a real server, and Grafana's types."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -18,10 +19,9 @@ from serving import Served, free_ports
 
 ROOT = Path(__file__).parents[1]
 PROMETHEUS = shutil.which("prometheus")
-pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="needs Prometheus (Debian: apt install prometheus)")
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/penstock.json").read_text())
 VARIABLES = {"$model": ".*", "$job": ".*", "$__rate_interval": "1m"}
-WITHOUT_SAMPLES = ("spec_decode", "kv_transfer")
+WITHOUT_SAMPLES = ("spec_decode", "kv_transfer", "storage_refusals")
 """Parts of names of metrics that only servers with these features count."""
 
 
@@ -32,16 +32,21 @@ class NotReadyError(Exception):
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Prometheus that has scraped a server a few times, with requests in between."""
+    if PROMETHEUS is None:
+        pytest.skip("needs Prometheus (Debian: apt install prometheus)")
     folder = tmp_path_factory.mktemp("prometheus")
     (port,) = free_ports(1)
-    with Served() as server:
+    with Served("--storage-dir", str(folder / "stored")) as server:
+        form: dict[str, Any] = {"files": {"file": b"x"}, "data": {"purpose": "user_data"}}
+        httpx.post(f"{server.url}/files", **form).raise_for_status()
+        httpx.post(f"{server.url}/conversations", json={}).raise_for_status()
+        httpx.post(f"{server.url}/responses", json={"input": "a", "max_output_tokens": 1}).raise_for_status()
         config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["scrape_configs"][0]["static_configs"][0]["targets"] = [httpx.URL(server.root).netloc.decode()]
         shutil.copy(ROOT / "deploy/prometheus/alerts.yml", folder)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-        assert PROMETHEUS
         command = [PROMETHEUS, *flags, f"--web.listen-address=127.0.0.1:{port}"]
         with (folder / "log").open("w") as log, subprocess.Popen(command, stderr=log, stdout=log) as process:
             try:
@@ -71,6 +76,49 @@ def query(address: str, expression: str) -> list[Any]:
     assert answer.status_code == 200, (expression, answer.text)
     result: list[Any] = answer.json()["data"]["result"]
     return result
+
+
+def in_schema(dashboard: dict[str, Any]) -> dict[str, Any]:
+    """What Grafana's own types make of a dashboard: without fields that they do not have, its panels' options included.
+    They do not check values."""
+    types = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    pytest.importorskip("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    read = types.Dashboard.from_json(copy.deepcopy(dashboard))
+    result: dict[str, Any] = json.loads(encoder.JSONEncoder().encode(read))
+    return result
+
+
+def lost(before: Any, after: Any, path: str = "") -> list[str]:
+    """Paths of what is in ``before`` and not in ``after``."""
+    if isinstance(before, dict):
+        inner = [(key, value, after.get(key) if isinstance(after, dict) else None) for key, value in before.items()]
+        return [one for key, value, other in inner for one in lost(value, other, f"{path}.{key}")]
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return [one for i, pair in enumerate(zip(before, after, strict=True)) for one in lost(*pair, f"{path}[{i}]")]
+    return [] if before == after else [path]
+
+
+def test_the_dashboard_fits_grafanas_schema() -> None:
+    assert lost(DASHBOARD, in_schema(DASHBOARD)) == []
+    wrong = copy.deepcopy(DASHBOARD)
+    wrong["panels"][1]["options"]["colour"] = "value"
+    wrong["panels"][8]["fieldConfig"]["defaults"].setdefault("custom", {})["lineWidht"] = 2
+    assert lost(wrong, in_schema(wrong)) == [
+        ".panels[1].options.colour",
+        ".panels[8].fieldConfig.defaults.custom.lineWidht",
+    ]
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
 
 
 def test_every_panel_shows_something(prometheus: str) -> None:
