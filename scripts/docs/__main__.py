@@ -1,5 +1,6 @@
 """The site of the documents: ``python scripts/docs build`` writes build/site, ``serve`` shows it and follows changes.
 ``build --version 1.2`` also puts it among the versions in build/versions, which are a site of their own.
+``drawings`` writes those of docs/architecture.md, which are kept in docs/architecture.
 
 Zensical makes the site. It has no hooks, so that what is not a file of docs/ is written before it runs, to build/docs.
 """
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 
+from drawings import write_drawings
 from options_page import options_page
 from pages import BUILT, ROOT, copy_pages, newest, write
 from python_page import python_page
@@ -61,9 +63,12 @@ def serve(arguments: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/docs", description=__doc__)
-    parser.add_argument("command", choices=["build", "serve"])
+    parser.add_argument("command", choices=["build", "serve", "drawings"])
     parser.add_argument("--version", default="", help="with build: put the site under this version in build/versions")
     args, others = parser.parse_known_args()
+    if args.command == "drawings":
+        write_drawings()
+        return 0
     try:
         return build(args.version) if args.command == "build" else serve(others)
     except KeyboardInterrupt:
