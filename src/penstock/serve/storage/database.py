@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, select, text
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.schema import CreateColumn, CreateIndex, CreateTable
 
@@ -23,6 +23,9 @@ LOCK_TIMEOUT = 10.0
 """Seconds that a process waits while another one writes to SQLite."""
 THREADS = 4
 """Transactions of a process at a time; others wait, and hold up nothing else."""
+SCHEMA_LOCK, QUOTA_LOCK = 0x70656E73746F636B, 0x70656E73746F636C
+"""PostgreSQL's advisory locks, of those who make tables, and of those who check that there is room: numbers that no
+other application should take."""
 FILE = "penstock.db"
 PRIVATE = 0o600
 
@@ -41,7 +44,8 @@ class Database:
         try:
             self._engine = _open(options)
             with self._engine.begin() as connection:
-                for table in METADATA.sorted_tables:  # other processes may do the same now
+                lock(connection, SCHEMA_LOCK)  # two that make the same table at a time may fail
+                for table in METADATA.sorted_tables:
                     connection.execute(CreateTable(table, if_not_exists=True))
                     _add_new_columns(connection, table)
                     for index in table.indexes:
@@ -67,6 +71,13 @@ class Database:
     def _run(self, transaction: Callable[[Connection], T]) -> T:
         with self._engine.begin() as connection:
             return transaction(connection)
+
+
+def lock(connection: Connection, number: int) -> None:
+    """In PostgreSQL, wait until no other transaction has this lock, and hold it to the end of this one. SQLite has one
+    transaction at a time anyway; other databases do without."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(number)))
 
 
 def _add_new_columns(connection: Connection, table: Table) -> None:

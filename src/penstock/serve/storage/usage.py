@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Table, func, select
 from penstock.config.storage_limits import StorageLimits
 from penstock.core import Code, PenstockError
 
-from .database import Database
+from .database import QUOTA_LOCK, Database, lock
 from .tables import BATCHES, CONVERSATIONS, FILES, OPEN, RESPONSES
 
 SIZED = {"files": FILES, "responses": RESPONSES, "conversations": CONVERSATIONS}
@@ -52,6 +52,8 @@ class Quotas:
         Raises ``PenstockError``: ``overloaded`` for batches, as some will end; ``invalid`` otherwise, as in OpenAI's
         API: repeating the request does not help.
         """
+        if any(getattr(limits, name) is not None for limits in (self._each, self._total) for name in more):
+            lock(connection, QUOTA_LOCK)
         for limits, of, option in (
             (self._each, owner, "storage_quota of each API key"),
             (self._total, None, "storage_limit of the server"),
