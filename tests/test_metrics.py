@@ -31,21 +31,19 @@ PANELS = {
 """What the panels of vLLM's dashboard show, but for its two panels of gauges."""
 VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info "
-    "kv_offload_cpu_cache_usage_perc",
-    "counter": "num_preemptions prompt_tokens prompt_tokens_cached generation_tokens request_success "
-    "prefix_cache_queries prefix_cache_hits external_prefix_cache_queries external_prefix_cache_hits mm_cache_queries "
-    "mm_cache_hits spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
-    "spec_decode_num_accepted_tokens_per_pos",
+    "num_requests_waiting_by_reason engine_sleep_state kv_offload_cpu_cache_usage_perc",
+    "counter": "num_preemptions prompt_tokens prompt_tokens_cached prompt_tokens_by_source generation_tokens "
+    "request_success prefix_cache_queries prefix_cache_hits external_prefix_cache_queries external_prefix_cache_hits "
+    "mm_cache_queries mm_cache_hits spec_decode_num_drafts spec_decode_num_draft_tokens "
+    "spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos",
     "histogram": "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens request_params_n "
     "request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds "
     "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
     "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds "
-    "request_prefill_kv_computed_tokens",
+    "request_prefill_kv_computed_tokens iteration_tokens_total",
 }
 """vLLM's metrics by type, as its ``PrometheusStatLogger`` makes them: all with the labels ``model_name`` and
 ``engine``, but for ``lora_requests_info``."""
-NOT_HERE = "engine_sleep_state iteration_tokens_total num_requests_waiting_by_reason prompt_tokens_by_source".split()
-"""What it has beside them."""
 ENDPOINT_PICKER = {
     "num_requests_waiting": set(),
     "num_requests_running": set(),
@@ -126,10 +124,12 @@ def test_gauges_tell_who_runs_and_who_waits(served: Served) -> None:
 @pytest.mark.row("vllm", "vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits")
 @pytest.mark.row("vllm", "vllm:kv_offload_store_bytes", "vllm:kv_offload_load_bytes")
 @pytest.mark.row("vllm", "vllm:kv_offload_cpu_cache_usage_perc", "vllm:lora_requests_info", "vllm:prompt_tokens_cached")
-@pytest.mark.row("vllm", "vllm:request_prefill_kv_computed_tokens", "http_requests")
+@pytest.mark.row("vllm", "vllm:request_prefill_kv_computed_tokens", "http_requests", "vllm:iteration_tokens_total")
+@pytest.mark.row("vllm", "vllm:prompt_tokens_by_source", "vllm:num_requests_waiting_by_reason")
+@pytest.mark.row("vllm", "vllm:engine_sleep_state")
 def test_the_document_s_names_are_there_and_say_what_they_count(served: Served) -> None:
     page = httpx.get(f"{served.root}/metrics").text
-    for name in set(re.findall(r"`vllm:(\w+)`", DOCUMENT.read_text())) - set(NOT_HERE):
+    for name in re.findall(r"`vllm:(\w+)`", DOCUMENT.read_text()):
         assert re.search(rf"^vllm:{name}(_total|_bucket|){{", page, re.MULTILINE), name
     about = dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
     assert all(len(words.split()) >= 4 for words in about.values()), json.dumps(about, indent=1)
@@ -144,7 +144,12 @@ def test_vllms_metrics_have_its_types_and_labels(served: Served) -> None:
             for sample in family.samples:
                 assert name == "lora_requests_info" or sample.labels.items() >= {("engine", "0")}, sample
                 assert sample.labels["model_name"] == served.name
-    assert not [name for name in NOT_HERE if f"vllm:{name}" in found], "no longer missing"
+    steps = {sample.name: sample.value for sample in found["vllm:iteration_tokens_total"].samples}
+    assert steps["vllm:iteration_tokens_total_sum"] >= steps["vllm:iteration_tokens_total_count"] >= 1
+    by_source = {one.labels["source"]: one.value for one in found["vllm:prompt_tokens_by_source"].samples}
+    assert sum(by_source.values()) == found["vllm:prompt_tokens"].samples[0].value
+    states = {one.labels["sleep_state"]: one.value for one in found["vllm:engine_sleep_state"].samples}
+    assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     (reason,) = {sample.labels["finished_reason"] for sample in found["vllm:request_success"].samples}
     assert reason == "length"
     (ok,) = [s for s in found["http_requests"].samples if s.labels == {"handler": "/v1/completions", "status": "2xx"}]
@@ -170,7 +175,7 @@ def test_an_endpoint_picker_finds_what_it_reads(served: Served) -> None:
 def test_fewer_aliases() -> None:
     """``--metrics-aliases``, with two engines."""
     flags = ("--num-gpu-blocks-override", "100", "--max-num-seqs", "2")
-    with Served("--metrics-aliases", "routers", "--data-parallel-size", "2", *flags) as served:
+    with Served("--metrics-aliases", "routers", "--data-parallel-size", "2", "--server-dev-mode", *flags) as served:
         httpx.post(f"{served.url}/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=60).raise_for_status()
         found = families(served)
         picked(found)
@@ -178,6 +183,11 @@ def test_fewer_aliases() -> None:
         assert "vllm:e2e_request_latency_seconds" not in found and "http_requests" not in found
         ours = {name.removeprefix("penstock:") for name in found if name.startswith("penstock:")}
         assert {"e2e_request_latency_seconds", "replica_num_requests_running", "http_responses"} <= ours
+        for level, state in (("1", "weights_offloaded"), ("2", "discard_all")):
+            httpx.post(f"{served.root}/sleep?level={level}", timeout=60).raise_for_status()
+            states = families(served)["vllm:engine_sleep_state"].samples
+            assert [one.labels["sleep_state"] for one in states if one.value] == [state]
+            httpx.post(f"{served.root}/wake_up", timeout=60).raise_for_status()
     with Served("--metrics-aliases", "off", *flags) as served:
         assert not [name for name in families(served) if name.startswith("vllm:") or name == "http_requests"]
 

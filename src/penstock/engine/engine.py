@@ -56,6 +56,7 @@ from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
 from .speech_limits import check_audio, speech_options
 from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propose, ReadExpertLoad
+from .step_counts import StepCounts
 from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
@@ -212,6 +213,7 @@ class Engine:
         self._log_memory(config.raw, options, blocks, profile)
         self.steps = 0
         """Number of steps submitted since the start."""
+        self.step_counts = StepCounts()
         self.last_plan = Plan()
         """The plan of the last step that was submitted."""
         self.before_step: Callable[[int], None] = lambda tokens: None
@@ -435,6 +437,7 @@ class Engine:
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
         """Send a step. Returns None, or the last deltas of its requests where it could not be sent."""
         self.steps, self.last_plan = self.steps + 1, plan
+        self.step_counts.record(plan.tokens)
         self._in_flight.append((plan, time.perf_counter()))
         try:
             self.before_step(self._tokens_in_flight)

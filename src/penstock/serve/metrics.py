@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.config.options import EngineOptions
 from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
 from penstock.engine.service.messages import Stats
+from penstock.engine.step_counts import BUCKETS
 from penstock.frontend.outputs import RequestOutput
 
 from .encoder_metrics import encoder_metrics
@@ -93,6 +95,12 @@ class Metrics:
         )
         self.cache_hits = counter(
             "prefix_cache_hits", "Prompt tokens found in the prefix cache, which were not computed again."
+        )
+        self.prompt_tokens_by_source = counter(
+            "prompt_tokens_by_source",
+            "Prompt tokens by where their keys and values came from: local_compute, or local_cache_hit (the prefix "
+            "cache, its lower tiers and prefill instances included).",
+            "source",
         )
         self.requests = counter("requests", "Requests received, whatever became of them.")
         self.cache_hit_requests = counter(
@@ -237,6 +245,8 @@ class ModelMetrics:
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._cache_queries = metrics.cache_queries.labels(model)
         self._cache_hits = metrics.cache_hits.labels(model)
+        self._computed = metrics.prompt_tokens_by_source.labels(model, "local_compute")
+        self._cached = metrics.prompt_tokens_by_source.labels(model, "local_cache_hit")
         self._requests = metrics.requests.labels(model)
         self._cache_hit_requests = metrics.cache_hit_requests.labels(model)
         self._time_to_first_token = metrics.time_to_first_token.labels(model)
@@ -270,6 +280,8 @@ class ModelMetrics:
         self._prompt_tokens.inc(prompt)
         self._cache_queries.inc(prompt)
         self._cache_hits.inc(output.num_cached_tokens)
+        self._cached.inc(output.num_cached_tokens)
+        self._computed.inc(prompt - output.num_cached_tokens)
         self._cache_hit_requests.inc(bool(output.num_cached_tokens))
         self._time_to_first_token.observe(times.first_token - times.arrived)
         self._queue_time.observe(times.queued)
@@ -391,6 +403,25 @@ class _EngineMetrics:
                     replicas.add_metric([model, own.address or str(replica)], figure(own))
             if replicas.samples:
                 yield replicas
+        by_reason = GaugeMetricFamily(
+            "penstock:num_requests_waiting_by_reason",
+            "Sequences that wait to be scheduled: for room (capacity), or for a grammar, cached prefixes, keys and "
+            "values (deferred).",
+            labels=[*LABELS, "reason"],
+        )
+        steps = HistogramMetricFamily(
+            "penstock:iteration_tokens_total", "Tokens that each step computes, drafts included.", labels=LABELS
+        )
+        for model, (stats, _) in self._engines.items():
+            by_reason.add_metric([model, "capacity"], stats.waiting - stats.waiting_prerequisites)
+            by_reason.add_metric([model, "deferred"], stats.waiting_prerequisites)
+            if stats.steps_by_tokens:
+                bounds = [*(f"{bound:.1f}" for bound in BUCKETS), "+Inf"]
+                steps.add_metric(
+                    [model], [*zip(bounds, accumulate(stats.steps_by_tokens), strict=True)], stats.step_tokens
+                )
+        yield by_reason
+        yield steps
         cache = [*CACHE_OPTIONS, "num_gpu_blocks"]
         info = GaugeMetricFamily(
             "penstock:cache_config_info",

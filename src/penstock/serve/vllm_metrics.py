@@ -30,7 +30,8 @@ OTHER_NAMES = {
         "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens request_params_n "
         "request_params_max_tokens request_time_per_output_token_seconds e2e_request_latency_seconds "
         "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
-        "request_decode_time_seconds request_prefill_kv_computed_tokens "
+        "request_decode_time_seconds request_prefill_kv_computed_tokens iteration_tokens_total prompt_tokens_by_source "
+        "num_requests_waiting_by_reason "
         "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
         "spec_decode_num_accepted_tokens_per_pos external_prefix_cache_queries external_prefix_cache_hits "
         "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
@@ -63,6 +64,7 @@ def vllm_metrics(
             yield renamed
     if aliases != "off":
         yield _lora_requests(engines)
+        yield _sleep_state(engines)
     if aliases == "all" and (responses := families.get("http_responses")):
         yield _http_requests(responses)
 
@@ -79,6 +81,22 @@ def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric
         most = options.max_loras if options.enable_lora or options.lora_modules else 0
         adapters = [",".join(names) for names in (stats.adapters_running, stats.adapters_waiting)]
         family.add_metric([model, str(most), *adapters], time.time())
+    return family
+
+
+def _sleep_state(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
+    """Whether engines sleep: a server that does looks idle by its other metrics."""
+    family = GaugeMetricFamily(
+        "vllm:engine_sleep_state",
+        "1 for the state of the engine: awake, weights_offloaded (asleep without its KV cache) or discard_all (without "
+        "weights, too); 0 for the others.",
+        labels=["model_name", "engine", "sleep_state"],
+    )
+    for model, (stats, _) in engines.items():
+        asleep = stats.state.asleep
+        state = ("discard_all" if "weights" in asleep else "weights_offloaded") if asleep else "awake"
+        for name in ("awake", "weights_offloaded", "discard_all"):
+            family.add_metric([model, ENGINE, name], name == state)
     return family
 
 

@@ -111,6 +111,11 @@ class Scheduler:
         return self.admission.num_waiting
 
     @property
+    def num_waiting_prerequisites(self) -> int:
+        """Number of sequences in the queue whose prerequisites are not done."""
+        return len(self.admission.prerequisites)
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens of prompts that are still to be computed."""
         firsts = (group.first for group in self._groups.values())

@@ -169,7 +169,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
         return self.state.weights_version
 
 
-NOT_SUMMED = tuple("accepted_at adapters_running adapters_waiting expert_load replicas address role state".split())
+LISTS = ("accepted_at", "steps_by_tokens")
+"""Fields of ``Stats`` with counters by position."""
+NOT_SUMMED = (*LISTS, *"adapters_running adapters_waiting expert_load replicas address role state".split())
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -179,6 +181,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Sequences that are running."""
     waiting: int = 0
     """Sequences in the queue."""
+    waiting_prerequisites: int = 0
+    """Those of them whose requests wait for something else than room: a grammar, cached prefixes, keys and values."""
     prompt_tokens: int = 0
     """Tokens of prompts that are still to be computed."""
     requests_of_others: int = 0
@@ -195,6 +199,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of KV blocks found in the prefix cache."""
     steps: int = 0
     """Counter of steps."""
+    steps_by_tokens: list[int] = []
+    """Counter of steps by their tokens, in the buckets of ``step_counts.BUCKETS``."""
+    step_tokens: int = 0
+    """Counter of tokens that steps have computed, drafts included."""
     scheduled: int = 0
     """Sequences in the last step; 0 where none is running."""
     in_prefill: int = 0
@@ -303,7 +311,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
         sums |= {
             name: max(getattr(one, name) for one in replicas) for name in ("longest_step", "heartbeat_age", "clock")
         }
-        accepted_at = [sum(counts) for counts in zip_longest(*(one.accepted_at for one in replicas), fillvalue=0)]
+        lists = {
+            name: [sum(counts) for counts in zip_longest(*(getattr(one, name) for one in replicas), fillvalue=0)]
+            for name in LISTS
+        }
         expert_load = {
             layer: [sum(counts) for counts in zip(*(one.expert_load[layer] for one in having), strict=True)]
             for layer in sorted({layer for one in replicas for layer in one.expert_load})
@@ -311,7 +322,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
         }
         return cls(
             **sums,
-            accepted_at=accepted_at,
+            accepted_at=lists["accepted_at"],
+            steps_by_tokens=lists["steps_by_tokens"],
             adapters_running=sorted({name for one in replicas for name in one.adapters_running}),
             adapters_waiting=sorted({name for one in replicas for name in one.adapters_waiting}),
             expert_load=expert_load,

@@ -476,6 +476,7 @@ class EngineServer:
         return messages.Stats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
+            waiting_prerequisites=scheduler.num_waiting_prerequisites,
             prompt_tokens=scheduler.num_prompt_tokens,
             requests_of_others=sum(_split_internal_id(name)[0] != client for name in scheduler.request_ids()),
             blocks=scheduler.device_pool.total,
@@ -484,6 +485,8 @@ class EngineServer:
             num_preempted_waiting=scheduler.num_preempted_waiting,
             blocks_reused=scheduler.num_hit_blocks,
             steps=self._engine.steps,
+            steps_by_tokens=self._engine.step_counts.steps,
+            step_tokens=self._engine.step_counts.tokens,
             scheduled=len(items),
             in_prefill=len(prefills),
             prefill_tokens=sum(item.length for item in prefills),
