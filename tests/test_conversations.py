@@ -156,7 +156,14 @@ def test_what_is_wrong_with_a_conversation(client: openai.OpenAI, served: Served
 def test_without_storage() -> None:
     with Served("--num-gpu-blocks-override", "100") as server:
         client = client_of(server, "none")
-        with pytest.raises(openai.NotFoundError):
-            client.conversations.create()
+        for call in (
+            client.conversations.create,
+            lambda: client.responses.retrieve("resp_1"),
+            client.files.list,
+            lambda: client.files.create(file=("x", b"x"), purpose="batch"),
+            lambda: client.batches.retrieve("batch_1"),
+        ):
+            with pytest.raises(openai.NotFoundError, match="start the server with --storage-dir"):
+                call()  # type: ignore[no-untyped-call]
         with pytest.raises(openai.BadRequestError, match=r"conversation: .*--storage-dir"):
             client.responses.create(**PLAIN, input="?", conversation="conv_1")

@@ -97,8 +97,11 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
 }
 """Schemas of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
-STORED_PATHS = ("/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches")
+FILE_PATHS = ("/v1/files", "/v1/batches")
+"""Prefixes of the paths that need a folder (``storage_dir``), and not a database alone."""
+STORED_PATHS = ("/v1/responses", "/v1/conversations", *FILE_PATHS)
 """Prefixes of the paths under which the server keeps things."""
+NOT_KEPT = "nothing is kept here: start the server with --storage-dir"
 OTHER_SITE = Failure(
     Code.UNAUTHORIZED,
     "a page of another site asks for what is stored here: give its origin in allowed_origins, or set an api_key",
@@ -144,7 +147,9 @@ def build(
     openai.add_routes(routes, served_models)
     stores = responses.Stores(storage.responses, storage.conversations) if storage else None
     responses.add_routes(routes, served_models, stores)
+    not_kept: tuple[str, ...] = FILE_PATHS if storage else STORED_PATHS
     if storage and storage.batches:
+        not_kept = ()
         add_batch_routes(routes, served_models, storage.batches)
     ollama.add_routes(routes, served_models)
     cohere.add_routes(routes, served_models)
@@ -165,6 +170,8 @@ def build(
         add_web_routes(routes, served_models)
 
     async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404 and request.scope["path"].startswith(not_kept):
+            error = PenstockError(Code.NOT_FOUND, f"{request.method} {request.url.path}: {NOT_KEPT}")
         return _ErrorResponse(*_failure_of(request, error), error_formats)
 
     async def no_key(scope: Scope, send: Send) -> None:

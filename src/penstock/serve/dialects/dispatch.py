@@ -90,6 +90,9 @@ def add_shared_routes(
         dialect, result, size = await read(raw_request)
         return dialect.chat(raw_request, result, size)
 
-    for paths, endpoint in ((COMPLETIONS, create_completion), (CHATS, create_chat)):
+    for paths, endpoint, summary in (
+        (COMPLETIONS, create_completion, "Continue a prompt"),
+        (CHATS, create_chat, "Answer a chat"),
+    ):
         for path in paths:
-            routes.add(path, endpoint, method="POST", described=described[paths[0]])
+            routes.add(path, endpoint, method="POST", summary=summary, described=described[paths[0]])

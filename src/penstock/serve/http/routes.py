@@ -37,14 +37,14 @@ class Routes(list[Route]):
         endpoint: Endpoint,
         *,
         method: str = "GET",
-        summary: str = "",
+        summary: str,
         described: dict[str, Any] | None = None,
     ) -> None:
         """Add a route, and its operation of the OpenAPI document.
 
         Args:
             path: as in Starlette: ``/models/{name}``, or ``{name:path}`` for a name with slashes.
-            summary: of the operation. By default the endpoint's name.
+            summary: of the operation, for the OpenAPI document.
             described: the operation as ``openapi.operation`` returns it. By default one whose response is not
                 described.
         """
@@ -53,7 +53,7 @@ class Routes(list[Route]):
         named = [{"name": name, "in": "path", "required": True, "schema": STRING} for name in route.param_convertors]
         described = described or {"responses": {"200": {"description": "the answer"}}}
         self.operations.setdefault(route.path_format, {})[method.lower()] = {
-            "summary": summary or route.name.replace("_", " ").capitalize(),
+            "summary": summary,
             "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method.lower()}"),
             **described,
             "parameters": [*named, *described.get("parameters", [])],

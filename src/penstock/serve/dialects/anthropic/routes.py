@@ -148,11 +148,11 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
     add_model_routes(routes, served_models)
-    for path, endpoint, request, response in (
-        ("/v1/messages", create_message, MessagesRequest, MessageResponse),
-        ("/v1/messages/count_tokens", count_tokens, CountTokensRequest, TokenCount),
+    for path, endpoint, request, response, summary in (
+        ("/v1/messages", create_message, MessagesRequest, MessageResponse, "Anthropic's answer to a conversation"),
+        ("/v1/messages/count_tokens", count_tokens, CountTokensRequest, TokenCount, "Count a conversation's tokens"),
     ):
         request_schema, response_schema = reference(request, SCHEMA_PREFIX), reference(response, SCHEMA_PREFIX)
         error_schema = reference(ErrorResponse, SCHEMA_PREFIX)
         described = operation(response_schema, error_schema, request_schema, streamed=request is MessagesRequest)
-        routes.add(path, endpoint, method="POST", described=described)
+        routes.add(path, endpoint, method="POST", summary=summary, described=described)

@@ -200,48 +200,53 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
         return Response()  # there is none
 
     model = "/v2/models/{name}"
-    endpoints: Iterable[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
-        ("GET", "/v2", server),
-        ("GET", "/v2/health/live", live),
-        ("GET", "/v2/health/ready", ready),
-        ("GET", "/v2/models/stats", all_stats),
+    endpoints: Iterable[tuple[str, str, Callable[..., Awaitable[Response]], str]] = [
+        ("GET", "/v2", server, "The server, and the extensions it has"),
+        ("GET", "/v2/health/live", live, "This process answers"),
+        ("GET", "/v2/health/ready", ready, "The models accept requests"),
+        ("GET", "/v2/models/stats", all_stats, "Statistics of all models"),
         *[
             route
             for at in (model, f"{model}/versions/{{version}}")
             for route in (
-                ("GET", at, model_metadata),
-                ("GET", f"{at}/config", model_config),
-                ("GET", f"{at}/ready", model_ready),
-                ("GET", f"{at}/stats", model_stats),
-                ("POST", f"{at}/infer", infer),
-                ("POST", f"{at}/generate", generating(False)),
-                ("POST", f"{at}/generate_stream", generating(True)),
+                ("GET", at, model_metadata, "A model's inputs and outputs"),
+                ("GET", f"{at}/config", model_config, "A model's configuration"),
+                ("GET", f"{at}/ready", model_ready, "A model accepts requests"),
+                ("GET", f"{at}/stats", model_stats, "Statistics of a model"),
+                ("POST", f"{at}/infer", infer, "Infer from tensors"),
+                ("POST", f"{at}/generate", generating(False), "Generate from a JSON object"),
+                ("POST", f"{at}/generate_stream", generating(True), "Generate from a JSON object, streamed"),
             )
         ],
-        ("POST", "/v2/repository/index", index),
-        ("POST", "/v2/repository/models/{name:path}/load", load),
-        ("POST", "/v2/repository/models/{name:path}/unload", unload),
-        ("GET", f"{SYSTEM}/status", memory_status),
-        ("GET", f"{SYSTEM}/region/{{name}}/status", memory_status),
-        ("POST", f"{SYSTEM}/region/{{name}}/register", register),
-        ("POST", f"{SYSTEM}/unregister", unregister),
-        ("POST", f"{SYSTEM}/region/{{name}}/unregister", unregister),
-        ("GET", f"{CUDA}/status", cuda_status),
-        ("GET", f"{CUDA}/region/{{name}}/status", no_cuda_memory),
-        ("POST", f"{CUDA}/region/{{name}}/register", no_cuda_memory),
-        ("POST", f"{CUDA}/unregister", cuda_unregister),
-        ("POST", f"{CUDA}/region/{{name}}/unregister", cuda_unregister),
-        *[(method, "/v2/logging", logging) for method in ("GET", "POST")],
+        ("POST", "/v2/repository/index", index, "Models of the repository"),
+        ("POST", "/v2/repository/models/{name:path}/load", load, "Load a model"),
+        ("POST", "/v2/repository/models/{name:path}/unload", unload, "Unload a model"),
+        ("GET", f"{SYSTEM}/status", memory_status, "Regions of system shared memory"),
+        ("GET", f"{SYSTEM}/region/{{name}}/status", memory_status, "Regions of system shared memory"),
+        ("POST", f"{SYSTEM}/region/{{name}}/register", register, "Register a region of system shared memory"),
+        ("POST", f"{SYSTEM}/unregister", unregister, "Unregister regions of system shared memory"),
+        ("POST", f"{SYSTEM}/region/{{name}}/unregister", unregister, "Unregister regions of system shared memory"),
+        ("GET", f"{CUDA}/status", cuda_status, "Regions of CUDA shared memory, of which there are none"),
+        ("GET", f"{CUDA}/region/{{name}}/status", no_cuda_memory, "Regions of CUDA shared memory, which are refused"),
+        (
+            "POST",
+            f"{CUDA}/region/{{name}}/register",
+            no_cuda_memory,
+            "Regions of CUDA shared memory, which are refused",
+        ),
+        ("POST", f"{CUDA}/unregister", cuda_unregister, "Unregister regions of CUDA shared memory"),
+        ("POST", f"{CUDA}/region/{{name}}/unregister", cuda_unregister, "Unregister regions of CUDA shared memory"),
+        *[(method, "/v2/logging", logging, "Settings of the log") for method in ("GET", "POST")],
         *[
-            (method, path, tracing)
+            (method, path, tracing, "Settings of traces")
             for method in ("GET", "POST")
             for path in ("/v2/trace/setting", f"{model}/trace/setting")
         ],
     ]
-    for method, path, endpoint in endpoints:
+    for method, path, endpoint, summary in endpoints:
         asks = path.endswith(WITH_BODY)
         described = operation(OBJECT if asks else None, FAILED, OBJECT if asks else None, path.endswith("_stream"))
-        routes.add(path, _with_parameters(endpoint), method=method, described=described)
+        routes.add(path, _with_parameters(endpoint), method=method, summary=summary, described=described)
 
 
 def _with_parameters(endpoint: Callable[..., Awaitable[Response]]) -> Endpoint:

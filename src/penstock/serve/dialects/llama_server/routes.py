@@ -120,19 +120,21 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     one = reference(Answer, PREFIX)
     whole = {"anyOf": [one, {"type": "array", "items": one}]}
     objects = {"type": "array", "items": OBJECT}
-    for path, endpoint, schema, described in (
-        ("/completion", completion, CompletionRequest, whole),
-        ("/completions", completion, CompletionRequest, whole),
-        ("/infill", infill, InfillRequest, one),
-        ("/embedding", embedding, EmbeddingRequest, objects),
-        ("/apply-template", apply_template, TemplateRequest, OBJECT),
+    for path, endpoint, schema, described, summary in (
+        ("/completion", completion, CompletionRequest, whole, "llama-server's completion"),
+        ("/completions", completion, CompletionRequest, whole, "llama-server's completion"),
+        ("/infill", infill, InfillRequest, one, "llama-server's code between a prefix and a suffix"),
+        ("/embedding", embedding, EmbeddingRequest, objects, "llama-server's embeddings"),
+        ("/apply-template", apply_template, TemplateRequest, OBJECT, "llama-server's prompt of a chat"),
     ):
         asked = reference(schema, PREFIX)
-        summary = f"llama-server's {path[1:]}"
         routes.add(path, endpoint, method="POST", summary=summary, described=operation(described, OBJECT, asked))
-    for path, state, described in (("/props", get_props, OBJECT), ("/slots", get_slots, objects)):
+    for path, state, described, summary in (
+        ("/props", get_props, OBJECT, "llama-server's properties of a model"),
+        ("/slots", get_slots, objects, "llama-server's slots"),
+    ):
         described = operation(described, OBJECT, query=("model",))
-        routes.add(path, state, summary=f"llama-server's {path[1:]}", described=described)
+        routes.add(path, state, summary=summary, described=described)
     summary = "llama-server's change of options, which is refused"
     routes.add("/props", change_props, method="POST", summary=summary, described=operation(OBJECT, OBJECT))
     answer_by_body(routes, served_models, "/tokenize", lambda fields: "content" in fields, tokenize)

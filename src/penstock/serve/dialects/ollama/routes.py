@@ -109,19 +109,23 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         raise PenstockError(Code.UNSUPPORTED, words)
 
     failure: dict[str, Any] = OBJECT
-    for path, endpoint, schema, answer in (
-        ("chat", chat, ChatRequest, Answer),
-        ("generate", generate, GenerateRequest, Answer),
-        ("embed", embedding(EmbedRequest), EmbedRequest, None),
-        ("embeddings", embedding(EmbeddingsRequest), EmbeddingsRequest, None),
-        ("show", show, ShowRequest, None),
-        ("pull", pull, ShowRequest, None),
+    for path, endpoint, schema, answer, summary in (
+        ("chat", chat, ChatRequest, Answer, "Ollama's chat"),
+        ("generate", generate, GenerateRequest, Answer, "Ollama's continuation of a prompt"),
+        ("embed", embedding(EmbedRequest), EmbedRequest, None, "Ollama's embeddings of texts"),
+        ("embeddings", embedding(EmbeddingsRequest), EmbeddingsRequest, None, "Ollama's embedding of one text"),
+        ("show", show, ShowRequest, None, "Ollama's description of a model"),
+        ("pull", pull, ShowRequest, None, "Ollama's download, which finds models that are served"),
     ):
         given = reference(answer, PREFIX) if answer else OBJECT
         described = operation(given, failure, reference(schema, PREFIX))
-        routes.add(f"/api/{path}", endpoint, method="POST", summary=f"Ollama's {path}", described=described)
-    for path, state in (("tags", tags), ("ps", running), ("version", version)):
-        routes.add(f"/api/{path}", state, summary=f"Ollama's {path}", described=operation(OBJECT, failure))
+        routes.add(f"/api/{path}", endpoint, method="POST", summary=summary, described=described)
+    for path, state, summary in (
+        ("tags", tags, "Ollama's list of models"),
+        ("ps", running, "Ollama's list of loaded models"),
+        ("version", version, "The version of Ollama's API"),
+    ):
+        routes.add(f"/api/{path}", state, summary=summary, described=operation(OBJECT, failure))
     for path in UNSUPPORTED:
         method = "DELETE" if path == "delete" else "POST"
         summary = f"Ollama's {path}, which is refused"

@@ -248,27 +248,33 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
         return endpoint
 
-    for path, translate in (("/v1/audio/transcriptions", False), ("/v1/audio/translations", True)):
-        routes.add(path, audio(translate), method="POST", described=_described(TranscriptionResponse, None))
-    score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
-    for path, endpoint, schema, answer in (
-        ("/v1/embeddings", pooling(EmbeddingRequest, EmbeddingHandler), EmbeddingRequest, EmbeddingResponse),
-        *((path, score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
-        *((path, rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        ("/classify", pooling(ClassifyRequest, ClassifyHandler), ClassifyRequest, ClassifyResponse),
-        ("/pooling", pooling(PoolRequest, PoolHandler), PoolRequest, PoolResponse),
-        ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse),
-        ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse),
+    for path, translate, summary in (
+        ("/v1/audio/transcriptions", False, "Transcribe an audio file"),
+        ("/v1/audio/translations", True, "Translate an audio file into English"),
     ):
-        routes.add(path, endpoint, method="POST", described=_described(answer, schema))
+        described = _described(TranscriptionResponse, None)
+        routes.add(path, audio(translate), method="POST", summary=summary, described=described)
+    score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
+    embed, classify = pooling(EmbeddingRequest, EmbeddingHandler), pooling(ClassifyRequest, ClassifyHandler)
+    ranked = "Rank documents by their relevance to a query"
+    for path, endpoint, schema, answer, summary in (
+        ("/v1/embeddings", embed, EmbeddingRequest, EmbeddingResponse, "Embed texts or token ids"),
+        *((path, score, ScoreRequest, ScoreResponse, "Score pairs of texts") for path in ("/score", "/v1/score")),
+        *((path, rerank, RerankRequest, RerankResponse, ranked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        ("/classify", classify, ClassifyRequest, ClassifyResponse, "Classify texts"),
+        ("/pooling", pooling(PoolRequest, PoolHandler), PoolRequest, PoolResponse, "Pooled hidden states of texts"),
+        ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse, "Token ids of a text or a chat"),
+        ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse, "The text of token ids"),
+    ):
+        routes.add(path, endpoint, method="POST", summary=summary, described=_described(answer, schema))
     if served_models.options.allow_runtime_lora_updating:
-        for path, update, named in (
-            ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest),
-            ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest),
+        for path, update, named, summary in (
+            ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest, "Load a LoRA adapter"),
+            ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest, "Unload a LoRA adapter"),
         ):
-            routes.add(path, update, method="POST", described=_described(None, named))
-    routes.add("/v1/models", list_models, described=_described(ModelList))
-    routes.add("/v1/models/{name:path}", retrieve_model, described=_described(Model))
+            routes.add(path, update, method="POST", summary=summary, described=_described(None, named))
+    routes.add("/v1/models", list_models, summary="The models and adapters", described=_described(ModelList))
+    routes.add("/v1/models/{name:path}", retrieve_model, summary="A model or adapter", described=_described(Model))
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:

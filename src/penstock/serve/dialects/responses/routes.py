@@ -169,13 +169,18 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
         stores: where responses and conversations are kept; None where they are not.
     """
     endpoints = ResponsesRoutes(served_models, stores)
-    for path, endpoint, request in (
-        ("/v1/responses", endpoints.create, ResponsesRequest),
-        ("/v1/responses/input_tokens", endpoints.count_input_tokens, CountTokensRequest),
+    for path, endpoint, request, summary in (
+        ("/v1/responses", endpoints.create, ResponsesRequest, "Create a response"),
+        (
+            "/v1/responses/input_tokens",
+            endpoints.count_input_tokens,
+            CountTokensRequest,
+            "Count a response's input tokens",
+        ),
     ):
         schema = reference(request, SCHEMA_PREFIX)
         described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
-        routes.add(path, endpoint, method="POST", described=described)
+        routes.add(path, endpoint, method="POST", summary=summary, described=described)
     if stores is None:
         return
     conversations.add_routes(routes, served_models, stores.conversations, SCHEMA_PREFIX)

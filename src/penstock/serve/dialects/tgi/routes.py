@@ -86,16 +86,16 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     one, asked = reference(Generation, PREFIX), reference(GenerateRequest, PREFIX)
     streamed = operation(None, OBJECT, asked)
     streamed["responses"]["200"]["content"] = {"text/event-stream": {"schema": STRING}}
-    for path, endpoint, described in (
-        ("/generate_stream", generate_stream, streamed),
+    for path, endpoint, summary, described in (
+        ("/generate_stream", generate_stream, "Text Generation Inference's streamed generation", streamed),
         (
             "/",
             compat_generate,
+            "Text Generation Inference's generation, streamed or not",
             operation({"type": "array", "items": one}, OBJECT, reference(CompatGenerateRequest, PREFIX), streamed=True),
         ),
     ):
         described["responses"]["422"] = described["responses"]["400"]
-        summary = f"Text Generation Inference's {endpoint.__name__}"
         routes.add(path, endpoint, method="POST", summary=summary, described=described)
     summary = "Text Generation Inference's description of the model"
     routes.add("/info", info, summary=summary, described=operation(OBJECT, OBJECT))

@@ -111,7 +111,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         )
 
     described = operation(reference(GenerateResponse), reference(ErrorResponse), reference(GenerateRequest))
-    routes.add(PATH, create, method="POST", described=described)
+    routes.add(
+        PATH,
+        create,
+        method="POST",
+        summary="Continue a prompt, in the form of vLLM's demonstration server",
+        described=described,
+    )
 
 
 class GenerateHandler:
