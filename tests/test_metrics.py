@@ -136,6 +136,9 @@ def test_the_document_s_names_are_there_and_say_what_they_count(served: Served) 
 
 
 def test_vllms_metrics_have_its_types_and_labels(served: Served) -> None:
+    deadline = time.monotonic() + 30
+    while not series(served).get("vllm:iteration_tokens_total_sum"):  # the engine tells now and then
+        assert time.monotonic() < deadline
     found = families(served)
     for kind, names in VLLM.items():
         for name in names.split():
