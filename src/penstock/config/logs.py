@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from penstock.core.errors import invalid
 
 from . import log_stream
 from .options import LogOptions
+
+TRACE: ContextVar[Mapping[str, str]] = ContextVar("TRACE", default={})  # noqa: B039, as nobody changes it
+"""Facts of every line that is written for a traced request: ``trace_id``, ``span_id``."""
 
 
 def set_up(options: LogOptions, process: str) -> None:
@@ -83,7 +88,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    return getattr(record, "facts", {})
+    facts: dict[str, Any] = getattr(record, "facts", {})
+    return {**facts, **trace} if (trace := TRACE.get()) else facts
 
 
 def _shown(value: Any) -> str:

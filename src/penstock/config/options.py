@@ -897,11 +897,22 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the log."""
+    """Options of the log and of traces."""
 
     log_level: Annotated[LogLevel, option("Minimum level; debug includes health checks.")] = "info"
     log_format: Annotated[Literal["text", "json"], option("Text, or a JSON object per line.")] = "text"
     log_file: Annotated[str, option("File to append the log to, besides standard error; nothing for none.")] = ""
+    otlp_endpoint: Annotated[
+        str,
+        option(
+            "OpenTelemetry collector to which traces of requests are sent: http://HOST:4317 over gRPC, "
+            "http://HOST:4318/v1/traces over HTTP. Nothing for no traces."
+        ),
+    ] = ""
+    trace_sampling_ratio: Annotated[
+        float,
+        option("Share of requests that are traced, of those whose traceparent does not say whether.", ge=0, le=1),
+    ] = 1.0
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from .audio import AudioInput
@@ -23,6 +25,11 @@ class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
     """Whether the prompt ends within the reasoning; otherwise the first generated token may be ``begin``."""
     opening: tuple[int, ...] = ()
     """Tokens forced first, of which ``begin`` is one, unless the reasoning has begun; otherwise none are."""
+
+
+def trace_facts(trace: Mapping[str, str]) -> dict[str, str]:
+    """The ``trace_id`` of a W3C trace context, for lines of the log; nothing where there is none."""
+    return {"trace_id": trace["traceparent"].split("-")[1]} if trace else {}
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,6 +67,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     audio: AudioInput | None = None
     """Of models that transcribe audio, what they hear."""
+    trace: dict[str, str] = {}
+    """W3C trace context (``traceparent``, ``tracestate``) of the span that it belongs to; empty without traces."""
+
+    @property
+    def log_facts(self) -> dict[str, str]:
+        """What lines of the log about it name: ``trace_id``, of a traced request."""
+        return trace_facts(self.trace)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether spans are to be recorded for it."""
+        return bool(self.trace) and bool(int(self.trace["traceparent"][-2:], 16) & 1)
 
     @property
     def log_name(self) -> str:

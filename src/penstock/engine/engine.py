@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -46,6 +46,7 @@ from .kv.memory import count_blocks, count_host_blocks
 from .kv.offloading import new_host_tier, start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import NO_ADAPTER, LoRAManager
+from .request_spans import RequestSpans
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_builder import add_drafts, probe_step
@@ -61,6 +62,9 @@ from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
 from .whole_prompts import scratch_blocks, whole_prompts
+
+if TYPE_CHECKING:
+    from penstock.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +226,12 @@ class Engine:
         """Called after each step was computed, with when it began and ended, in seconds of ``time.perf_counter``."""
         if options.use_warmup:
             self._warm_up()
+
+    def set_tracer(self, tracer: Tracer) -> None:
+        """Record spans of requests that are traced."""
+        self.scheduler.after_request = RequestSpans(tracer).record
+        if self.kv_connector:
+            self.kv_connector.imports.tracer = tracer
 
     def close(self) -> None:
         """End the workers."""

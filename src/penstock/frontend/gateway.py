@@ -200,6 +200,7 @@ class Gateway:
         arrived: float | None = None,
         external_id: str = "",
         tenant: str = "",
+        trace: dict[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
 
@@ -216,6 +217,7 @@ class Gateway:
             external_id: the client's id; refused while another request of the tenant with it is open, in any API
                 process.
             tenant: on whose behalf: ids belong to their tenant.
+            trace: as in ``EngineRequest``.
 
         Raises ``PenstockError`` where the request is invalid, or no engine is ready.
         """
@@ -244,7 +246,7 @@ class Gateway:
         output.request_id, output.times.arrived = request_id or name, arrived
         external_id = external_id and owned(external_id, tenant)
         request = msgspec.structs.replace(
-            processor.request, deadline=deadline, external_id=external_id, log_id=request_id or ""
+            processor.request, deadline=deadline, external_id=external_id, log_id=request_id or "", trace=trace or {}
         )
         inbox = self._open[name] = DeltaQueue(partial(self.engine_pool.pause, name))
         self._outputs[name], self._owned[name] = output, owned(output.request_id, tenant)
@@ -252,18 +254,21 @@ class Gateway:
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._on_deadline, name)
         try:
+            output.times.sent = time.monotonic()
             self.engine_pool.add(request)
             while not output.finished:
                 await inbox.wait()
                 if inbox.size > MAX_INLINE_TOKENS:
                     await self.fair_queue.wait_turn()
-                changed = False
+                changed, begun = False, time.perf_counter() if trace else 0.0
                 for delta in inbox.pop(TURN_SIZE):
                     if isinstance(delta, Failure):
                         processor.fail(delta)
                     elif processor.add(delta) is not None:
                         self.engine_pool.finish_sequence(name, delta.sequence)
                     changed = changed or not _is_prompt_logprobs_part(delta)
+                if trace:
+                    output.times.detokenizing += time.perf_counter() - begun
                 if changed:
                     yield output
         finally:

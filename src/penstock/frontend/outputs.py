@@ -64,6 +64,10 @@ class RequestTimes:
     last_token: float | None = None
     queued: float = 0.0
     """Seconds from arrival to the first step."""
+    sent: float | None = None
+    """When it was sent to the engine."""
+    detokenizing: float = 0.0
+    """Of a traced request: seconds that making text of its tokens has taken."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
 from penstock.serve.models.messages import Failed, Ready, ServedModel
 from penstock.serve.process.metrics_files import metrics_folder
+from penstock.tracing import start_tracer
 
 from .autoscaling import autoscaling_stats
 
@@ -32,6 +33,7 @@ JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 if TYPE_CHECKING:
     from penstock.serve.models.manager import ModelManager
+    from penstock.tracing import Tracer
 
 
 class Replica:
@@ -42,6 +44,7 @@ class Replica:
         self._resources = ExitStack()
         self._engines: EngineProcesses | None = None
         self._manager: ModelManager | None = None
+        self._tracer: Tracer | None = None
 
     async def start(self) -> None:
         """Start the engine; returns once requests are accepted. Raises ``PenstockError`` where it cannot start."""
@@ -85,7 +88,11 @@ class Replica:
                 ready.set_result(None)
 
         profile = load(options.compat)
-        served = ServedModels(options, Metrics(profile.metrics if profile else None, options.metrics_aliases))
+        metrics = Metrics(profile.metrics if profile else None, options.metrics_aliases)
+        self._tracer = start_tracer(model.configuration.log, "replica")
+        if self._tracer:
+            self._tracer.counts.listener = metrics.record_spans
+        served = ServedModels(options, metrics, self._tracer)
         self._manager = manager = ModelManager(served, on_message)
         repository = kserve.ModelRepository(served, manager, [paddlenlp.PaddleNLPModel(served)])
         await manager.follow((model,))
@@ -110,6 +117,8 @@ class Replica:
             await self._engines.close()
         if self._manager:
             await self._manager.close()
+        if self._tracer:
+            await asyncio.to_thread(self._tracer.close)
         self._resources.close()
 
 

@@ -208,7 +208,9 @@ def build(
         )
     if health_ports:
         wrapped = HealthPortMiddleware(wrapped, health_ports, not_here)
-    wrapped = RequestLogMiddleware(wrapped, served_models.metrics, error_formats, served_models.options.strict_requests)
+    wrapped = RequestLogMiddleware(
+        wrapped, served_models.metrics, error_formats, served_models.options.strict_requests, served_models.tracer
+    )
     return RootPathMiddleware(wrapped, prefix) if prefix else wrapped
 
 

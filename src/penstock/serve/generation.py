@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
@@ -13,6 +13,7 @@ from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, Reques
 
 from .http.request_record import RequestRecord
 from .models.service import ModelService
+from .spans import GenerationSpan
 
 MAX_CONCURRENT_PROMPTS = 64
 """Prompts of one request that are in the engine at the same time, so that no request fills the queue by itself."""
@@ -43,6 +44,10 @@ async def generate(
         options["cache_salt"] = f"{record.tenant} {options.get('cache_salt', '')}"
     given = (options.pop("timeout", None), service.timeout)
     timeout = min([each for each in given if each is not None], default=None)
+    span = None
+    if record.span and record.span.sampled:
+        span = GenerationSpan(record.span, record.arrived, service.name, record.request_id, sampling)
+    trace = (span.context if span else record.span.context) if record.span else None
     stream = service.gateway.generate(
         prompt,
         sampling,
@@ -50,30 +55,34 @@ async def generate(
         timeout=timeout,
         arrived=record.arrived,
         tenant=record.tenant,
+        trace=trace,
         **options,
     )
     metrics, counted, last = service.metrics, 0, None
     final_only = service.options.disable_streaming
-    async with aclosing(stream) as outputs:
-        async for output in outputs:
-            record.weights_version = record.weights_version or output.weights_version
-            for completion in output.outputs:
-                if completion.failure or completion.finish_reason == FinishReason.CANCELLED:
-                    raise PenstockError.of(completion.failure or CANCELLED)
-            if output.embedding:
-                metrics.record_first_token(output)
-            tokens = sum([len(completion.token_ids) for completion in output.outputs]) + output.num_discarded_tokens
-            if tokens > counted:
-                if not counted:
+    with span or nullcontext():
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                record.weights_version = record.weights_version or output.weights_version
+                for completion in output.outputs:
+                    if completion.failure or completion.finish_reason == FinishReason.CANCELLED:
+                        raise PenstockError.of(completion.failure or CANCELLED)
+                if output.embedding:
                     metrics.record_first_token(output)
-                now = output.times.last_token
-                metrics.record_tokens(tokens - counted, now - last if now and last else None, len(output.outputs))
-                counted, last = tokens, now
-            if output.finished:
-                metrics.record_finish(output)
-                record.add_output(output)
-            if output.finished or not final_only:
-                yield output
+                tokens = sum([len(completion.token_ids) for completion in output.outputs]) + output.num_discarded_tokens
+                if tokens > counted:
+                    if not counted:
+                        metrics.record_first_token(output)
+                    now = output.times.last_token
+                    metrics.record_tokens(tokens - counted, now - last if now and last else None, len(output.outputs))
+                    counted, last = tokens, now
+                if output.finished:
+                    metrics.record_finish(output)
+                    record.add_output(output)
+                    if span:
+                        span.finish(output)
+                if output.finished or not final_only:
+                    yield output
 
 
 async def merge_streams(

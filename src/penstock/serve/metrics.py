@@ -175,6 +175,11 @@ class Metrics:
         self.storage_refusals = Counter(
             "penstock:storage_refusals", "What was not stored, by the limit that it would have exceeded.", ["limit"]
         )
+        self.trace_spans = Counter(
+            "penstock:trace_spans",
+            "Spans of traces of API processes: exported to the collector, or dropped as it did not take them.",
+            ["outcome"],
+        )
         self.open_requests = Gauge(
             "penstock:num_requests_open",
             "Requests now in an HTTP process: being read, waiting or answered.",
@@ -188,6 +193,10 @@ class Metrics:
 
     def record_failure(self, failure: Failure) -> None:
         self.request_failures.labels(code=failure.code.value).inc()
+
+    def record_spans(self, outcome: str, count: int) -> None:
+        """Count spans of traces: ``exported`` or ``dropped``."""
+        self.trace_spans.labels(outcome=outcome).inc(count)
 
     def record_storage_refusal(self, limit: str) -> None:
         """Count what was not stored.
@@ -454,6 +463,15 @@ class _EngineMetrics:
         for model, (stats, _) in self._engines.items():
             preemptions.add_metric([model], stats.preemptions)
         yield preemptions
+        spans = CounterMetricFamily(
+            "penstock:engine_trace_spans",
+            "Spans of traces of engines: exported to the collector, or dropped as it did not take them.",
+            labels=[*LABELS, "outcome"],
+        )
+        for model, (stats, _) in self._engines.items():
+            spans.add_metric([model, "exported"], stats.spans_exported)
+            spans.add_metric([model, "dropped"], stats.spans_dropped)
+        yield spans
         for name, (about, figure) in drafts.items():
             counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
             for model, (stats, _) in self._engines.items():

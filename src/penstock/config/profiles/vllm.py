@@ -188,6 +188,8 @@ FLAGS: Mapping[str, Alias] = {
     "override_generation_config": Alias(read=_generation),
     "guided_decoding_backend": Alias("guided_decoding_backend", one_of(BACKENDS)),
     "structured_outputs_config": Alias(read=_structured),
+    "otlp_traces_endpoint": Alias("otlp_endpoint"),
+    "collect_detailed_traces": ignored("traces always have queue, prefill, KV transfers and decode"),
     "uvicorn_log_level": Alias("log_level", one_of(LEVELS)),
     "allowed_origins": Alias("allowed_origins", origins),
     "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.core import Code, EngineRequest, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
+from penstock.core.requests import trace_facts
 
 from ..executor.base import Executor, WorkerLostError
 from ..kv.cache_manager import KVCacheManager
@@ -129,7 +130,9 @@ class KVExports:
                 self._drop(one)
             return
         one = _Export(event)
-        logger.info("request %s: transfer %s: %d tokens", event.request_id, event.transfer.hex()[:8], one.num_tokens)
+        words = "request %s: transfer %s: %d tokens"
+        facts = trace_facts(event.trace)
+        logger.info(words, event.request_id, event.transfer.hex()[:8], one.num_tokens, extra={"facts": facts})
         try:
             if self.stopping:
                 raise PenstockError(Code.UNAVAILABLE, "the prefill instance is stopping")
@@ -149,6 +152,7 @@ class KVExports:
                 cache_salt=event.cache_salt,
                 priority=event.priority,
                 deadline=time.monotonic() + event.timeout if event.timeout else None,
+                trace=event.trace,
             )
             self._add(request)
         except PenstockError as error:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from .buffer import SLOT_TOKENS
 from .endpoint import Endpoint
 from .messages import Start, slot_hashes
 from .receiver import Arrived, Broken, Completed, Pull, new_transfer_id
+
+if TYPE_CHECKING:
+    from penstock.tracing import Span, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,8 @@ class _Import:
         """Whether the KV cache was emptied since it began."""
         self.num_importing = 0
         """Pieces that the workers are importing."""
+        self.span: Span | None = None
+        """Of the transfer under way, where the request is traced."""
         self.started = time.monotonic()
 
 
@@ -119,6 +124,8 @@ class KVImports:
         self._calls: list[tuple[Future[Any], list[tuple[_Import, Arrived]]]] = []
         self.suspended = False
         """Whether no import begins, as there is no KV cache."""
+        self.tracer: Tracer | None = None
+        """Makes a span of each transfer; None without traces."""
         self.num_recomputed = 0
         """Requests whose prompts were computed here since their transfers failed."""
         self.seconds = 0.0
@@ -222,6 +229,16 @@ class KVImports:
         request, tokens = one.request, one.request.prompt[: one.num_tokens]
         one.transfer, one.end = new_transfer_id(), None
         self._active[one.transfer] = one
+        one.address, trace = one.addresses.popleft(), request.trace
+        if self.tracer and request.is_sampled:
+            attributes = {
+                "server.address": one.address,
+                "penstock.kv_transfer.id": one.transfer.hex(),
+                "penstock.kv_transfer.tokens": one.num_tokens - one.num_present,
+                "penstock.kv_transfer.present_tokens": one.num_present,
+            }
+            one.span = self.tracer.span("kv_transfer", trace, time.monotonic(), attributes)
+            trace = one.span.context
         start = Start(
             transfer=one.transfer,
             request_id=request.log_name,
@@ -232,9 +249,9 @@ class KVImports:
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout=max(request.deadline - time.monotonic(), 0.001) if request.deadline else 0.0,
+            trace=trace,
         )
         hashes = slot_hashes(self._weights_version, request.adapter, request.cache_salt, tokens)
-        one.address = one.addresses.popleft()
         self._endpoint.pull(one.address, Pull(start=start, hashes=hashes))
 
     def _import_arrived(self) -> None:
@@ -280,14 +297,19 @@ class KVImports:
         or follow the policy."""
         del self._active[one.transfer]
         assert one.end is not None
+        if one.span:
+            if isinstance(one.end, Completed):
+                one.span.set({"penstock.kv_transfer.remote_cached_tokens": one.end.num_cached})
+            else:
+                one.span.fail(one.end.code.value, one.end.message)
+            one.span.end()
         if isinstance(one.end, Completed):
             self.seconds += time.monotonic() - one.started
             num_cached = max(one.num_present, one.end.num_cached)
             words = "request %s: transfer %s: %d tokens from %s in %.3f seconds, beside %d that were cached here"
             count, seconds = one.num_tokens - one.num_present, time.monotonic() - one.started
-            logger.info(
-                words, one.request.log_name, one.transfer.hex()[:8], count, one.address, seconds, one.num_present
-            )
+            values = (one.request.log_name, one.transfer.hex()[:8], count, one.address, seconds, one.num_present)
+            logger.info(words, *values, extra={"facts": one.request.log_facts})
             prefix = self._kv.finish_import(one.block_hashes, one.blocks, one.num_tokens, num_cached)
             if one.future.cancelled():
                 self._kv.release_import(prefix)
@@ -301,7 +323,8 @@ class KVImports:
         recompute = self._recompute or one.outdated
         what = "another is asked" if left else "it is computed here" if recompute else "the request fails"
         words = "request %s: its prompt did not come from a prefill instance, %s: %s"
-        logger.warning(words, one.request.log_name, what, one.end.message)
+        facts = one.request.log_facts
+        logger.warning(words, one.request.log_name, what, one.end.message, extra={"facts": facts})
         if left:
             self._pull(one)
             return

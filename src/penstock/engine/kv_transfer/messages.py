@@ -65,6 +65,8 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     priority: int
     timeout: float
     """Seconds after which D does not wait any more; 0 is any."""
+    trace: dict[str, str] = {}
+    """As of ``EngineRequest``: of the span of the transfer."""
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from penstock.config.options import SchedulerOptions
@@ -109,6 +110,8 @@ class Preemption:
         self.num_sequences -= len(group.preempted)
         group.preempted.update(one.index for one in victims)
         self.num_sequences += len(group.preempted)
+        if group.request.is_sampled:
+            group.preempted_at.append(time.monotonic())
         for one in victims:
             self._running.remove(one)
         if group.search:

@@ -12,6 +12,7 @@ rows of the workers' batch, ``SequenceGroup`` holds a request's sequences.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -40,6 +41,7 @@ from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
+CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 OUTPUT_FAILED = Failure(Code.INTERNAL, "an internal error ended the output; the server's log has its traceback")
 
 
@@ -81,6 +83,8 @@ class Scheduler:
         """Builds the workers' messages from plans."""
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
         """Called with a sequence that has ended, while it has its blocks."""
+        self.after_request: Callable[[SequenceGroup, Failure | None], None] = lambda group, failure: None
+        """Called with the sequences of a request that has ended, and why where it has not finished."""
         self._groups: dict[str, SequenceGroup] = {}
         self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
@@ -263,7 +267,7 @@ class Scheduler:
         unfinished = group.unfinished
         for sequence in unfinished:
             self._end(sequence)
-        self._remove(request_id)
+        self._remove(request_id, failure or CANCELLED)
         reason = FinishReason.ERROR if failure else FinishReason.CANCELLED
         return [
             TokenDelta(request_id=request_id, sequence=index, finished=reason, failure=failure)
@@ -292,15 +296,16 @@ class Scheduler:
         self.running.release(sequence)
         self.admission.invalidate_free_capacity()
 
-    def _remove_if_ended(self, request_id: str) -> None:
+    def _remove_if_ended(self, request_id: str, failure: Failure | None = None) -> None:
         if not self._groups[request_id].unfinished:
-            self._remove(request_id)
+            self._remove(request_id, failure)
 
-    def _remove(self, request_id: str) -> None:
-        """Drop a request, whose sequences have all ended."""
+    def _remove(self, request_id: str, failure: Failure | None = None) -> None:
+        """Drop a request, whose sequences have all ended, the last one with ``failure``."""
         group = self._groups.pop(request_id)
         self.builder.drop_beam_steps(request_id)
         self.admission.remove_request(group.first)
+        self.after_request(group, failure)
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
@@ -350,6 +355,8 @@ class Scheduler:
                 first.context_logits.append(output.context_logits[i])
             if first.pooling_state and first.state is not State.FINISHED and i in output.pooler_hidden_states:
                 deltas += self._finish_if_done(first, pool_hidden_states(first, output.pooler_hidden_states[i]))
+            if sampled and not first.first_token:
+                first.first_token = time.monotonic()
             for sequence, one in zip(item.sampling_sequences, sampled, strict=True):
                 if sequence is not first:
                     self._set_computed(sequence, end, end)
@@ -388,7 +395,7 @@ class Scheduler:
         """End the sequence where ``delta`` is its last; returns the delta, if there is one."""
         if delta and delta.finished:
             self._end(sequence)
-            self._remove_if_ended(sequence.request.request_id)
+            self._remove_if_ended(sequence.request.request_id, delta.failure)
         return [delta] if delta else []
 
     def _add_candidates(self, beam: Sequence, sampled: SampledTokens) -> list[TokenDelta]:

@@ -24,6 +24,8 @@ class SequenceGroup:
         """The beam search over them; None where they sample."""
         self.preempted: set[int] = set()
         """Indices of those that were preempted at least once."""
+        self.preempted_at: list[float] = []
+        """Of a traced request, when sequences were preempted, seconds on the monotonic clock."""
         self._first_guide: Guide | None = None
         if self.request.sampling.use_beam_search:
             self.search = BeamSearch(first)

@@ -43,6 +43,7 @@ class Sequence:
         "draft_len",
         "draft_tokens",
         "first_scheduled",
+        "first_token",
         "guide",
         "host_blocks",
         "index",
@@ -137,6 +138,8 @@ class Sequence:
         """Seconds from arrival to the first step; 0 once a delta has them."""
         self.first_scheduled = 0.0
         """Time of its first step, seconds on the monotonic clock."""
+        self.first_token = 0.0
+        """Time of its first token, likewise; 0 before it."""
         self.allocated_blocks = 0
         """Number of KV blocks allocated for it so far."""
         self.draft_tokens = self.accepted_tokens = 0

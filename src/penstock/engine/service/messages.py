@@ -285,6 +285,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Their features."""
     encoder_bytes: int = 0
     """Of these, on each worker."""
+    spans_exported: int = 0
+    """Counter of spans of traces that the collector has taken."""
+    spans_dropped: int = 0
+    """Counter of those that it has not."""
     expert_load: dict[int, list[int]] = {}
     """Counters of the tokens that chose each expert, by layer; empty without the option ``expert_load``."""
     adapters_running: list[str] = []

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from socket import SOCK_STREAM, getaddrinfo
 from types import FrameType
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import zmq
@@ -33,6 +33,7 @@ from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
+from penstock.tracing import start_tracer
 from penstock.version import __version__
 
 from ..executor.cluster_secret import read_secret
@@ -44,6 +45,9 @@ from .curve import secure_server
 from .heartbeat import Heartbeat
 from .instance import tokenizer_version
 from .operations import OperationQueue
+
+if TYPE_CHECKING:
+    from penstock.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +126,7 @@ class EngineServer:
         self._last_work = time.monotonic()
         self._stopping = False
         self._deadline = float("inf")
+        self._tracer: Tracer | None = None
 
     def run(self) -> None:
         """Load the model and serve until SIGTERM. Exits with status 2 where it cannot load, 1 when the engine fails."""
@@ -146,6 +151,9 @@ class EngineServer:
                 self._options = _choose_gpus(self._options, self._replica)
             self._engine = Engine(self._options, self._logs, self._weights)
             self._engine.before_step = self._before_step
+            self._tracer = start_tracer(self._logs, "engine")
+            if self._tracer:
+                self._engine.set_tracer(self._tracer)
             self._recorder = StepRecorder(self._engine)
             self._operations = OperationQueue(self._engine, self._send_result)
             self._told = self._operations.state
@@ -286,6 +294,8 @@ class EngineServer:
         self._socket.close()
         if self._remote:
             self._remote.close()
+        if self._tracer:
+            self._tracer.close()
 
     def _receive(self, timeout_ms: int) -> bool:
         """Handle the messages that have arrived, at most ``MAX_MESSAGES_PER_STEP``.
@@ -505,6 +515,8 @@ class EngineServer:
             encoder_entries=encoder.num_entries,
             encoder_tokens=encoder.num_tokens,
             encoder_bytes=encoder.num_tokens * self._engine.info.feature_bytes,
+            spans_exported=self._tracer.counts.exported if self._tracer else 0,
+            spans_dropped=self._tracer.counts.dropped if self._tracer else 0,
         )
 
     def _send_report(self, report: messages.StartReport) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
@@ -19,11 +20,15 @@ from penstock.cluster.http import INSTANCE_PATH, REGISTER_PATH
 from penstock.version import __version__
 
 from ..metrics import Metrics
+from ..spans import end_http, logged
 from .error_formats import ErrorFormats
 from .reply import INTERNAL, refuse
 from .request_record import RequestRecord, record_of
 from .status import STATUS
 from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
+
+if TYPE_CHECKING:
+    from penstock.tracing import Span, Tracer
 
 logger = logging.getLogger("penstock.requests")
 
@@ -58,10 +63,19 @@ class RequestLogMiddleware:
 
     Args:
         strict: refuse requests with unknown fields.
+        tracer: makes spans of requests, but for health checks and the web page; None for no traces.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, error_formats: ErrorFormats, strict: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        error_formats: ErrorFormats,
+        strict: bool = False,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._app = app
+        self._tracer = tracer
         self._metrics = metrics
         self._error_formats = error_formats
         self._strict = strict
@@ -76,6 +90,7 @@ class RequestLogMiddleware:
             given if REQUEST_ID.fullmatch(given) else uuid4().hex, scope["path"], unknown=UnknownFields(self._strict)
         )
         scope["penstock.record"] = record
+        record.span = self._span(scope, record)
         started, status = time.monotonic(), 0
 
         async def send_with_headers(message: Message) -> None:
@@ -90,15 +105,34 @@ class RequestLogMiddleware:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_headers)
-        except Exception:
-            logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
-            record.failure = INTERNAL
-            if not status:
-                await refuse(send_with_headers, INTERNAL, self._error_formats.of(scope))
-        finally:
-            self._log(scope, record, status, time.monotonic() - started)
+        with logged(record.span):
+            try:
+                await self._app(scope, receive, send_with_headers)
+            except Exception:
+                logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+                record.failure = INTERNAL
+                if not status:
+                    await refuse(send_with_headers, INTERNAL, self._error_formats.of(scope))
+            finally:
+                self._log(scope, record, status, time.monotonic() - started)
+                if record.span:
+                    route = getattr(scope.get("route"), "path", "other")
+                    end_http(record.span, scope["method"], route, status, record.failure)
+
+    def _span(self, scope: Scope, record: RequestRecord) -> Span | None:
+        path = scope["path"]
+        if self._tracer is None or path in PUBLIC_PATHS | SIGNED_PATHS or path == "/" or path.startswith(WEB_PREFIX):
+            return None
+        attributes = {
+            "http.request.method": scope["method"],
+            "url.path": path,
+            "url.scheme": scope.get("scheme", "http"),
+            "network.protocol.version": scope.get("http_version", "1.1"),
+            "client.address": (scope.get("client") or ("",))[0],
+            "user_agent.original": (headers := Headers(scope=scope)).get("user-agent", ""),
+            "penstock.request_id": record.request_id,
+        }
+        return self._tracer.server_span(scope["method"], headers, record.arrived, attributes)
 
     def _log(self, scope: Scope, record: RequestRecord, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
@@ -13,6 +13,9 @@ from penstock.frontend.outputs import RequestOutput
 
 from .error_format import ErrorFormat
 from .unknown_fields import UnknownFields
+
+if TYPE_CHECKING:
+    from penstock.tracing import Span
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class RequestRecord:
     """Version of the weights that its first tokens were computed with."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
     """Its fields that the schema does not have."""
+    span: Span | None = None
+    """Its span; None without traces."""
 
     def add_output(self, output: RequestOutput) -> None:
         """Add the counts and times of one finished prompt: counts add up, of times the longest counts."""

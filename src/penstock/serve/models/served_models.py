@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -18,6 +19,9 @@ from ..metrics import EngineStats, Metrics
 from .messages import ANY_MODEL, ServedModel
 from .service import ModelService
 
+if TYPE_CHECKING:
+    from penstock.tracing import Tracer
+
 PAUSED = Failure(Code.UNAVAILABLE, "the engine is paused: requests wait until it is resumed")
 MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
 """Default of ``max_body_size``: ``BYTES_PER_TOKEN`` (JSON syntax included) times the longest context length in tokens,
@@ -29,9 +33,11 @@ IMAGE_BODY_SIZE = 2**26
 class ServedModels:
     """Served models by name. A request that names no model gets the first one."""
 
-    def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
+    def __init__(self, options: ServerOptions, metrics: Metrics, tracer: Tracer | None = None) -> None:
         self.options = options
         self.metrics = metrics
+        self.tracer = tracer
+        """Makes spans of requests; None for no traces."""
         self.created = int(time.time())
         self._models: tuple[ServedModel, ...] = ()
         self._received = False

@@ -18,6 +18,7 @@ from penstock.config.profiles import load
 from penstock.config.storage_limits import storage_limits
 from penstock.core.errors import invalid
 from penstock.engine.service.client import STOPPING
+from penstock.tracing import start_tracer
 
 from ..app import Storage, build
 from ..dialects import kserve, paddlenlp
@@ -99,7 +100,10 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
         metrics = Metrics(profile.metrics if profile else None, options.metrics_aliases)
     except OSError as error:
         raise metrics_files.no_room(error) from error
-    served_models = ServedModels(options, metrics)
+    tracer = start_tracer(start.configuration.log, "api")
+    if tracer:
+        tracer.counts.listener = metrics.record_spans
+    served_models = ServedModels(options, metrics, tracer)
 
     def send(message: msgspec.Struct) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -166,3 +170,5 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     if rpc:
         await rpc.stopped()
     await model_manager.close()
+    if tracer:
+        await asyncio.to_thread(tracer.close)

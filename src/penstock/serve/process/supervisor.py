@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core.errors import invalid
+from penstock.tracing import check as check_tracing
 
 from ..models.messages import ApiProcessStart, Load, Operate, Register, ServedModel, Unload
 from .api_processes import ApiProcesses
@@ -70,6 +71,7 @@ class Supervisor:
         options = self._configuration.server
         check_certificate(options)
         check_storage(options)
+        check_tracing(self._configuration.log)
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)

@@ -26,6 +26,7 @@ from penstock.serve.http.reply import CLIENT_DISCONNECTED, INTERNAL
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 from penstock.serve.models.served_models import MIN_BODY_SIZE
+from penstock.serve.spans import end_rpc, logged
 from penstock.version import __version__
 
 from . import grpc_messages as messages
@@ -57,6 +58,8 @@ MAX_STREAM_REQUESTS = 256
 MAX_QUEUED_RESPONSES = 16
 """Responses of a stream that wait for its client to read; its requests wait before they make more."""
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
+SERVICE = "inference.GRPCInferenceService"
+"""Name of the service, in spans."""
 PUBLIC_METHODS = ("ServerLive", "ServerReady")
 SERVER = ("server", f"penstock/{__version__}")
 """Trailing metadata of every response: this server's name, as ``ServerMetadata`` says triton. Unknown fields of
@@ -384,20 +387,34 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         tenant = self.tenant_of(context.invocation_metadata()) or ""
         record = RequestRecord(given_id, client=context.peer(), tenant=tenant, unknown=unknown)
-        try:
-            yield record
-        except PenstockError as error:
-            record.failure = error.failure
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            record.failure = CLIENT_DISCONNECTED
-            raise
-        except Exception as error:
-            logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
-            record.failure = INTERNAL
-            raise PenstockError.of(INTERNAL) from error
-        finally:
-            self._log(record, f"{method} {model[:100]!r}" if model else method, quiet)
+        if (tracer := self._repository.served_models.tracer) and not quiet:
+            attributes = {
+                "rpc.system": "grpc",
+                "rpc.service": SERVICE,
+                "rpc.method": method,
+                "client.address": record.client,
+                "penstock.request_id": given_id,
+            }
+            metadata = dict(context.invocation_metadata() or ())
+            record.span = tracer.server_span(f"{SERVICE}/{method}", metadata, record.arrived, attributes)
+        with logged(record.span):
+            try:
+                yield record
+            except PenstockError as error:
+                record.failure = error.failure
+                raise
+            except (asyncio.CancelledError, GeneratorExit):
+                record.failure = CLIENT_DISCONNECTED
+                raise
+            except Exception as error:
+                logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+                record.failure = INTERNAL
+                raise PenstockError.of(INTERNAL) from error
+            finally:
+                self._log(record, f"{method} {model[:100]!r}" if model else method, quiet)
+                if record.span:
+                    status = STATUS[record.failure.code] if record.failure else grpc.StatusCode.OK
+                    end_rpc(record.span, status.value[0], record.failure)
 
     def _log(self, record: RequestRecord, what: str, quiet: bool) -> None:
         failure = record.failure

@@ -1,0 +1,45 @@
+"""Traces of requests, sent to an OpenTelemetry collector. OpenTelemetry is imported where traces are on alone."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from penstock.config.options import LogOptions
+from penstock.core.errors import invalid
+
+if TYPE_CHECKING:
+    from .tracer import Span, Tracer
+
+__all__ = ["Span", "Tracer", "check", "start_tracer"]
+
+
+def check(options: LogOptions) -> None:
+    """Raise ``PenstockError`` (``invalid``) where traces are asked for and cannot be sent."""
+    endpoint = options.otlp_endpoint
+    if not endpoint:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise invalid("otlp_endpoint", "must begin with http:// or https://, as http://localhost:4317 does")
+    if find_spec("opentelemetry") is None or any(find_spec(f"opentelemetry.{name}") is None for name in MODULES):
+        raise invalid("otlp_endpoint", "needs OpenTelemetry, which is not installed: pip install 'penstock-llm[otel]'")
+
+
+MODULES = ("sdk", "exporter", "exporter.otlp", "exporter.otlp.proto", "exporter.otlp.proto.grpc")
+"""Modules of the extra ``otel``: each after the package that it lies in, which ``find_spec`` imports."""
+
+
+def start_tracer(options: LogOptions, process: str) -> Tracer | None:
+    """The tracer of a process; None where traces are off.
+
+    Args:
+        process: name of the process, as in the log.
+
+    Raises ``PenstockError`` as ``check``.
+    """
+    if not options.otlp_endpoint:
+        return None
+    check(options)
+    from .tracer import Tracer
+
+    return Tracer(options, process)

@@ -1,0 +1,218 @@
+"""Traces of requests, as a collector in another process gets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+from collector import Collector, collecting
+from serving import Served, refused
+from test_router import PROMPT, Deployment, until
+from tritonclient.utils import np_to_triton_dtype
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spans_are_sent_soon() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    with collecting(tmp_path_factory.mktemp("collector")) as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def server(collector: Collector) -> Iterator[Served]:
+    flags = ("--otlp-traces-endpoint", collector.grpc, "--grpc-port", "0", "--log-format", "json")
+    with Served(*flags) as server:
+        yield server
+
+
+def traceparent(trace: str, sampled: bool = True) -> dict[str, str]:
+    return {"traceparent": f"00-{trace}-{PARENT}-0{sampled:d}", "tracestate": "vendor=value"}
+
+
+@pytest.mark.row("vllm", "--otlp-traces-endpoint")
+def test_a_chat_has_a_span_for_each_stage_over_processes(server: Served, collector: Collector) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0.5, "seed": 1}
+    answer = httpx.post(f"{server.url}/chat/completions", json=body, headers=traceparent(TRACE))
+    usage = answer.json()["usage"]
+    spans = collector.names(TRACE, "POST /v1/chat/completions", "llm_request", "queue", "prefill", "decode")
+    root, request = spans["POST /v1/chat/completions"], spans["llm_request"]
+    assert (root.kind, root.parent, root.status) == ("server", PARENT, "")
+    assert root.attributes["http.response.status_code"] == 200
+    assert request.parent == root.span
+    assert request.attributes["gen_ai.operation.name"] == "chat"
+    assert request.attributes["gen_ai.request.id"] == answer.headers["x-request-id"]
+    assert request.attributes["gen_ai.request.temperature"] == 0.5
+    assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert request.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert 0 < request.attributes["gen_ai.latency.time_to_first_token"] < request.attributes["gen_ai.latency.e2e"]
+    assert {name: span.process for name, span in spans.items()} == {
+        "POST /v1/chat/completions": "api",
+        "llm_request": "api",
+        "preprocess": "api",
+        "queue": "engine",
+        "prefill": "engine",
+        "decode": "engine",
+        "detokenize": "api",
+    }
+    parts = [spans[name] for name in ("preprocess", "queue", "prefill", "decode")]
+    assert all(span.parent == request.span for span in [*parts, spans["detokenize"]])
+    assert [span.begun for span in parts] == sorted(span.begun for span in parts)
+    assert spans["queue"].ended == pytest.approx(spans["prefill"].begun, abs=1e6)
+    assert spans["prefill"].ended == pytest.approx(spans["decode"].begun, abs=1e6)
+    assert root.begun <= min(span.begun for span in parts)
+    assert max(span.ended for span in parts) <= root.ended + 5e6  # clocks of two processes
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "children"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}, 2),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}, 1),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2}, 1),
+        ("/api/generate", {"prompt": "a", "options": {"num_predict": 2}}, 1),
+        ("/completion", {"prompt": "a", "n_predict": 2}, 1),
+        ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}, 1),
+        ("/v1/embeddings", {"input": "a"}, 1),
+    ],
+)
+def test_every_dialect_is_traced(
+    server: Served, collector: Collector, path: str, body: dict[str, object], children: int
+) -> None:
+    trace = path.encode().hex().rjust(32, "1")[-32:]
+    answer = httpx.post(f"{server.root}{path}", json={"model": server.name, **body}, headers=traceparent(trace))
+    assert answer.status_code == 200, answer.text
+    spans = collector.wait(
+        lambda found: (
+            [span.name for span in found].count("prefill") == children and any(span.kind == "server" for span in found)
+        ),
+        trace,
+    )
+    (root,) = [span for span in spans if span.kind == "server"]
+    requests = [span for span in spans if span.name == "llm_request"]
+    assert root.name == f"POST {path}"
+    assert [span.parent for span in requests] == [root.span] * children
+    assert {span.parent for span in spans if span.name == "prefill"} == {span.span for span in requests}
+
+
+def test_a_grpc_request_takes_its_context_from_the_metadata(server: Served, collector: Collector) -> None:
+    trace = "2".rjust(32, "0")
+    address = server.find(r"gRPC at ([\d.:]+)")[1]
+    inputs = [("text_input", np.array([[b"a"]], np.object_)), ("max_tokens", np.array([[2]], np.int32))]
+    given = []
+    for name, value in inputs:
+        given.append(tritonclient.grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
+        given[-1].set_data_from_numpy(value)
+    with tritonclient.grpc.InferenceServerClient(address) as client:
+        client.infer("ensemble", given, headers=traceparent(trace))
+    spans = collector.names(trace, "inference.GRPCInferenceService/ModelInfer", "llm_request", "prefill", "decode")
+    root = spans["inference.GRPCInferenceService/ModelInfer"]
+    assert (root.kind, root.parent) == ("server", PARENT)
+    assert root.attributes["rpc.grpc.status_code"] == grpc.StatusCode.OK.value[0]
+    assert spans["llm_request"].parent == root.span
+
+
+def test_lines_of_the_log_name_the_trace(server: Served) -> None:
+    trace = "3".rjust(32, "0")
+    httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1}, headers=traceparent(trace))
+    line = json.loads(server.find(rf".*{trace}.*")[0])
+    assert line["trace_id"] == trace
+    assert re.fullmatch("[0-9a-f]{16}", line["span_id"])
+    assert line["message"] == "POST /v1/completions"
+
+
+def test_a_client_that_leaves_and_an_error_end_spans_with_a_status(server: Served, collector: Collector) -> None:
+    left, refused = "4".rjust(32, "0"), "5".rjust(32, "0")
+    body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/completions", json=body, headers=traceparent(left)) as answer:
+        next(answer.iter_lines())
+    answer = httpx.post(f"{server.url}/completions", json={"prompt": 1.5}, headers=traceparent(refused))
+    assert answer.status_code == 400
+    spans = collector.names(left, "POST /v1/completions", "llm_request", "decode")
+    for name in ("POST /v1/completions", "llm_request", "decode"):
+        assert (spans[name].status, spans[name].attributes["error.type"]) == ("error", "cancelled"), name
+    (root,) = collector.wait(len, refused)
+    assert (root.status, root.attributes["error.type"]) == ("", "invalid")
+    assert root.attributes["http.response.status_code"] == 400
+
+
+def test_what_its_sender_does_not_sample_is_not_recorded(server: Served, collector: Collector) -> None:
+    left_out, last = "6".rjust(32, "0"), "7".rjust(32, "0")
+    for trace, sampled in ((left_out, False), (last, True)):
+        headers = traceparent(trace, sampled)
+        httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
+    collector.names(last, "POST /v1/completions", "prefill")
+    assert not collector.wait(lambda _: True, left_out)
+    server.find(left_out)  # but the log names it
+
+
+def test_health_checks_and_metrics_are_no_traces(server: Served, collector: Collector) -> None:
+    trace = "8".rjust(32, "0")
+    for path in ("/health", "/metrics", "/ready"):
+        httpx.get(f"{server.root}{path}", headers=traceparent(trace))
+    api, engine = r'\{outcome="exported"\} [1-9]', r'\{model_name="[^"]+",outcome="exported"\} [1-9]'
+    until(lambda: re.search(f"penstock:trace_spans_total{api}", httpx.get(f"{server.root}/metrics").text) is not None)
+    until(lambda: re.search(f"engine_trace_spans_total{engine}", httpx.get(f"{server.root}/metrics").text) is not None)
+    assert not collector.wait(lambda _: True, trace)
+
+
+def test_a_collector_that_dies_costs_spans_and_no_request(tmp_path: Path) -> None:
+    with collecting(tmp_path) as collector, Served("--otlp-endpoint", collector.http) as server:
+        body = {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{server.url}/completions", json=body).status_code == 200
+        collector.wait(lambda spans: {"POST /v1/completions", "prefill"} <= {span.name for span in spans})
+        collector.process.kill()
+        for _ in range(8):
+            assert httpx.post(f"{server.url}/completions", json=body).status_code == 200
+        server.find("api: WARNING the collector at .* does not take spans")
+        server.find("engine: WARNING the collector at .* does not take spans")
+        page = httpx.get(f"{server.root}/metrics").text
+        assert re.search(r'penstock:trace_spans_total\{outcome="dropped"\} [1-9]', page)
+
+
+def test_prefill_and_decode_instances_are_of_one_trace(collector: Collector, tmp_path: Path) -> None:
+    trace, flags = "9".rjust(32, "0"), ("--otlp-endpoint", collector.grpc)
+    with Deployment(tmp_path, "--pd-min-prefill-tokens", "100", *flags) as deployment:
+        deployment.instances("prefill", "decode", flags=flags)
+        until(lambda: deployment.has("prefill", "decode"))
+        body = {"prompt": PROMPT, "max_tokens": 4}
+        assert httpx.post(f"{deployment.router.url}/completions", json=body, headers=traceparent(trace)).is_success
+        spans = collector.wait(lambda found: [span.name for span in found].count("prefill") == 2, trace)
+    names = collector.names(trace, "POST /v1/completions", "llm_request", "kv_transfer", "decode")
+    transfer, request = names["kv_transfer"], names["llm_request"]
+    assert transfer.parent == request.span
+    assert transfer.attributes["penstock.kv_transfer.tokens"] > 100
+    by_prefill, by_decode = sorted((span for span in spans if span.name == "prefill"), key=lambda span: span.begun)
+    assert (by_prefill.parent, by_decode.parent) == (transfer.span, request.span)
+    assert by_decode.attributes["penstock.kv_transfer.imported"]
+    processes = {span.resource["process.pid"] for span in (request, by_prefill, by_decode)}
+    assert len(processes) == 3
+    assert transfer.begun <= by_prefill.ended <= transfer.ended + 5e6  # clocks of two processes
+
+
+def test_traces_are_refused_without_an_endpoint_that_can_be_one() -> None:
+    assert "otlp_endpoint: must begin with http://" in refused("--otlp-endpoint", "localhost:4317")
+
+
+def test_opentelemetry_is_not_imported_where_traces_are_off() -> None:
+    with Served(environment={"PYTHONPROFILEIMPORTTIME": "1"}) as server:
+        imported = "\n".join(server.lines)
+    for module in ("penstock.engine.service.server", "penstock.serve.process.api_server", "penstock.tracing"):
+        assert re.search(rf"\| +{module}$", imported, re.MULTILINE)
+    assert not re.search(r"\| +opentelemetry", imported)
