@@ -569,17 +569,9 @@ def latent_rope_and_store(
         interleaved: whether neighbours are rotated against each other, and not halves.
         out: ``[tokens, heads, rope_dim]``, where to write the queries; its last dimension must be contiguous.
     """
-    rotate = _rope_pairs if interleaved else rope
-    out.copy_(rotate(q, positions, table))
-    vectors = torch.cat((latent[:, None], rotate(k[:, None], positions, table)), -1)
+    out.copy_(rope(q, positions, table, interleaved))
+    vectors = torch.cat((latent[:, None], rope(k[:, None], positions, table, interleaved)), -1)
     _store(cache.flatten(1, 2)[0], vectors, slot_mapping)
-
-
-def _rope_pairs(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """As ``rope``, where each pair of neighbours is rotated (GPT-J style)."""
-    cos, sin = table[positions][:, None].chunk(2, -1)
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
 
 
 def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:

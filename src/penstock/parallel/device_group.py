@@ -6,15 +6,14 @@ other about failed steps goes over shared memory, as in a group on CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import CombineFn, Group, Shard, SingleRank, shard_outputs
+from .group import CombineFn, ComputeFn, Group, Shard, SingleRank, shard_outputs
 
 all_gather_single = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,7 +23,7 @@ FEW_BYTES = 2**16
 """Of all rows that ``combine_rows`` gathers as they are."""
 
 
-class DeviceGroup:
+class DeviceGroup(Group):
     """A ``Group`` whose tensors are on devices.
 
     Args:
@@ -34,6 +33,7 @@ class DeviceGroup:
     """
 
     def __init__(self, control: Group, device: torch.device, meeting_point: Path) -> None:
+        super().__init__(control.rank, control.size)
         self._control = control
         self._device = device
         store = dist.FileStore(str(meeting_point), control.size)  # type: ignore[attr-defined]
@@ -42,21 +42,8 @@ class DeviceGroup:
         self._shards: dict[Shard, list[Shard]] = {}
         """The shards of all ranks, by this rank's."""
 
-    @property
-    def rank(self) -> int:
-        return self._control.rank
-
-    @property
-    def size(self) -> int:
-        return self._control.size
-
     def all_gather(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        rows: int,
-        shard: Shard,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, rows: int, shard: Shard, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         shards = self._shards_of_all(shard)
         widest = max(each.size for each in shards)
@@ -69,13 +56,7 @@ class DeviceGroup:
         return torch.cat([part[:, : each.size] for part, each in zip(gathered, shards, strict=True)], 1)
 
     def gather_rows(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        ids: Tensor,
-        shard: Shard,
-        width: int,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, ids: Tensor, shard: Shard, width: int, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         rows = len(ids)
         own = torch.zeros(rows, width, dtype=dtype, device=ids.device)
@@ -88,7 +69,7 @@ class DeviceGroup:
 
     def combine_rows(
         self,
-        compute: Callable[[Tensor | None], Tensor],
+        compute: ComputeFn,
         ids: Tensor,
         shard: Shard,
         width: int,
@@ -100,7 +81,7 @@ class DeviceGroup:
         vectors a token, with k rows a token and R ranks, where all rows would be k (R - 1). Few rows are gathered,
         as two collectives then take longer than the bytes."""
         if len(ids) * width * dtype.itemsize <= FEW_BYTES:
-            return combine(self.gather_rows(compute, ids, shard, width, dtype, rows_per_token), Shard(0, width, width))
+            return super().combine_rows(compute, ids, shard, width, dtype, rows_per_token, combine)
         columns = [shard_outputs(SingleRank(rank, self.size), width) for rank in range(self.size)]
         mine, rows = columns[self.rank], len(ids)
         own = torch.zeros(rows, width, dtype=dtype, device=ids.device)
@@ -116,12 +97,10 @@ class DeviceGroup:
         result = combine(merged, mine)
         return self.all_gather(lambda _: result, rows // rows_per_token, mine, dtype)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """As of the control group. A rank that fails while others wait for its outputs leaves them waiting in NCCL,
         until the executor ends them."""
-        with self._control.step():
-            yield
+        return self._control.step()
 
     def _gather(self, own: Tensor) -> Tensor:
         """``[ranks, *shape]`` of every rank's tensor of one shape."""

@@ -6,10 +6,10 @@ results have the same bits at every size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,25 +43,22 @@ class Shard:
         return self.first, self.end
 
 
+ComputeFn = Callable[[Tensor | None], Tensor]
+"""Computes a rank's part of what is gathered."""
 CombineFn = Callable[[Tensor, Shard], Tensor]
 """Of all rows, ``[tokens * rows_per_token, columns]``, some columns, and which these are, to ``[tokens, columns]``."""
 
 
-class Group(Protocol):
+class Group(ABC):
     """One rank's view of its group. Every rank makes the same calls in the same order."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
 
+    @abstractmethod
     def all_gather(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        rows: int,
-        shard: Shard,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, rows: int, shard: Shard, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         """``[rows, shard.size]`` of each rank to ``[rows, shard.total]`` on every rank, which nobody may change.
 
@@ -70,16 +67,10 @@ class Group(Protocol):
             shard: this rank's.
             rows_per_token: of ``rows``, which in a captured step vary with the tokens.
         """
-        ...
 
+    @abstractmethod
     def gather_rows(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        ids: Tensor,
-        shard: Shard,
-        width: int,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, ids: Tensor, shard: Shard, width: int, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         """``[rows, width]``, of which each rank computes some rows, to all of them on every rank, which nobody may
         change.
@@ -91,11 +82,10 @@ class Group(Protocol):
             shard: ids whose rows are this rank's.
             rows_per_token: as of ``all_gather``.
         """
-        ...
 
     def combine_rows(
         self,
-        compute: Callable[[Tensor | None], Tensor],
+        compute: ComputeFn,
         ids: Tensor,
         shard: Shard,
         width: int,
@@ -104,70 +94,45 @@ class Group(Protocol):
         combine: CombineFn,
     ) -> Tensor:
         """``[tokens, width]`` on every rank, which nobody may change: what ``combine`` makes of the rows of each token.
+        Here every rank combines all columns.
 
         Args:
             compute, ids, shard, width, dtype, rows_per_token: as of ``gather_rows``.
-            combine: called with some or all columns, of which ranks compute others.
+            combine: called with some or all columns, of which ranks may compute others.
         """
-        ...
+        return combine(self.gather_rows(compute, ids, shard, width, dtype, rows_per_token), Shard(0, width, width))
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    @abstractmethod
+    def step(self) -> AbstractContextManager[None]:
         """Around all that ranks compute together, one step after the other. An error in one rank's step is an error
         in all ranks'.
 
         Raises ``RankFailedError`` where the step has failed on another rank.
         """
-        ...
 
 
 class RankFailedError(RuntimeError):
     """The step has failed on another rank."""
 
 
-@dataclass(frozen=True)
-class SingleRank:
-    """A group of one."""
+class SingleRank(Group):
+    """A group of one; or the place of a rank in a group, for ``shard_outputs`` and ``shard_heads``."""
 
-    rank: int = 0
-    size: int = 1
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        super().__init__(rank, size)
 
     def all_gather(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        rows: int,
-        shard: Shard,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, rows: int, shard: Shard, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         return compute(None)
 
     def gather_rows(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        ids: Tensor,
-        shard: Shard,
-        width: int,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, ids: Tensor, shard: Shard, width: int, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         return compute(None)
 
-    def combine_rows(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        ids: Tensor,
-        shard: Shard,
-        width: int,
-        dtype: torch.dtype,
-        rows_per_token: int,
-        combine: CombineFn,
-    ) -> Tensor:
-        return combine(compute(None), Shard(0, width, width))
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        yield
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 SINGLE_RANK = SingleRank()

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.ops import _kernels
 from penstock.ops.cpu import graph
 
-from .group import CombineFn, RankFailedError, Shard
+from .group import ComputeFn, Group, RankFailedError, Shard
 
 CAPACITY = 2**36
 """Bytes of address space for what is gathered. A page takes memory from its first write on."""
@@ -66,7 +66,7 @@ class PeerLink:
     """Whether that one's parts come to this one, and so to all ranks of this host."""
 
 
-class SharedMemoryGroup:
+class SharedMemoryGroup(Group):
     """A ``Group`` over ``create_memory``.
 
     Args:
@@ -88,8 +88,7 @@ class SharedMemoryGroup:
         stage: int = 0,
         links: Iterable[PeerLink] = (),
     ) -> None:
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size)
         self._memory = np.frombuffer(mmap.mmap(descriptor, CAPACITY, offset=stage * CAPACITY), np.uint8)
         self.native = _kernels.Group(self._memory.ctypes.data, rank, size, spins, patience)
         self._spans_hosts = False
@@ -102,12 +101,7 @@ class SharedMemoryGroup:
         self._of_graphs: weakref.WeakKeyDictionary[graph.Arena, _Buffers] = weakref.WeakKeyDictionary()
 
     def all_gather(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        rows: int,
-        shard: Shard,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, rows: int, shard: Shard, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         gathered = self._empty((rows, shard.total), dtype)
         part, item = gathered[:, shard.first : shard.end], dtype.itemsize
@@ -121,13 +115,7 @@ class SharedMemoryGroup:
         return gathered
 
     def gather_rows(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        ids: Tensor,
-        shard: Shard,
-        width: int,
-        dtype: torch.dtype,
-        rows_per_token: int = 1,
+        self, compute: ComputeFn, ids: Tensor, shard: Shard, width: int, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
         rows, row_bytes = ids.shape[0], width * dtype.itemsize
         merged = self._empty((rows, width), dtype)
@@ -139,20 +127,6 @@ class SharedMemoryGroup:
             _kernels.barrier(self.native)
         self._current_buffers().recycle()
         return merged
-
-    def combine_rows(
-        self,
-        compute: Callable[[Tensor | None], Tensor],
-        ids: Tensor,
-        shard: Shard,
-        width: int,
-        dtype: torch.dtype,
-        rows_per_token: int,
-        combine: CombineFn,
-    ) -> Tensor:
-        """Every rank combines all columns, which takes less time than waiting for the others' would."""
-        rows = self.gather_rows(compute, ids, shard, width, dtype, rows_per_token)
-        return combine(rows, Shard(0, width, width))
 
     @contextmanager
     def step(self) -> Iterator[None]:
