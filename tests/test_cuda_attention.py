@@ -24,6 +24,7 @@ from penstock.ops import AttentionMetadata, KVSpec, QKNorms, reference
 from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
+from penstock.ops.pytorch.kv_cache import quantize
 from penstock.planning.kv_spec import transfer_layouts
 
 attention = import_module("penstock.ops.cuda.attention")  # whose name in the package is the op
@@ -193,7 +194,7 @@ class Sequences:
             if not kept:
                 made.values[blocks, part, :, offsets] = given
                 continue
-            numbers, scales = reference._quantize(given, made.values.dtype).split([given.shape[-1], 4], -1)
+            numbers, scales = quantize(given, made.values.dtype).split([given.shape[-1], 4], -1)
             made.values.view(torch.int8)[blocks, part, :, offsets] = numbers
             made.scales[blocks, part, :, offsets] = scales.contiguous().view(torch.float32)[..., 0]
         return None

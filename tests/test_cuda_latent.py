@@ -23,6 +23,7 @@ from test_cuda_attention import cut as cut_attention
 
 from penstock.ops import KVSpec, reference
 from penstock.ops.cuda import kv_cache, latent
+from penstock.ops.pytorch.kv_cache import store_vectors
 from penstock.planning.kv_spec import transfer_layouts
 
 
@@ -111,7 +112,7 @@ class Sequences:
             tables[i, :blocks] = torch.tensor([free.pop() for _ in range(blocks)])
             at = torch.arange(len(self.vectors[number]))
             block, offset = tables[i].long()[at // block_size], at % block_size
-            reference._store(theirs.flatten(1, 2)[0], self.vectors[number][:, None], block * block_size + offset)
+            store_vectors(theirs.flatten(1, 2)[0], self.vectors[number][:, None], block * block_size + offset)
             if spec.quantization:
                 numbers, scales = theirs[0, block, offset, 0].view(torch.int8).split([spec.head_dim, 4], -1)
                 ours.values.view(torch.int8)[block, 0, 0, offset] = numbers

@@ -1,0 +1,1 @@
+"""What each op computes, in plain PyTorch; `ops/reference.py` is the backend made of it."""
