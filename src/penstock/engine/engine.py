@@ -22,23 +22,23 @@ from penstock.core import (
     Failure,
     GuidedDecodingParams,
     PenstockError,
-    PoolingParams,
     TokenDelta,
     Vocabulary,
 )
 from penstock.core.errors import invalid
 from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
-from penstock.models import ModelConfig, read_config
+from penstock.models import read_config
 from penstock.planning.engine_config import DECIDED, engine_config_of
-from penstock.planning.expert_placement import check_sizes, num_redundant_experts, read_placement
+from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 from penstock.planning.sentence_transformers import read_dense_modules
 
 from .draft_folder import draft_size
-from .executor.base import Executor, WorkerLostError
+from .executor.base import WorkerLostError
+from .executor.start import start_executor
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
@@ -46,6 +46,8 @@ from .kv.memory import count_blocks, count_host_blocks
 from .kv.offloading import new_host_tier, start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import NO_ADAPTER, LoRAManager
+from .option_checks import check_options
+from .request_checks import check_request
 from .request_spans import RequestSpans
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
@@ -55,8 +57,8 @@ from .sequence.sequence import Sequence
 from .sleep import SleepManager
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
-from .speech_limits import check_audio, speech_options
-from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, ModelInfo, Propose, ReadExpertLoad
+from .speech_limits import speech_options
+from .step import DeviceMemory, MemoryProfile, Propose, ReadExpertLoad
 from .step_counts import StepCounts
 from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
@@ -72,8 +74,6 @@ STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the server's log has the 
 ENGINE_FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute steps any more and has to be restarted")
 MAX_FAILED_STEPS = 8
 """Number of consecutive failed steps after which the engine has failed."""
-MAX_TIME = 2**31
-"""Of ``ImageInput.time``."""
 PREREQUISITES_TIMEOUT = 0.02
 """Seconds that ``step`` waits for requests' prerequisites where nothing can be computed."""
 
@@ -106,11 +106,7 @@ class Engine:
         max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         speculative = SpeculativeConfig.read(options.speculative_config)
         check_backend(options.guided_decoding_backend)
-        if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
-            words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
-            raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
-        _check_vision(options, config, speculative)
-        _check_ranks(options, config)
+        check_options(options, config, speculative)
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
         try:
@@ -285,7 +281,7 @@ class Engine:
     def validate(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` for a request that ``add`` would refuse as one that can never run. Compiles its
         grammar, and waits for it."""
-        self._validate(request)
+        check_request(request, self._config, self.info)
         if request.adapter:
             self.adapters.key(request.adapter)
         self.scheduler.admission.validate_and_clamp(request)
@@ -297,7 +293,7 @@ class Engine:
         ``overloaded`` where the queue is full, ``unavailable`` where the engine has failed."""
         if self.failure:
             raise PenstockError.of(self.failure)
-        self._validate(request)
+        check_request(request, self._config, self.info)
         adapter = request.adapter
         if adapter:
             request = msgspec.structs.replace(request, adapter=self.adapters.key(adapter))
@@ -560,22 +556,6 @@ class Engine:
             constraint = msgspec.structs.replace(constraint, disable_any_whitespace=True)
         return constraint
 
-    def _validate(self, request: EngineRequest) -> None:
-        """Raise ``PenstockError`` for a request that this model cannot run."""
-        info = self.info
-        if request.second_text and not (info.token_types > 1 and 0 < request.second_text < len(request.prompt)):
-            raise invalid("second_text", "must be an index of the prompt, of a model with token types")
-        if request.pooling:
-            _validate_pooling(request.pooling, info)
-        elif not info.has_lm_head:
-            words = "this checkpoint has no language model head: it makes embeddings, and cannot generate"
-            raise PenstockError(Code.UNSUPPORTED, words)
-        if request.images and not info.has_vision:
-            raise PenstockError(Code.UNSUPPORTED, "images: this model sees none, only text", "images")
-        _check_images(request)
-        check_audio(request, self._config, info)
-        _validate_for_vocabulary(request, info.vocab_size)
-
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     sequence.guide = make_guide(sequence.request, grammar)
@@ -591,134 +571,3 @@ def _scratch_blocks(speculative: SpeculativeConfig | None, options: EngineOption
         words = f"the tree of draft tokens takes {count} KV blocks, and there are {blocks}"
         raise invalid("speculative_config", words, blocks)
     return count
-
-
-def _check_vision(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
-    """Refuse what a model that sees images is not run with. Raises ``PenstockError`` (``unsupported``)."""
-    if not config.has_vision:
-        return
-    wrong = {
-        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
-        "role": options.role != "mixed",
-        "load_format": options.load_format == "dummy",
-        "enable_lora": options.enable_lora,
-        "lora_modules": bool(options.lora_modules),
-        "speculative_config": speculative is not None and speculative.method != "ngram",
-    }
-    for name in [name for name, given in wrong.items() if given]:
-        words = f"{name}: models that see images are not run with {getattr(options, name)}, so far"
-        raise PenstockError(Code.UNSUPPORTED, words, name)
-
-
-def _check_images(request: EngineRequest) -> None:
-    """Raise ``PenstockError`` (``invalid``) for images whose sizes or places do not fit."""
-    end = 0
-    for image in request.images:
-        if image.offset < end or image.length < 1 or image.end > len(request.prompt):
-            raise invalid("images", "must have places in the prompt, one behind the other")
-        if (image.continues and not image.offset == end > 0) or not 0 <= image.time < MAX_TIME:
-            raise invalid("images", "must have their places in a video")
-        pictures = image.num_frames * image.tiles
-        if image.num_frames < 1 or len(image.pixels) != 3 * pictures * image.height * image.width:
-            raise invalid("images", "must have a byte for each channel of a pixel")
-        end = image.end
-
-
-def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Refuse ranks that cannot share the model before any is started. Raises ``PenstockError``."""
-    if options.nnodes > 1 or options.node_rank:
-        from .executor.rendezvous import check_nodes
-
-        check_nodes(options)
-        if options.node_rank:
-            raise invalid("node_rank", "is 0 for an engine; on other nodes run penstock serve --node-rank", 0)
-    if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
-        split_layers(model_size_of(config.raw), options.pipeline_parallel_size, options.pipeline_parallel_layers)
-    ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
-    if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
-        words = f"is {ranks}, the ranks of tensor_parallel_size, with enable_expert_parallel; or 0"
-        raise invalid("expert_parallel_size", words, ranks)
-    if ranks > 1:
-        from penstock.parallel import SingleRank, shard_heads  # which brings PyTorch
-
-        shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
-    if config.experts and config.experts.by_modality and options.expert_load:
-        words = f"the load of experts is not counted in {config.architecture}, which has others for images"
-        raise PenstockError(Code.UNSUPPORTED, words, "expert_load")
-    if options.expert_load and config.model_impl != "penstock":
-        raise PenstockError(Code.UNSUPPORTED, "transformers' experts are not counted", "expert_load")
-    _check_experts(options, config.experts.num_experts if config.experts else 0)
-
-
-def _check_experts(options: EngineOptions, num_experts: int) -> None:
-    """Refuse experts that ranks cannot have. Raises ``PenstockError``."""
-    ranks, redundant = options.tensor_parallel_size, options.num_redundant_experts
-    if options.enable_expert_parallel and ranks == 1 and options.data_parallel_size > 1 and num_experts:
-        words = (
-            "engines of data_parallel_size do not share experts: each has all of them, or its ranks of "
-            "tensor_parallel_size have; raise the latter, or leave out enable_expert_parallel"
-        )
-        raise PenstockError(Code.UNSUPPORTED, words, "enable_expert_parallel")
-    if ranks > 1 and options.enable_expert_parallel and num_experts:
-        check_sizes(num_experts, ranks, redundant)
-        if options.expert_placement:
-            read_placement(options.expert_placement, num_experts, ranks, redundant)
-        return
-    for name in ("expert_placement", "num_redundant_experts"):
-        if getattr(options, name):
-            words = "is for several ranks (tensor_parallel_size) of a model with experts, with enable_expert_parallel"
-            raise invalid(name, words)
-
-
-def _validate_pooling(pooling: PoolingParams, info: ModelInfo) -> None:
-    """Raise ``PenstockError`` for pooling that this model has not."""
-    if (pooling.dimensions or 0) > info.embedding_size:
-        raise invalid("dimensions", f"must be at most the model's {info.embedding_size}", info.embedding_size)
-    if pooling.head and pooling.head not in info.heads:
-        raise PenstockError(Code.UNSUPPORTED, f"this checkpoint has no {pooling.head} behind its hidden states", "head")
-    if pooling.token_ids and not info.has_lm_head:
-        raise PenstockError(Code.UNSUPPORTED, "this checkpoint has no language model head", "token_ids")
-    if pooling.token_ids and not 0 <= min(pooling.token_ids) <= max(pooling.token_ids) < info.vocab_size:
-        raise invalid("token_ids", f"token ids go from 0 to {info.vocab_size - 1}", info.vocab_size - 1)
-
-
-def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:
-    """The executor that the options name; nothing is loaded yet."""
-    several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
-    if several and options.distributed_executor_backend == "uni":
-        raise invalid("distributed_executor_backend", "several ranks need processes of their own (mp)")
-    if several and options.distributed_executor_backend == "ray":
-        from .executor.ray_executor import RayExecutor
-
-        return RayExecutor(options, logs)
-    if several or options.distributed_executor_backend == "mp":
-        from .executor.multiproc import MultiprocExecutor
-
-        return MultiprocExecutor(options, logs)
-    from .executor.uniproc import UniProcExecutor  # imports PyTorch
-
-    return UniProcExecutor(options, max_in_flight)
-
-
-def _validate_for_vocabulary(request: EngineRequest, vocabulary: int) -> None:
-    """Raise ``PenstockError`` (``invalid``) for token ids outside the vocabulary, for bad words that exclude all of it,
-    and for more context logits than a message holds."""
-    sampling = request.sampling
-    given = {
-        "prompt": request.prompt,
-        "stop_token_ids": sampling.stop_token_ids,
-        "logit_bias": sampling.logit_bias,
-        "allowed_token_ids": sampling.allowed_token_ids or (),
-        "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
-        "eos_token_ids": [token for token in request.eos_token_ids if token < vocabulary],  # others are never sampled
-        "reasoning": (span.begin, span.end, *span.answer, *span.opening) if (span := request.reasoning) else (),
-    }
-    for field, token_ids in given.items():
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
-            raise invalid(field, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
-    if len(sampling.banned_token_ids) == vocabulary:
-        raise invalid("bad_word_ids", "exclude every token of the vocabulary; allow at least one")
-    size = len(request.prompt) * vocabulary * 4  # float32
-    if sampling.return_context_logits and size > MAX_VALUE_BYTES:
-        words = f"takes {size} bytes of logits; at most {MAX_VALUE_BYTES} can be returned"
-        raise invalid("return_context_logits", words, MAX_VALUE_BYTES)
