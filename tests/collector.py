@@ -88,6 +88,35 @@ class Collector:
                 self._more.notify_all()
 
 
+def draw(spans: list[Received], path: Path) -> None:
+    """Draw a trace as an SVG: a bar for each span, below its parent, on one scale of time."""
+    first, last = min(span.begun for span in spans), max(span.ended for span in spans)
+    known = {span.span for span in spans}
+
+    def rows(parents: set[str], depth: int) -> Iterator[tuple[Received, int]]:
+        for span in spans:
+            if (span.parent if span.parent in known else "") in parents:
+                yield span, depth
+                yield from rows({span.span}, depth + 1)
+
+    colours = {"api": "#4c78a8", "prefill-engine": "#54a24b", "decode-engine": "#f58518"}
+    lines = []
+    for row, (span, depth) in enumerate(rows({""}, 0)):
+        x, y = 360 + 520 * (span.begun - first) / (last - first), 24 * row + 8
+        width = max(520 * (span.ended - span.begun) / (last - first), 1.5)
+        process = f"{span.process} {span.resource['process.pid']}"
+        lines += [
+            f'<text x="{8 + 14 * depth}" y="{y + 12}">{span.name}</text>',
+            f'<text x="242" y="{y + 12}" fill="#888">{process}</text>',
+            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{colours[span.process]}"/>',
+            f'<text x="890" y="{y + 12}" fill="#888">{(span.ended - span.begun) / 1e6:.1f} ms</text>',
+        ]
+    size = f'width="960" height="{24 * len(lines) // 4 + 16}"'
+    style = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}><rect {size} fill="white"/>'
+    path.write_text("\n".join([head, *lines, "</svg>\n"]))
+
+
 @contextmanager
 def collecting(folder: Path) -> Iterator[Collector]:
     """A collector; an installed one writes to ``folder``."""

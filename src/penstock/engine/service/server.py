@@ -151,7 +151,9 @@ class EngineServer:
                 self._options = _choose_gpus(self._options, self._replica)
             self._engine = Engine(self._options, self._logs, self._weights)
             self._engine.before_step = self._before_step
-            self._tracer = start_tracer(self._logs, "engine")
+            self._tracer = start_tracer(
+                self._logs, f"{role}-engine" if (role := self._options.role) != "mixed" else "engine"
+            )
             if self._tracer:
                 self._engine.set_tracer(self._tracer)
             self._recorder = StepRecorder(self._engine)
