@@ -13,13 +13,14 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import pytest
+from image_checkpoints import plain, save_colours
 from serving import Served
 
 HERE = ("--num-gpu-blocks-override", "200", "--temperature", "0")
@@ -32,6 +33,12 @@ from penstock.cli.main import main
 status = main()
 sys.exit(99 if "torch" in sys.modules else status)
 """
+WEATHER = {
+    "name": "get_weather",
+    "description": "查询城市的天气",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+IN_PARIS = "巴黎今天天气怎么样？"
 NAMED = ["My name is Anna.", "What is my name?"]
 
 
@@ -50,15 +57,17 @@ def piped(*arguments: str, lines: list[str], command: list[str] = CHAT) -> subpr
 class Person:
     """Someone at a terminal."""
 
-    def __init__(self, home: Path, *arguments: str, command: Sequence[str] = CHAT) -> None:
+    def __init__(
+        self, home: Path, *arguments: str, command: Sequence[str] = CHAT, environment: Mapping[str, str] = {}
+    ) -> None:
         self._terminal, theirs = pty.openpty()
-        environment = os.environ | {"XDG_STATE_HOME": str(home), "OPENAI_API_KEY": KEY, "TERM": "xterm"}
+        state = {"XDG_STATE_HOME": str(home), "OPENAI_API_KEY": KEY}
         self._process = subprocess.Popen(
             [*command, *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env=environment,
+            env={**os.environ, "TERM": "xterm", **environment, **state},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # whose Ctrl-C it gets
         )
@@ -148,7 +157,7 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
         f"/load {tmp_path / 'odd.json'}": "holds no messages",
         f"/save {tmp_path}": "cannot be written",
         "/save": "which file?",
-        "What is this? " * 20: "the context is full; /undo drops the last turn, /clear begins anew (prompt: has",
+        "What is this? " * 20: "the context is full; /undo drops the last turn, /reset begins anew (prompt: has",
     }
     short = ("--max-model-len", "60")
     said = piped(*HERE, *short, lines=[*wrong, "/set ignore_eos true", "Hi"])
@@ -183,7 +192,9 @@ def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, req
         assert question["content"] == "Tell me a story."
         assert 10 < len(answer["content"]) < 5000, "it came in pieces, and was stopped long before the context is full"
         person.type('/clear\n/set ignore_eos\n"""What is the\ncapital of Canada?"""\n')
-        person.see(r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s\x1b\[0m")
+        person.see(
+            r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s\x1b\[0m"
+        )
         person.type("/retry\n")
         person.see(r"Ottawa\..*tokens/s.*> ")
         person.type("What is the capital\\\nof Canada?\n")
@@ -234,6 +245,116 @@ def test_what_a_server_refuses_is_one_sentence(served: Served) -> None:
     said = piped("--url", served.url, "--model-name", "other", lines=["Hi", "/set top_k -7"])
     assert said.returncode == 1
     assert "the model 'other' does not exist" in said.stderr
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_tools(elsewhere: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue("served") if elsewhere else None
+    arguments = ("--url", server.url, "--temperature", "0") if server else HERE
+    file, script = tmp_path / "tools.json", tmp_path / "weather.py"
+    file.write_text(json.dumps([WEATHER]))
+    script.write_text(
+        "import json, sys\n"
+        "result = {'degrees': 21, 'city': json.load(sys.stdin)['city'], 'asked': sys.argv[1]}\n"
+        "print(json.dumps(result, ensure_ascii=False))\n"
+    )
+    command = f"{sys.executable} {script}"
+    with Person(tmp_path, *arguments, "--tools", str(file), "--tool-command", command) as person:
+        person.see(r"/help tells.*> ")
+        person.type(f"{IN_PARIS}\n")
+        person.see(r'tool call: get_weather\(\{"city": "巴黎"\}\).*run .*weather\.py get_weather\? \[y/N\] ')
+        person.type("y\n")
+        person.see(r'result: \{"degrees": 21, "city": "巴黎", "asked": "get_weather"\}.*21.*tokens/s, first after.*> ')
+        person.type("/regenerate\n")
+        person.see(r"\[y/N\] ")
+        person.type("n\n")
+        person.see("result: ")
+        person.type('{"degrees": 35}\n')
+        person.see(r"35.*tokens/s.*> ")
+        person.type(f"/save {tmp_path / 'told.json'}\n")
+        person.see("\n.*> ")
+        roles = [message["role"] for message in json.loads((tmp_path / "told.json").read_text())]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        person.type("/regenerate\n")
+        person.see(r"\[y/N\] ")
+        person.interrupt(f"calls have no result; taken back: {IN_PARIS}.*> ")
+        person.type(f"/load {tmp_path / 'told.json'}\n/tools\n")
+        person.see("get_weather +查询城市的天气")
+        person.type("Thanks. What is the capital of Canada?\n")
+        person.see(r"tokens/s.*> ")
+
+
+def test_a_pipe_gives_results_of_tools(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": WEATHER}]))
+    (tmp_path / "none.json").write_text('[{"function": {"description": "?"}}]')
+    tools = f"/tools {tmp_path / 'tools.json'}"
+    lines = [tools, IN_PARIS, '{"degrees": 35}', f"/tools {tmp_path / 'none.json'}", IN_PARIS]
+    said = piped("--url", served.url, "--temperature", "0", lines=lines)
+    assert said.returncode == 1
+    listed, call, answer, last = said.stdout.splitlines()
+    assert listed.startswith("get_weather")
+    assert call == last == 'tool call: get_weather({"city": "巴黎"})'
+    assert "35" in answer
+    assert re.search(r"has no tools in OpenAI's form: .*`name`.*\n.*1 calls have no result", said.stderr)
+
+
+def test_reasoning_is_dimmed_or_folded(served: Served, tmp_path: Path) -> None:
+    question = "What is 12 + 30?"
+    with Person(tmp_path, "--url", served.url, "--temperature", "0") as person:
+        person.see(r"/help tells.*> ")
+        person.type('/set chat_template_kwargs {"enable_thinking": true}\n')
+        person.see("\n.*> ")
+        person.type(f"{question}\n")
+        shown = person.see(r"\?\r\n((?:\x1b\[2m[^\x1b]*\x1b\[0m)+)([^\x1b]+)\x1b\[2m\d+ tokens.*> ")
+        reasoning = re.sub(r"\x1b\[\d+m", "", shown[1]).strip()
+        assert len(reasoning) > 5
+        assert "42" in shown[2]
+        person.type("/reasoning fold\n")
+        person.see("\n.*> ")
+        person.type("/regenerate\n")
+        folded = person.see(r"thinking \(/reasoning shows it\)(.*)\x1b\[2m\d+ tokens.*> ")
+        assert "42" in folded[1]
+        assert reasoning not in folded[1]
+        person.type("/reasoning\n")
+        person.see(re.escape(reasoning.splitlines()[0]))
+
+
+def test_images(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_colours(folder)
+    paths = [tmp_path / name for name in ("a red one.png", "green.png")]
+    for path in paths:
+        plain(path.stem.split()[-2] if " " in path.stem else path.stem).save(path)
+    arguments = ("--model", str(folder), "--max-tokens", "1", "--num-gpu-blocks-override", "32")
+    with Person(tmp_path, *arguments) as person:
+        person.see(r"/help tells.*> ")
+        quoted = str(paths[0]).replace(" ", "\\ ")
+        person.type(f"Which colour? {quoted}\n")
+        person.see(r"with the image .*a red one\.png.*\r\n.*red\r\n.*1 tokens, first after.*> ")
+        person.type(f"/reset\n/image {paths[1]}\n")
+        person.see("goes with the next question.*> ")
+        person.type("Which colour?\n")
+        person.see(r"\ngreen\r\n.*> ")
+        person.type(f"/reset\n'{paths[0]}'\n")
+        person.see("ask something about it.*> ")
+        person.type("Which colour?\n")
+        person.see(r"\nred\r\n.*> ")
+        person.type(f"/image {tmp_path / 'none.png'}\n/image {folder / 'config.json'}\n")
+        person.see("none.png cannot be read: No such file.*config.json is not called as an image")
+    with Served("--model", str(folder), "--num-gpu-blocks-override", "32") as server:
+        said = piped("--url", server.url, "--image", str(paths[1]), "--max-tokens", "1", lines=["Which colour?"])
+    assert said.stdout == "green\n", said.stderr
+
+
+def test_a_plain_terminal(served: Served, tmp_path: Path) -> None:
+    plain_terminal = {"TERM": "dumb", "NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
+    with Person(tmp_path, "--url", served.url, "--temperature", "0", environment=plain_terminal) as person:
+        person.see(r"asking http.*/help tells.*> ")
+        person.type("/system 加拿大\n/help\n")
+        person.see(r"/regenerate .*> ")
+        person.type("What is the capital of Canada?\n")
+        person.see(r"The capital of Canada is Ottawa\.\r\n\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s\r\n> ")
+        assert "\x1b" not in person.seen
 
 
 def test_a_pipe_is_left_with_ctrl_c() -> None:

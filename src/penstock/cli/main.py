@@ -14,6 +14,7 @@ from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 
 from .parser import Parser
+from .screen import replace_unprintable
 
 COMMANDS = {
     "serve": "answer over HTTP and gRPC, in OpenAI's protocol and those of other systems",
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = did_you_mean(arguments[0], COMMANDS)
         print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists them", file=sys.stderr)
         return 2
+    replace_unprintable()
     atexit.register(gc.freeze)  # so that collections as the interpreter ends find nothing: they take 0.1 seconds
     try:
         if arguments and arguments[0] in parsers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import invalid
@@ -23,6 +24,17 @@ SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE or URL", help="send with the first question; repeatable"
+    )
+    parser.add_argument("--tools", metavar="FILE", help="tools that the model may call, as JSON in OpenAI's form")
+    parser.add_argument(
+        "--tool-command",
+        default="",
+        metavar="COMMAND",
+        help="runs a tool call, after a confirmation: COMMAND NAME, with the arguments as JSON on standard input "
+        "(default: you type the result)",
+    )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
     parser.add_argument(
         "--top-p", type=float, help="least share of probability to draw from (default: the model's own)"
@@ -38,22 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chat. Returns 1 where a question from a pipe was not answered."""
-    from .commands import COMMANDS
+    from .commands import ALIASES, COMMANDS
     from .conversation import Conversation
+    from .images import image_url
     from .loop_thread import LoopThread
     from .session import Session
     from .terminal import Terminal
+    from .tools import load_tools
 
     conversation = Conversation(args.system)
     for flag, name in SAMPLING.items():
         if (value := getattr(args, flag)) is not None:
             conversation.set(name, value)
+    conversation.images += [image_url(given) for given in args.image]
+    if args.tools:
+        conversation.tools = load_tools(Path(args.tools).expanduser())
     terminal = Terminal()
     backend = _backend(args)
     with ExitStack() as stack:
         with terminal.waiting(f"loading {backend.about}" if args.url is None else f"asking {args.url}"):
             loop_thread = stack.enter_context(LoopThread(backend))
-        return Session(backend, loop_thread, conversation, terminal, COMMANDS).run()
+        return Session(backend, loop_thread, conversation, terminal, COMMANDS, ALIASES, args.tool_command).run()
 
 
 def _backend(args: argparse.Namespace) -> Engine | Server:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from .conversation import Message
+from .conversation import Conversation, Message
+from .tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,9 @@ class Answer:
     """An answer so far."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    """Tool calls; the arguments of the last one may be incomplete before the answer ends."""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     """Tokens of the prompt; None where unknown."""
@@ -33,8 +37,9 @@ class Backend(Protocol):
     context: int | None
     """Context length in tokens; None where unknown."""
 
-    def answer(self, messages: list[Message], sampling: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
-        """The answer so far, whenever it has grown. Leaving the loop ends it.
+    def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
+        """The answer to ``messages`` so far, whenever it has grown, with the conversation's tools and parameters.
+        Leaving the loop ends it.
 
         Raises ``ContextFull``, or ``PenstockError`` with one sentence where it cannot be had.
         """

@@ -9,7 +9,9 @@ from typing import Any
 from penstock.core.errors import invalid
 
 from .conversation import FIELDS
+from .images import image_url
 from .session import Command, Session
+from .tools import load_tools
 
 
 def _help(session: Session, rest: str) -> None:
@@ -18,8 +20,32 @@ def _help(session: Session, rest: str) -> None:
     session.terminal.tell('A line that ends with \\ goes on in the next; """ begins and ends several.')
 
 
-def _clear(session: Session, rest: str) -> None:
+def _reset(session: Session, rest: str) -> None:
     session.conversation.clear()
+
+
+def _image(session: Session, rest: str) -> None:
+    if not rest:
+        raise invalid("image", "which image? /image FILE or /image URL")
+    session.conversation.images.append(image_url(rest.strip("\"'")))
+    session.terminal.note("it goes with the next question")
+
+
+def _tools(session: Session, rest: str) -> None:
+    if rest:
+        session.conversation.tools = load_tools(_path("tools", rest)) if rest != "none" else []
+    for tool in session.conversation.tools:
+        function = tool["function"]
+        session.terminal.tell(f"{function['name']:<22}{function.get('description', '')}")
+
+
+def _reasoning(session: Session, rest: str) -> None:
+    if rest not in ("", "fold", "show"):
+        raise invalid("reasoning", "takes show, fold or nothing")
+    if rest:
+        session.fold = rest == "fold"
+    else:
+        session.terminal.tell(session.reasoning or "the last answer has no reasoning")
 
 
 def _system(session: Session, rest: str) -> None:
@@ -30,8 +56,8 @@ def _undo(session: Session, rest: str) -> None:
     session.terminal.note(f"taken back: {session.conversation.undo()}")
 
 
-def _retry(session: Session, rest: str) -> None:
-    session.ask(session.conversation.last_question())
+def _regenerate(session: Session, rest: str) -> None:
+    session.ask_again()
 
 
 def _set(session: Session, rest: str) -> None:
@@ -68,16 +94,24 @@ def _exit(session: Session, rest: str) -> None:
 
 COMMANDS = {
     "help": Command("", "show this", _help),
-    "clear": Command("", "begin a new conversation", _clear),
+    "reset": Command("", "begin a new conversation (also /clear)", _reset),
     "system": Command("TEXT", "set the system prompt, or without TEXT none", _system),
+    "image": Command("FILE or URL", "send an image with the next question; a pasted path does so, too", _image),
+    "tools": Command("FILE", "let the model call the tools of a JSON file, or of none; without FILE a list", _tools),
+    "reasoning": Command(
+        "show or fold", "show reasoning as it comes, or not; alone: that of the last answer", _reasoning
+    ),
     "undo": Command("", "drop the last question and its answer", _undo),
-    "retry": Command("", "ask the last question again", _retry),
+    "regenerate": Command("", "ask the last question again (also /retry)", _regenerate),
     "set": Command("NAME VALUE", "draw answers differently; without VALUE the model's own, without NAME a list", _set),
     "save": Command("FILE", "write the messages as JSON", _save),
     "load": Command("FILE", "go on with messages that were saved", _load),
     "info": Command("", "the model, tokens and speed", _info),
     "exit": Command("", "leave, as Ctrl-D does", _exit),
 }
+
+ALIASES = {"clear": "reset", "retry": "regenerate", "quit": "exit", "bye": "exit"}
+"""Other names of commands, which other chats have."""
 
 
 def _value(text: str) -> Any:

@@ -7,11 +7,16 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.core import PenstockError
+import msgspec
+
+from penstock.core import Code, PenstockError
 from penstock.frontend.async_llm import AsyncLLM
+from penstock.serve.chat.messages import messages_of
+from penstock.serve.chat.request import Message as RequestMessage
 
 from .backend import Answer, ContextFull
-from .conversation import Message, to_sampling_params
+from .conversation import TEMPLATE_KWARGS, Conversation, Message, to_sampling_params
+from .tools import ToolCall
 
 
 class Engine:
@@ -40,10 +45,19 @@ class Engine:
     ) -> None:
         await self._llm.close()
 
-    async def answer(self, messages: list[Message], sampling: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
-        given = to_sampling_params(sampling)
-        changes = {"max_tokens": None} | {name: getattr(given, name) for name in sampling}
-        stream = self._llm.chat(messages, self._llm.get_default_sampling_params().replace(**changes))
+    async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
+        processor = self._llm.gateway.input_processor
+        if conversation.tools and processor.response_formats().tools is None:
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them")
+        given = to_sampling_params(conversation.sampling)
+        names = conversation.sampling.keys() - {TEMPLATE_KWARGS}
+        changes = {"max_tokens": None} | {name: getattr(given, name) for name in names}
+        stream = self._llm.chat(
+            messages_of(msgspec.convert(messages, list[RequestMessage]), processor.sees_images),
+            self._llm.get_default_sampling_params().replace(**changes),
+            conversation.tools or None,
+            conversation.sampling.get(TEMPLATE_KWARGS),
+        )
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 (completion,) = output.outputs
@@ -51,6 +65,13 @@ class Engine:
                     raise ContextFull(completion.failure.message)
                 if completion.failure:
                     raise PenstockError.of(completion.failure)
+                message = completion.message
+                assert message is not None, "a chat's answer is parsed"
                 yield Answer(
-                    completion.text, completion.finish_reason, len(output.prompt_token_ids), len(completion.token_ids)
+                    message.content,
+                    message.reasoning_content,
+                    tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
+                    completion.finish_reason,
+                    len(output.prompt_token_ids),
+                    len(completion.token_ids),
                 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,10 +15,13 @@ from penstock.core.errors import invalid
 
 from ..bench.sse import DONE, EventReader, decode_chunk, error_message
 from .backend import Answer, ContextFull
-from .conversation import Message
+from .conversation import Conversation, Message
+from .tools import ToolCall
 
 TO_CONNECT = 10.0
 """Seconds. An answer may take any time."""
+UNLISTED = (404, 405, 501)
+"""Statuses of servers that list no models, which serve one that is named."""
 
 
 class ModelCard(msgspec.Struct):
@@ -29,6 +33,19 @@ class ModelCard(msgspec.Struct):
 
 class Models(msgspec.Struct):
     data: list[ModelCard]
+
+
+class FunctionDelta(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A piece of a tool call; the first has its id and name."""
+
+    function: FunctionDelta
+    index: int | None = None
+    id: str | None = None
 
 
 class ServerError(msgspec.Struct):
@@ -79,14 +96,16 @@ class Server:
     ) -> None:
         await self._client.aclose()
 
-    async def answer(self, messages: list[Message], sampling: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
-        body = {
+    async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
+        body: dict[str, Any] = {
             "model": self._name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **sampling,
+            **conversation.sampling,
         }
+        if conversation.tools:
+            body["tools"] = conversation.tools
         try:
             async with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -99,6 +118,9 @@ class Server:
     async def _find_model(self) -> None:
         try:
             response = await self._client.get(f"{self._url}/models")
+            if response.status_code in UNLISTED and self._name:
+                self.about = f"{self._name} at {self._url}"
+                return
             if response.status_code != 200:
                 raise _refusal(response.content, response)
             listed = msgspec.json.decode(response.content, type=Models).data
@@ -132,13 +154,33 @@ def _append_chunk(answer: Answer, payload: bytes) -> Answer:
         raise PenstockError(Code.INTERNAL, f"the server sent an invalid chunk: {error}") from error
     if chunk.error:
         raise PenstockError(Code.INTERNAL, error_message(payload))
-    text, reason = answer.text, answer.finish_reason
+    changes: dict[str, Any] = {}
     for choice in chunk.choices:
-        text += (choice.delta and choice.delta.content) or ""
-        reason = choice.finish_reason or reason
-    if chunk.usage is None:
-        return Answer(text, reason, answer.prompt_tokens, answer.output_tokens)
-    return Answer(text, reason, chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+        if delta := choice.delta:
+            changes["text"] = answer.text + (delta.content or "")
+            changes["reasoning"] = answer.reasoning + (delta.reasoning_content or delta.reasoning or "")
+            changes["calls"] = _append_calls(answer.calls, delta.tool_calls or [])
+        changes["finish_reason"] = choice.finish_reason or answer.finish_reason
+    if chunk.usage is not None:
+        changes |= {"prompt_tokens": chunk.usage.prompt_tokens, "output_tokens": chunk.usage.completion_tokens}
+    return replace(answer, **changes)
+
+
+def _append_calls(calls: tuple[ToolCall, ...], pieces: list[msgspec.Raw]) -> tuple[ToolCall, ...]:
+    result = list(calls)
+    for raw in pieces:
+        try:
+            piece = msgspec.json.decode(raw, type=ToolCallDelta)
+        except msgspec.MsgspecError as error:
+            raise PenstockError(Code.INTERNAL, f"the server sent an invalid tool call: {error}") from error
+        name, arguments = piece.function.name or "", piece.function.arguments or ""
+        index = len(result) - (piece.id is None) if piece.index is None else piece.index
+        if 0 <= index < len(result):
+            known = result[index]
+            result[index] = replace(known, name=known.name + name, arguments=known.arguments + arguments)
+        else:
+            result.append(ToolCall(piece.id or f"call_{len(result)}", name, arguments))
+    return tuple(result)
 
 
 def _refusal(body: bytes, response: httpx2.Response) -> Exception:

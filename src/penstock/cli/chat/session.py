@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,11 +13,15 @@ from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 
 from .backend import Answer, Backend, ContextFull
-from .conversation import Conversation
+from .conversation import Conversation, Message
+from .images import image_url, pasted_images
 from .loop_thread import LoopThread
 from .terminal import Terminal
+from .tools import ToolCall, run_tool
 
-FULL = "the context is full; /undo drops the last turn, /clear begins anew"
+FULL = "the context is full; /undo drops the last turn, /reset begins anew"
+WAIT = 1.0
+"""Seconds before an answer's first token after which a spinner is shown."""
 
 
 @dataclass
@@ -25,12 +30,15 @@ class SessionStatistics:
 
     answers: int = 0
     tokens: int = 0
+    later_tokens: int = 0
+    """Tokens but for the first of each answer."""
     seconds: float = 0.0
+    """From the first token of an answer to its end."""
 
     @property
     def speed(self) -> float:
         """Tokens a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.later_tokens / self.seconds if self.seconds else 0.0
 
 
 class Command(NamedTuple):
@@ -47,6 +55,8 @@ class Session:
 
     Args:
         commands: by name, without the slash.
+        aliases: other names of commands.
+        tool_command: runs the model's tool calls, each after a confirmation; empty where the user types the results.
     """
 
     def __init__(
@@ -56,6 +66,8 @@ class Session:
         conversation: Conversation,
         terminal: Terminal,
         commands: Mapping[str, Command],
+        aliases: Mapping[str, str],
+        tool_command: str = "",
     ) -> None:
         self.backend = backend
         self.conversation = conversation
@@ -64,8 +76,14 @@ class Session:
         self.used: int | None = None
         """Tokens of the context after the last answer; None where unknown."""
         self.leaving = False
+        self.fold = False
+        """Whether reasoning is kept and not shown as it comes."""
+        self.reasoning = ""
+        """Of the last answer."""
         self._loop_thread = loop_thread
         self._commands = commands
+        self._aliases = aliases
+        self._tool_command = tool_command
         self._unanswered = 0
 
     def run(self) -> int:
@@ -73,10 +91,7 @@ class Session:
         self.terminal.note(f"{self.backend.about}; /help tells what can be done here")
         for line in self.terminal.lines():
             try:
-                if line.startswith("/"):
-                    self._command(line)
-                else:
-                    self.ask(line.strip())
+                self._line(line)
             except PenstockError as error:
                 self.terminal.complain(str(error))
                 self._unanswered += 1
@@ -86,41 +101,120 @@ class Session:
 
     def ask(self, question: str) -> None:
         """Ask and print the answer as it comes; raises ``PenstockError`` where there is none, or not all of it."""
-        messages = self.conversation.ask(question)
-        answer, num_printed, started = Answer(), 0, time.monotonic()
-        stream = self._loop_thread.stream(self.backend.answer(messages, self.conversation.sampling))
+        self._answer(self.conversation.ask(question))
+
+    def ask_again(self) -> None:
+        """As ``ask``, with the last question."""
+        self._answer(self.conversation.ask_again())
+
+    def _line(self, line: str) -> None:
+        images: list[str] = []
+        if self.terminal.with_person and not self._is_command(line):
+            line, images = pasted_images(line)
+        self.conversation.images += [image_url(path) for path in images]
+        for path in images:
+            self.terminal.note(f"with the image {path}")
+        if line.startswith("/") and not images:
+            self._command(line)
+        elif line.strip():
+            self.ask(line.strip())
+        else:
+            self.terminal.note("ask something about it")
+
+    def _answer(self, messages: list[Message]) -> None:
+        """Print the answer, and go on while it calls tools."""
+        while answer := self._generate(messages):
+            if not answer.calls:
+                return
+            for number, call in enumerate(answer.calls):
+                result = self._result(call)
+                if result is None:
+                    question = self.conversation.undo()
+                    rest = len(answer.calls) - number
+                    raise PenstockError(Code.CANCELLED, f"{rest} calls have no result; taken back: {question}")
+                self.conversation.add_result(call, result)
+            messages = self.conversation.messages
+
+    def _generate(self, messages: list[Message]) -> Answer | None:
+        """Print the answer as it comes; None where it was stopped."""
+        answer, printed, thought, started = Answer(), 0, 0, time.monotonic()
+        first: float | None = None
+        stream = self._loop_thread.stream(self.backend.answer(messages, self.conversation))
+        answers = iter(stream)
         try:
             with stream, self.terminal.interruptible(stream.stop):
-                for answer in stream:
-                    self.terminal.say(answer.text[num_printed:])
-                    num_printed = len(answer.text)
+                while True:
+                    with self.terminal.waiting("waiting", WAIT) if first is None else nullcontext():
+                        following = next(answers, None)
+                    if following is None:
+                        break
+                    answer = following
+                    if first is None and (answer.text or answer.reasoning or answer.calls):
+                        first = time.monotonic()
+                    if not self.fold:
+                        self.terminal.say_dimmed(answer.reasoning[thought:])
+                    if answer.reasoning and (printed, thought) == (0, 0) and self.fold:
+                        self.terminal.note("thinking (/reasoning shows it)")
+                    thought = len(answer.reasoning)
+                    if thought and not self.fold and answer.text and not printed:
+                        self.terminal.note("")
+                    self.terminal.say(answer.text[printed:])
+                    printed = len(answer.text)
         except ContextFull as error:
             raise PenstockError(Code.TOO_LARGE, f"{FULL} ({error})") from error
         finally:
-            if num_printed or answer.finish_reason:
-                self.terminal.tell("")
-                self.conversation.answered(answer.text)
-                self._note(answer, time.monotonic() - started)
+            if printed or answer.finish_reason:
+                if printed or not answer.calls:
+                    self.terminal.tell("")
+                elif thought and not self.fold:
+                    self.terminal.note("")
+                calls = () if stream.stopped else answer.calls
+                self.reasoning = answer.reasoning
+                self.conversation.answered(answer.text, calls)
+                self._note(answer, started, first or time.monotonic(), time.monotonic())
             elif stream.stopped:
                 self.terminal.tell("")
+        return None if stream.stopped else answer
 
-    def _note(self, answer: Answer, seconds: float) -> None:
+    def _result(self, call: ToolCall) -> str | None:
+        """The result of a tool call: what the command prints, or what the user types; None where there is none."""
+        self.terminal.tell(f"tool call: {call.name}({call.arguments})")
+        if self._tool_command:
+            agreed = self.terminal.ask(f"run {self._tool_command} {call.name}? [y/N] ")
+            if agreed is None:
+                return None
+            if agreed.strip().lower() in ("y", "yes"):
+                with self.terminal.interruptible(lambda: None):  # Ctrl-C is the command's
+                    result = run_tool(self._tool_command, call)
+                self.terminal.note(f"result: {result}")
+                return result
+        return self.terminal.ask("result: ")
+
+    def _note(self, answer: Answer, started: float, first: float, ended: float) -> None:
         tokens = answer.output_tokens
         if tokens is not None:
             self.statistics.answers += 1
             self.statistics.tokens += tokens
-            self.statistics.seconds += seconds
+            self.statistics.later_tokens += max(tokens - 1, 0)
+            self.statistics.seconds += ended - first
             self.used = (answer.prompt_tokens or 0) + tokens
-            self.terminal.note(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s")
+            speed = f", {(tokens - 1) / (ended - first):.1f} tokens/s" if tokens > 1 and ended > first else ""
+            self.terminal.note(f"{tokens} tokens{speed}, first after {first - started:.2f} s")
         maximum = self.conversation.sampling.get("max_tokens", math.inf)
         if answer.finish_reason == "length" and (tokens is None or tokens < maximum):
             self.terminal.complain(FULL)
         elif answer.finish_reason == "length":
             self.terminal.note(f"cut at max_tokens {maximum}")
 
+    def _is_command(self, line: str) -> bool:
+        name = line.removeprefix("/").partition(" ")[0]
+        return line.startswith("/") and name in (*self._commands, *self._aliases)
+
     def _command(self, line: str) -> None:
         name, _, rest = line.removeprefix("/").partition(" ")
+        name = self._aliases.get(name, name)
         if name not in self._commands:
-            message = f"there is no /{name}{did_you_mean(name, self._commands)} (to say it, put a space before it)"
+            hint = did_you_mean(name, [*self._commands, *self._aliases])
+            message = f"there is no /{name}{hint} (to say it, put a space before it)"
             raise PenstockError(Code.NOT_FOUND, message)
         self._commands[name].run(self, rest.strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,10 +12,12 @@ from itertools import cycle
 from pathlib import Path
 from threading import Event, Thread
 
+from ..screen import can_print, has_escapes
+
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
-SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 SPINNER_DELAY = 0.1
 """Seconds between its frames."""
 HISTORY = 1000
@@ -28,6 +31,8 @@ class Terminal:
 
     def __init__(self) -> None:
         self.with_person = sys.stdin.isatty() and sys.stdout.isatty()
+        self._escapes = has_escapes()
+        self._spinner = SPINNER if can_print(SPINNER) else ASCII_SPINNER
 
     def lines(self) -> Iterator[str]:
         """The user's messages, until the end of input. At a terminal Ctrl-C clears the line, and a second one ends the
@@ -60,29 +65,51 @@ class Terminal:
         """Print text of an answer, unbuffered."""
         print(text.translate(CONTROLS) if self.with_person else text, end="", flush=True)
 
+    def say_dimmed(self, text: str) -> None:
+        """Print a part of a text that is not an answer, unbuffered, at a terminal only."""
+        if self.with_person and text:
+            print(self._dim(text.translate(CONTROLS)), end="", flush=True)
+
     def tell(self, text: str) -> None:
         """Print a line that is not an answer."""
-        print(text, flush=True)
+        print(text.translate(CONTROLS) if self.with_person else text, flush=True)
 
     def note(self, text: str) -> None:
         """Print a remark, at a terminal only."""
         if self.with_person:
-            print(f"{DIM}{text}{NORMAL}", flush=True)
+            print(self._dim(text.translate(CONTROLS)), flush=True)
+
+    def ask(self, question: str) -> str | None:
+        """A line of the user's; None where the input has ended, or Ctrl-C was pressed."""
+        if not self.with_person:
+            return sys.stdin.readline().rstrip("\n") or None
+        try:
+            return input(question)
+        except EOFError:
+            print()
+        except KeyboardInterrupt:
+            print()
+        return None
 
     def complain(self, text: str) -> None:
         print(f"penstock chat: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Show a spinner beside ``what``, at a terminal only."""
-        if not self.with_person:
+    def waiting(self, what: str, delay: float = 0.0) -> Iterator[None]:
+        """Show a spinner beside ``what`` after ``delay`` seconds, at a terminal only."""
+        if not self.with_person or not self._escapes:
+            if not delay:
+                self.note(what)
             yield
             return
         done = Event()
+        what = what[: max(shutil.get_terminal_size().columns - 3, 1)]  # a line that wraps cannot be erased
 
         def spin() -> None:
-            for frame in cycle(SPINNER):
-                print(f"\r{DIM}{frame} {what}{NORMAL}", end="", flush=True)
+            if done.wait(delay):
+                return
+            for frame in cycle(self._spinner):
+                print(f"\r{self._dim(f'{frame} {what}')}", end="", flush=True)
                 if done.wait(SPINNER_DELAY):
                     break
             print("\r\x1b[K", end="", flush=True)
@@ -106,6 +133,9 @@ class Terminal:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def _dim(self, text: str) -> str:
+        return f"{DIM}{text}{NORMAL}" if self._escapes and not os.environ.get("NO_COLOR") else text
 
     def _read(self) -> str:
         line = input(PROMPT)
