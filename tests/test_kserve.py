@@ -209,7 +209,7 @@ def test_trace_settings_are_kept_and_said_to_trace_nothing(
     assert begun["trace_level"] == ["OFF"]
     wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "5"}
     assert client.update_trace_settings(settings=wanted) == begun | wanted
-    served.find(r"WARNING trace_level=\['TIMESTAMPS'\]: trace settings are kept, and no traces are written")
+    served.find(r"WARNING trace_level=\['TIMESTAMPS'\]: trace settings are kept, and have no effect")
     own = client.update_trace_settings("ensemble", settings={"trace_rate": 7, "trace_level": "OFF"})
     assert own == begun | {"trace_rate": "7"} == client.get_trace_settings("ensemble")
     assert client.get_trace_settings("tensorrt_llm") == begun | wanted

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from collector import Collector, collecting, draw
 from serving import Served, refused
 from test_router import PROMPT, Deployment, until
 from tritonclient.utils import np_to_triton_dtype
+
+from penstock.config.options import LogOptions
+from penstock.tracing import start_tracer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -185,6 +190,17 @@ def test_a_collector_that_dies_costs_spans_and_no_request(tmp_path: Path) -> Non
         server.find("engine: WARNING the collector at .* does not take spans")
         page = httpx.get(f"{server.root}/metrics").text
         assert re.search(r'penstock:trace_spans_total\{outcome="dropped"\} [1-9]', page)
+
+
+def test_spans_that_a_silent_collector_does_not_take_are_dropped_and_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are established, and nothing is answered
+        tracer = start_tracer(LogOptions(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), "test")
+        assert tracer
+        for _ in range(6000):
+            tracer.server_span("GET", {}, time.monotonic(), {}).end()
+        assert 6000 - 4096 - 512 <= tracer.counts.dropped < 6000
+        tracer.close()
+        assert tracer.counts.exported == 0
 
 
 def test_prefill_and_decode_instances_are_of_one_trace(collector: Collector, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_flag_without_a_meaning_is_told(
     [
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
         (["--allow-http", "perhaps"], "it is not one of true"),
-        (["--trace-config", "level=TIMESTAMPS"], "traces are not supported yet"),
+        (["--trace-config", "level=TIMESTAMPS"], "--otlp-endpoint and --trace-sampling-ratio send traces"),
         (
             ["--metrics-address", "127.0.0.1"],
             "'127.0.0.1' is wrong: all listen on one address, --http-",

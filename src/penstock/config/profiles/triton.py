@@ -103,7 +103,7 @@ PROFILE = Profile(
         "model_load_thread_count": ignored(ONE_ENGINE),
         "min_supported_compute_capability": ignored("--device selects the device"),
         "rate_limit": only_value("off", "requests wait in one queue (--max-waiting)"),
-        "trace_config": refused("traces are not supported yet"),
+        "trace_config": refused("--otlp-endpoint and --trace-sampling-ratio send traces to OpenTelemetry"),
         "world_size": only_value("1", ENGINE_SAYS),
         "tritonserver": ignored("this is the server"),
         "force": ignored("several servers may run at the same time, each on its own ports", True),

@@ -42,6 +42,7 @@ from .waiting import WaitingQueue
 logger = logging.getLogger(__name__)
 
 CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
+REQUEST_FAILED = "an internal error ended request %s"
 OUTPUT_FAILED = Failure(Code.INTERNAL, "an internal error ended the output; the server's log has its traceback")
 
 
@@ -387,7 +388,8 @@ class Scheduler:
         try:
             delta = append_tokens(sequence, sampled)
         except Exception:
-            logger.exception("an internal error ended request %s", sequence.request.log_name)
+            request = sequence.request
+            logger.exception(REQUEST_FAILED, request.log_name, extra={"facts": request.log_facts})
             delta = error_delta(sequence, OUTPUT_FAILED)
         return self._finish_if_done(sequence, delta)
 
@@ -412,7 +414,7 @@ class Scheduler:
         try:
             beam_steps = group.search.select(group.sequences)
         except Exception:
-            logger.exception("an internal error ended request %s", request_id)
+            logger.exception(REQUEST_FAILED, group.request.log_name, extra={"facts": group.request.log_facts})
             return self.abort(request_id, OUTPUT_FAILED)
         if beam_steps:
             self.builder.add_beam_steps(request_id, group.reorder_beams(beam_steps, self.kv))

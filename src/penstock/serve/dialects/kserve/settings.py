@@ -28,7 +28,7 @@ MIN_VALUES = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 """Numeric settings with their minimum."""
 READ_ONLY_SETTINGS = ("log_file", "trace_file", "trace_mode")
 """Settings that cannot be changed over the network, as in Triton."""
-NO_TRACES = "trace settings are kept, and no traces are written: /metrics and the log tell the times of requests"
+NO_TRACES = "trace settings are kept, and have no effect: --otlp-endpoint sends traces"
 
 
 class LogSettings:
