@@ -62,8 +62,8 @@ class ModelRunner:
         graph_sizes: Sequence[int] = (),
     ) -> None:
         self._model: Model | None = model
-        self._ops = ops
-        self._device = device
+        self.ops = ops
+        self.device = device
         self._specs = specs
         self._lora = lora
         self._max_tokens = max_tokens
@@ -97,8 +97,8 @@ class ModelRunner:
             graph_sizes: in place of the runner's.
         """
         self.free()
-        self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
-        self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
+        self.cache = self.ops.new_kv_cache(self._specs, blocks, self.device)
+        self._host = self.ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
         self._progress = export[0].progress if export else None
         self._export = export
         if self._model is not None:
@@ -127,13 +127,13 @@ class ModelRunner:
             or (experts is not None and experts.by_modality)
         )
         capture = partial(
-            eager if calls_others else self._ops.capture,
+            eager if calls_others else self.ops.capture,
             partial(model.forward, cache=self.cache, export=self._export),
             self._max_tokens,
             self._max_rows,
             self._max_blocks,
-            hidden_states=None if hidden is None else hidden.to(self._device),
-            device=self._device,
+            hidden_states=None if hidden is None else hidden.to(self.device),
+            device=self.device,
             graph_sizes=self._graph_sizes if graph_sizes is None else graph_sizes,
             sampled=self._sampled,
             key_ends=model.vision is not None and model.vision.bidirectional,
@@ -176,17 +176,17 @@ class ModelRunner:
         tokens, rows, config, layers = self._max_tokens, self._max_rows, self.model.config, self.model.layers
         has_logits = layers.stop == config.num_layers and not config.encoder  # float32, and their probabilities
         logits = 2 * 4 * rows * config.vocab_size if has_logits else 0
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self.init_cache(1, 0)
             return getattr(self._forward, "buffer_bytes", 0) + logits
         blocks = -(-tokens // self._specs[0].block_size)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         self.init_cache(blocks, 0, graph_sizes=())
-        without = torch.cuda.memory_reserved(self._device)
+        without = torch.cuda.memory_reserved(self.device)
         self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # the others share the memory of the largest
-        graphs = max(torch.cuda.memory_reserved(self._device) - without, 0)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        graphs = max(torch.cuda.memory_reserved(self.device) - without, 0)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         batch = _one_row(tokens, blocks, min(rows, tokens))
         batch.positions.clamp_(max=self.model.max_len - 1)  # a step may have more tokens than a sequence
         if layers.start or self.model.vision:
@@ -194,8 +194,8 @@ class ModelRunner:
         hidden = self.forward(batch)
         if has_logits:
             self.model.logits(hidden)
-        torch.cuda.synchronize(self._device)
-        taken = torch.cuda.max_memory_allocated(self._device) - before
+        torch.cuda.synchronize(self.device)
+        taken = torch.cuda.max_memory_allocated(self.device) - before
         del hidden
         self.free()
         return taken + graphs + logits
@@ -207,16 +207,16 @@ class ModelRunner:
             (self._host, self.cache, swap_in),
             (self.cache, self.cache, copies),
         ):
-            self._ops.copy_blocks(source, target, [(a, b) for a, b in pairs.reshape(-1, 2).tolist()])
+            self.ops.copy_blocks(source, target, [(a, b) for a, b in pairs.reshape(-1, 2).tolist()])
 
     def copy_slots(self, sources: np.ndarray, targets: np.ndarray, layers: slice = slice(None)) -> None:
         """Copy keys and values within the cache of some layers; slots are ``[copies]`` int64, as of
         ``ops.copy_slots``."""
         if not len(sources):
             return
-        slots = [torch.from_numpy(each).to(self._device) for each in (sources, targets)]
+        slots = [torch.from_numpy(each).to(self.device) for each in (sources, targets)]
         for cache in self.cache[layers]:
-            self._ops.copy_slots(cache, *slots)
+            self.ops.copy_slots(cache, *slots)
 
     def forward(self, batch: Batch) -> Tensor:
         """Run the forward pass over a batch. Returns the last hidden states of the tokens in ``batch.logits_indices``,
@@ -255,17 +255,17 @@ class ModelRunner:
             return self._argmax(hidden, grammar_bitmask, head)
         plain = [i for i, position in enumerate(positions) if position.is_plain_greedy]
         if not plain:
-            return sample(head.logits(hidden), positions, grammar_bitmask, self._ops)
+            return sample(head.logits(hidden), positions, grammar_bitmask, self.ops)
         others = [i for i, position in enumerate(positions) if not position.is_plain_greedy]
-        token_ids = torch.empty(len(positions), dtype=torch.int64, device=self._device)
+        token_ids = torch.empty(len(positions), dtype=torch.int64, device=self.device)
         parts = []
         for part in (plain, others):
-            rows = to_device(part, self._device)
+            rows = to_device(part, self.device)
             bitmask = None if grammar_bitmask is None else grammar_bitmask[part]
             if part is plain:
                 pending = self._argmax(hidden[rows], bitmask, head)
             else:
-                pending = sample(head.logits(hidden[rows]), [positions[i] for i in part], bitmask, self._ops)
+                pending = sample(head.logits(hidden[rows]), [positions[i] for i in part], bitmask, self.ops)
             token_ids[rows] = pending.token_ids
             parts.append(pending)
 
@@ -281,12 +281,12 @@ class ModelRunner:
         """``sample``, and the ``count`` likeliest tokens at each position by the head's own logits, the likeliest
         first."""
         logits = head.logits(hidden)
-        likeliest = self._ops.topk(logits, min(count, logits.shape[1]))[1].tolist()
-        return sample(logits, positions, None, self._ops).result(), likeliest
+        likeliest = self.ops.topk(logits, min(count, logits.shape[1]))[1].tolist()
+        return sample(logits, positions, None, self.ops).result(), likeliest
 
     def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None, head: LanguageModelHead) -> PendingSamples:
         """Sample the argmax, without storing logits."""
-        bitmask = None if grammar_bitmask is None else to_device(grammar_bitmask, self._device)
+        bitmask = None if grammar_bitmask is None else to_device(grammar_bitmask, self.device)
         token_ids = head.argmax(hidden, bitmask)
         finite, sampled = HostCopy(_finite(hidden)), HostCopy(token_ids)
 
@@ -313,7 +313,7 @@ class ModelRunner:
         for start in range(0, len(token_ids), TOKENS_AT_ONCE):
             logits = self.model.logits(hidden[start : start + TOKENS_AT_ONCE])
             chosen = torch.from_numpy(token_ids[start : start + TOKENS_AT_ONCE].astype(np.int64)).to(logits.device)
-            listed += logprobs(logits, chosen, [alternatives] * len(chosen), self._ops)()
+            listed += logprobs(logits, chosen, [alternatives] * len(chosen), self.ops)()
         return listed
 
     def logits_bytes(self, hidden: Tensor) -> Iterator[bytes]:

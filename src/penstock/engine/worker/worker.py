@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -20,9 +19,7 @@ from torch import Tensor
 from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
-from penstock.core import Code, PenstockError
-from penstock.models import LoRAAdapter, Model, Whisper, load_lora
-from penstock.ops import LayerExport
+from penstock.models import Model, Whisper
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.host_memory import free_host_bytes
@@ -51,11 +48,14 @@ from ..step import (
     TransferMemory,
     UnloadLoRA,
 )
+from .adapter_slots import AdapterSlots
+from .background_reads import BackgroundReads
 from .draft_model import DraftModel
 from .drafter import VerifiedStep, WorkerDrafter
 from .head_drafter import HeadDrafter
 from .host_copy import to_device
 from .input_batch import InputBatch
+from .kv_copies import KVCopies, export_places
 from .loading import load_models
 from .model_runner import ModelRunner
 from .model_swap import ModelSwap, return_memory
@@ -65,7 +65,6 @@ from .prompt_outputs import PromptOutputs
 from .row import Position
 from .speech import SpeechStates
 from .step_drafts import StepDrafts
-from .transfer_memory import layer_exports
 from .tree_rows import TreeRows, with_paths
 
 logger = logging.getLogger(__name__)
@@ -95,21 +94,13 @@ class Worker:
         self._forks: dict[int, list[int]] = defaultdict(list)
         self._drafter: WorkerDrafter | None = None
         self._drafter_errors = 0
-        self._loader = ThreadPoolExecutor(1, "read-weights")
-        self._pending_loads: list[tuple[Future[Any], Callable[[Any], Any], Future[Any]]] = []
-        """Of each file that is being read: its contents, the function that uses them between two steps and returns the
-        answer, and the future of the answer."""
-        self._adapters: dict[int, LoRAAdapter] = {}
+        self._reads = BackgroundReads()
         self.asynchronous = False
         """Whether ``submit`` returns before the device has computed the step."""
         self._in_flight: deque[PendingStep] = deque()
         """Steps that may not be complete, the oldest first; where the workers are ``asynchronous``."""
         self._num_blocks = (0, 0)
         """KV blocks on the device and in host memory."""
-        self._exports: list[LayerExport] = []
-        """Of each layer of this stage; empty without KV transfers."""
-        self._host_tier: list[LayerExport] = []
-        """Of each layer of this stage; empty without a host tier of the prefix cache."""
 
     # --- The start --------------------------------------------------------------------------------------------------
 
@@ -155,6 +146,9 @@ class Worker:
         self._runner = runner(loaded.model, bool(loaded.max_loras))
         self._runners = [self._runner]
         self._prompt_outputs = PromptOutputs(self._runner, self._batch)
+        self._adapters = AdapterSlots(self._runner, options.max_lora_rank)
+        rank = self._stage.rank * self._group.size + self._group.rank
+        self._kv_copies = KVCopies(self._runner, options.block_size, KV_QUANTIZATION[options.kv_cache_dtype], rank)
         info, model_size = loaded.info, model_size_of(loaded.model.config.raw)
         redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
         model_size = model_size.with_redundant_experts(redundant)
@@ -218,21 +212,14 @@ class Worker:
         Args:
             transfer, offload: as in ``Executor.init_cache``.
         """
-        self._exports, self._host_tier = self._layer_exports(transfer), self._layer_exports(offload)
+        self._kv_copies.map(transfer, offload)
         self._num_blocks = blocks, host_blocks
         self._allocate_cache()
-
-    def _layer_exports(self, memory: TransferMemory | None) -> list[LayerExport]:
-        if not memory:
-            return []
-        quantization = KV_QUANTIZATION[self._options.kv_cache_dtype]
-        layouts = self._runner.model.transfer_layouts(memory.slot_tokens, quantization)
-        return layer_exports(memory, layouts, self._stage.rank * self._group.size + self._group.rank)
 
     def _allocate_cache(self) -> None:
         blocks, host_blocks = self._num_blocks
         load = self._expert_load.read()  # a GPU computes some steps while it captures graphs
-        self._runner.init_cache(blocks, host_blocks, self._exports)
+        self._runner.init_cache(blocks, host_blocks, self._kv_copies.exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
         self._expert_load.write(load)
@@ -348,11 +335,10 @@ class Worker:
         done: Future[Any] = Future()
         match op:
             case LoadLoRA(slot, path):
-                read = self._loader.submit(self._load_lora, path)
-                self._pending_loads.append((read, partial(self._fill_slot, slot), done))
+                return self._reads.submit(partial(self._adapters.read, path), partial(self._adapters.fill, slot))
             case LoadWeights(path):
                 self._swap.check_memory()
-                self._pending_loads.append((self._loader.submit(self._swap.read, path), self._swap.keep, done))
+                return self._reads.submit(partial(self._swap.read, path), self._swap.keep)
             case ChangeWeights(action):
                 self._change_weights(action)
                 done.set_result(None)
@@ -362,15 +348,15 @@ class Worker:
                 self._allocate_cache()
                 done.set_result(None)
             case UnloadLoRA(slot):
-                self._empty_slot(slot)
+                self._adapters.empty(slot)
                 done.set_result(None)
             case Propose():
                 done.set_result(self._propose(op))
             case ExportKV(first, last, slots, places):
-                self._copy_kv(self._ops.export_kv, first, last, slots, places)
+                self._kv_copies.export_tokens(first, last, slots, places)
                 done.set_result(None)
             case ImportKV(first, last, slots, places):
-                self._copy_kv(self._ops.import_kv, first, last, slots, places)
+                self._kv_copies.import_tokens(first, last, slots, places)
                 done.set_result(None)
             case ReadExpertLoad(reset):
                 done.set_result(self._expert_load.read())
@@ -383,18 +369,12 @@ class Worker:
     @property
     def pending_loads(self) -> list[Future[Any]]:
         """Futures of the files that are being read; once one is done, ``poll`` has to be called."""
-        return [load for load, _, _ in self._pending_loads]
+        return self._reads.pending
 
     def poll(self) -> None:
         """Put adapters that have been loaded into their slots, keep weights that have been loaded, and complete the
         futures of their calls."""
-        for entry in [entry for entry in self._pending_loads if entry[0].done()]:
-            self._pending_loads.remove(entry)
-            load, use, done = entry
-            try:
-                done.set_result(use(load.result()))
-            except Exception as error:
-                done.set_exception(error)
+        self._reads.poll()
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 
@@ -410,10 +390,10 @@ class Worker:
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
             self._forks[parent].append(row)
         if len(updates.stores):
-            self._copy_blocks(self._ops.export_kv, updates.stores[::2], updates.stores[1::2])
+            self._kv_copies.store_blocks(updates.stores[::2], updates.stores[1::2])
         self._runner.move_blocks(updates.swap_out, updates.swap_in, updates.copies)
         if len(updates.loads):
-            self._copy_blocks(self._ops.import_kv, updates.loads[1::2], updates.loads[::2])
+            self._kv_copies.load_blocks(updates.loads[1::2], updates.loads[::2])
         if self._drafter:
             self._drafter.apply(updates)
 
@@ -437,7 +417,7 @@ class Worker:
             batch.slot_copies = torch.from_numpy(copies.sources), torch.from_numpy(copies.targets)
         if len(step.export_places):
             batch.export_step = step.export_step
-            batch.export_places = torch.from_numpy(_export_places(step, num_tokens))
+            batch.export_places = torch.from_numpy(export_places(step, num_tokens))
         if not self._stage.is_first:
             model = self._runner.model
             hidden = self._stage.receive(model.config.hidden_size, model.dtype)
@@ -512,29 +492,6 @@ class Worker:
             self._batch.clear_in_flight([row for row, _, _ in sampling], [length for _, length, _ in sampling])
         return by_row
 
-    # --- KV transfers -----------------------------------------------------------------------------------------------
-
-    def _copy_kv(
-        self, copy: Callable[..., None], first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray
-    ) -> None:
-        """Copy keys and values of this rank's heads and layers between the KV cache and the transfer buffer."""
-        first_of_stage = self._runner.model.layers.start
-        where = [torch.from_numpy(each.astype(np.int64)) for each in (slots, places)]
-        for number, (cache, layer) in enumerate(zip(self._runner.cache, self._exports, strict=False), first_of_stage):
-            if first_layer <= number < last_layer:
-                copy(cache, where[0].to(self._device), layer.buffer, where[1], layer.layout)
-
-    def _copy_blocks(self, copy: Callable[..., None], blocks: np.ndarray, slots: np.ndarray) -> None:
-        """Copy whole blocks of this rank's heads and layers between the KV cache and the host tier of the prefix
-        cache."""
-        offsets = np.arange(self._options.block_size)
-        mapping, places = (
-            torch.from_numpy((each.astype(np.int64)[:, None] * len(offsets) + offsets).ravel())
-            for each in (blocks, slots)
-        )
-        for cache, layer in zip(self._runner.cache, self._host_tier, strict=False):
-            copy(cache, mapping.to(self._device), layer.buffer, places, layer.layout)
-
     # --- Drafts -----------------------------------------------------------------------------------------------------
 
     def _propose(self, op: Propose) -> list[list[int] | None]:
@@ -599,35 +556,3 @@ class Worker:
     def _complete_steps(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().complete()
-
-    # --- Adapters ---------------------------------------------------------------------------------------------------
-
-    def _fill_slot(self, slot: int, adapter: LoRAAdapter) -> str:
-        """Put an adapter into a slot; returns its version."""
-        self._empty_slot(slot)  # where a load has failed on another rank, its adapter is there still
-        self._adapters[slot] = adapter
-        adapter.activate(slot)
-        return adapter.version
-
-    def _empty_slot(self, slot: int) -> None:
-        if adapter := self._adapters.pop(slot, None):
-            adapter.deactivate(slot)
-
-    def _load_lora(self, path: str) -> LoRAAdapter:
-        if not self._runner.has_model:
-            words = "the engine sleeps without its weights; wake it up before adapters are loaded"
-            raise PenstockError(Code.UNAVAILABLE, words, "lora_path")
-        model = self._runner.model
-        return load_lora(Path(path), model.lora_targets, model.dtype, self._device, self._options.max_lora_rank)
-
-
-def _export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:
-    """``Batch.export_places``, which has the draft tokens, too."""
-    given = step.export_places.astype(np.int64)
-    if not len(step.drafts):
-        return given
-    places = np.full(num_tokens.sum(), -1, np.int64)
-    ends, starts = step.lengths.cumsum(), num_tokens.cumsum() - num_tokens
-    for start, end, length in zip(starts.tolist(), ends.tolist(), step.lengths.tolist(), strict=True):
-        places[start : start + length] = given[end - length : end]
-    return places

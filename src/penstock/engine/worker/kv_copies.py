@@ -1,0 +1,90 @@
+"""Copies between a rank's KV cache and memory of the engine's process: the transfer buffer, and the host tier of the
+prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from penstock.ops import LayerExport
+
+from ..step import StepInput, TransferMemory
+from .model_runner import ModelRunner
+from .transfer_memory import layer_exports
+
+
+class KVCopies:
+    """Keys and values of this rank's heads and layers.
+
+    Args:
+        quantization: of the KV cache, as of ``KVSpec``.
+        rank: world rank.
+    """
+
+    def __init__(self, runner: ModelRunner, block_size: int, quantization: str, rank: int) -> None:
+        self._runner = runner
+        self._block_size = block_size
+        self._quantization = quantization
+        self._rank = rank
+        self.exports: list[LayerExport] = []
+        """Of each layer of this stage; empty without KV transfers."""
+        self._host_tier: list[LayerExport] = []
+        """Of each layer of this stage; empty without a host tier of the prefix cache."""
+
+    def map(self, transfer: TransferMemory | None, host_tier: TransferMemory | None) -> None:
+        """Map the memory that there is. Raises ``OSError`` where it cannot be opened."""
+        self.exports, self._host_tier = self._map(transfer), self._map(host_tier)
+
+    def _map(self, memory: TransferMemory | None) -> list[LayerExport]:
+        if not memory:
+            return []
+        layouts = self._runner.model.transfer_layouts(memory.slot_tokens, self._quantization)
+        return layer_exports(memory, layouts, self._rank)
+
+    def export_tokens(self, first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray) -> None:
+        """Copy tokens of some layers to the transfer buffer; arguments as of ``ExportKV``."""
+        self._copy_tokens(self._runner.ops.export_kv, first_layer, last_layer, slots, places)
+
+    def import_tokens(self, first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray) -> None:
+        """Copy tokens of some layers from the transfer buffer; arguments as of ``ImportKV``."""
+        self._copy_tokens(self._runner.ops.import_kv, first_layer, last_layer, slots, places)
+
+    def store_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
+        """Copy whole blocks to slots of the host tier, ``[blocks]`` each."""
+        self._copy_blocks(self._runner.ops.export_kv, blocks, slots)
+
+    def load_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
+        """Copy whole blocks from slots of the host tier, ``[blocks]`` each."""
+        self._copy_blocks(self._runner.ops.import_kv, blocks, slots)
+
+    def _copy_tokens(
+        self, copy: Callable[..., None], first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray
+    ) -> None:
+        first_of_stage = self._runner.model.layers.start
+        where = [torch.from_numpy(each.astype(np.int64)) for each in (slots, places)]
+        for number, (cache, layer) in enumerate(zip(self._runner.cache, self.exports, strict=False), first_of_stage):
+            if first_layer <= number < last_layer:
+                copy(cache, where[0].to(self._runner.device), layer.buffer, where[1], layer.layout)
+
+    def _copy_blocks(self, copy: Callable[..., None], blocks: np.ndarray, slots: np.ndarray) -> None:
+        offsets = np.arange(self._block_size)
+        mapping, places = (
+            torch.from_numpy((each.astype(np.int64)[:, None] * len(offsets) + offsets).ravel())
+            for each in (blocks, slots)
+        )
+        for cache, layer in zip(self._runner.cache, self._host_tier, strict=False):
+            copy(cache, mapping.to(self._runner.device), layer.buffer, places, layer.layout)
+
+
+def export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:
+    """``Batch.export_places``, which has the draft tokens, too."""
+    given = step.export_places.astype(np.int64)
+    if not len(step.drafts):
+        return given
+    places = np.full(num_tokens.sum(), -1, np.int64)
+    ends, starts = step.lengths.cumsum(), num_tokens.cumsum() - num_tokens
+    for start, end, length in zip(starts.tolist(), ends.tolist(), step.lengths.tolist(), strict=True):
+        places[start : start + length] = given[end - length : end]
+    return places
