@@ -33,8 +33,6 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
         "role": options.role != "mixed",
         "load_format": options.load_format == "dummy",
-        "enable_lora": options.enable_lora,
-        "lora_modules": bool(options.lora_modules),
         "speculative_config": speculative is not None and speculative.method != "ngram",
     }
     for name in [name for name, given in wrong.items() if given]:

@@ -26,6 +26,9 @@ from .renamed import FUSED
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of all tensors' names; the name of the checkpoint's matrix follows."""
+LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")
+"""Prefixes of the layers' names in models that see images, now and in earlier versions of transformers; in this code
+it is ``model.``."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 FIELD = "lora_path"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -87,7 +90,8 @@ def load_lora(
     config = _config(folder)
     content = _content(folder)
     version = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + content).hexdigest()
-    tensors, fused = _split_fused(_tensors(content, folder), targets)
+    given, names = _named_by_layers(_tensors(content, folder), targets)
+    tensors, fused = _split_fused(given, targets)
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     ranks = ValuesByPattern(config["rank_pattern"], config["r"], FIELD)
     alphas = ValuesByPattern(config["alpha_pattern"], config["lora_alpha"], FIELD)
@@ -95,6 +99,7 @@ def load_lora(
         if not (target := targets[name]):
             continue  # another pipeline stage reads it
         own_name = fused.get(name, name)
+        own_name = names.get(own_name, own_name)
         rank = ranks[own_name]
         if not 1 <= rank <= max_lora_rank:
             message = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
@@ -165,6 +170,23 @@ def _tensors(content: bytes, folder: Path) -> dict[str, Tensor]:
     if not tensors:
         raise invalid(FIELD, f"{path} holds nothing")
     return tensors
+
+
+def _named_by_layers(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, LoRATarget | None]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors under the layers' names in this code. Also the checkpoint's name for each matrix that has another."""
+    renamed: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PREFIX)
+        prefix = next((prefix for prefix in LANGUAGE_MODELS if name.startswith(prefix)), "")
+        if prefix and name.removesuffix(LORA_A).removesuffix(LORA_B) not in targets:
+            own = f"model.{name.removeprefix(prefix)}"
+            names[own.removesuffix(LORA_A).removesuffix(LORA_B)] = name.removesuffix(LORA_A).removesuffix(LORA_B)
+            key = PREFIX + own
+        renamed[key] = tensor
+    return renamed, names
 
 
 def _split_fused(
