@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 
 import httpx
+import pytest
 from serving import Served, Servers, free_ports, within
 
 from penstock.cli.main import main
@@ -45,17 +50,50 @@ def test_once(servers: Servers) -> None:
     assert said.stdout.count(" running ") == 2  # a line for each
 
 
-def test_a_terminal(servers: Servers) -> None:
+@pytest.mark.parametrize("ends", ["q", "Ctrl-C"])
+def test_a_terminal(servers: Servers, ends: str) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     master, slave = pty.openpty()
-    process = subprocess.Popen([*COMMAND, "--url", server.url, "--interval", "0.1"], stdout=slave, stderr=slave)
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 44, 0, 0))
+    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "ascii"}
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    command = [*COMMAND, "--url", server.url, "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    settings = termios.tcgetattr(slave)
+    shown = b""
+    while shown.count(b"penstock top   ") < 3:
+        shown += os.read(master, 4096)
+    entered, *screens = shown.decode("ascii").split("\033[H")
+    assert entered.startswith("\033[?1049h"), "the alternate screen"
+    lines = [line.split("\033[")[0] for line in screens[1].splitlines()]
+    assert all(len(line) <= 44 for line in lines)
+    words = " ".join(lines)
+    for part in ("running ", "preemptions", "of 400 blocks", "prefix hits", "drafts accepted", "...."):
+        assert part in words, "in a line of its own where it does not fit"
+    if ends == "q":
+        os.write(master, b"q")
+    else:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    assert termios.tcgetattr(slave) == settings, "keys are echoed again"
+    os.close(slave)
+    while b"\033[?1049l" not in shown:
+        shown += os.read(master, 4096)
+    os.close(master)
+
+
+def test_a_terminal_without_escapes(servers: Servers) -> None:
+    server = servers.get("--num-gpu-blocks-override", "400")
+    master, slave = pty.openpty()
+    command = [*COMMAND, "--url", server.url, "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "dumb"})
     os.close(slave)
     shown = b""
     while shown.count(b"penstock top   ") < 2:
         shown += os.read(master, 4096)
-    assert b"\033[2J" in shown and b"KV cache" in shown
-    process.send_signal(2)
-    assert process.wait(30) == 130
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    assert b"\033" not in shown and b"Traceback" not in shown
     os.close(master)
 
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
 import sys
+import termios
 import time
+import tty
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
 
 from penstock.core.errors import invalid
 
-from .view import History, render
+from ..screen import can_print, has_escapes
+from .view import ASCII, BLOCKS, History, render
 
 TIMEOUT = 10.0
 """Seconds that a server has to answer."""
-CLEAR, HOME = "\033[2J", "\033[H"
+HOME = "\033[H"
+ENTER, LEAVE = "\033[?1049h\033[?25l\033[2J", "\033[?25h\033[?1049l"
+"""To the alternate screen without a cursor, and back."""
 ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
 
@@ -33,34 +41,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until Ctrl-C. Returns 1 where the server does not answer at first."""
+    """Until q or Ctrl-C. Returns 1 where the server does not answer at first."""
     if args.interval <= 0:
         raise invalid("interval", "must be above 0 seconds", 0)
     key = args.key or os.environ.get("PENSTOCK_API_KEY", "").split(",")[0]
-    history, on_terminal = History(), sys.stdout.isatty() and not args.once
+    history, on_screen = History(), has_escapes() and not args.once
+    glyphs = BLOCKS if can_print("".join(BLOCKS)) else ASCII
     try:
         history.add(ask(args.url, key))
     except (OSError, ValueError, HTTPException) as error:
         print(f"penstock top: {reason(args.url, error)}", file=sys.stderr)
         return 1
-    if on_terminal:
-        print(CLEAR, end="")
-    while True:
-        time.sleep(args.interval)
-        try:
-            history.add(ask(args.url, key))
-            problem = ""
-        except (OSError, ValueError, HTTPException) as error:
-            problem = reason(args.url, error)
-        width, height = shutil.get_terminal_size()
-        lines = render(history, args.url, width, height if on_terminal else None)
-        text = "\n".join([*lines, *([problem] if problem else [])])
-        if on_terminal:
-            print(HOME + text.replace("\n", ERASE_LINE + "\n") + ERASE_LINE + ERASE_BELOW, end="", flush=True)
-        else:
-            print(text, flush=True)
-        if args.once:
-            return int(bool(problem))
+    with _screen() if on_screen else suppress(KeyboardInterrupt):
+        problem, first = "", True
+        while True:
+            if on_screen or not first:  # rates need two looks; a screen shows the first one meanwhile
+                width, height = shutil.get_terminal_size()
+                lines = render(history, args.url, width, height if on_screen else None, glyphs)
+                _show([*lines, *([problem] if problem else [])], on_screen)
+                if args.once:
+                    return int(bool(problem))
+            first = False
+            if _wait(args.interval, on_screen):
+                break
+            try:
+                history.add(ask(args.url, key))
+                problem = ""
+            except (OSError, ValueError, HTTPException) as error:
+                problem = reason(args.url, error)
+    return 0
+
+
+def _show(lines: list[str], on_screen: bool) -> None:
+    text = "\n".join(lines)
+    if on_screen:
+        text = HOME + text.replace("\n", ERASE_LINE + "\n") + ERASE_LINE + ERASE_BELOW
+    print(text, end="" if on_screen else "\n", flush=True)
+
+
+@contextmanager
+def _screen() -> Iterator[None]:
+    """The alternate screen, with keys that are read as they are pressed; Ctrl-C leaves it."""
+    before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+    print(ENTER, end="", flush=True)
+    try:
+        if before:
+            tty.setcbreak(sys.stdin)
+        with suppress(KeyboardInterrupt):
+            yield
+    finally:
+        if before:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        print(LEAVE, end="", flush=True)
+
+
+def _wait(seconds: float, with_keys: bool) -> bool:
+    """Wait; whether q was pressed."""
+    if not with_keys or not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    end = time.monotonic() + seconds
+    while (rest := end - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], rest)[0] and os.read(sys.stdin.fileno(), 64).lower() in (b"q", b""):
+            return True
+    return False
 
 
 def ask(url: str, key: str) -> dict[str, Any]:

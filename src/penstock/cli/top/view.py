@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 SPAN = 120.0
 """Seconds over which times to first token and between tokens are counted."""
-BAR, EMPTY = "█", "░"
-HEIGHTS = "▁▂▃▄▅▆▇█"
+
+
+class Glyphs(NamedTuple):
+    """Characters of drawings: a bar's, its rest's, and of rising heights."""
+
+    bar: str
+    empty: str
+    heights: str
+
+
+BLOCKS = Glyphs("█", "░", "▁▂▃▄▅▆▇█")
+ASCII = Glyphs("#", ".", "_.-=+*%#")
+"""For terminals whose encoding lacks blocks."""
 COLUMNS = (
     ("REQUEST", "id"),
     ("STATE", "state"),
@@ -18,8 +29,12 @@ COLUMNS = (
     ("COMPUTED", "computed_tokens"),
     ("OUTPUT", "output_tokens"),
     ("SECONDS", "seconds"),
+    ("BLOCKS", "blocks"),
 )
 """Of the table of sequences: title, and field of a snapshot's sequence."""
+EXPENDABLE = ("CACHED", "BLOCKS", "COMPUTED", "SECONDS", "PROMPT", "STATE")
+"""Columns that a narrow terminal does without, in this order."""
+SEPARATOR = "   "
 
 Answer = dict[str, Any]
 """What ``/web/live`` answers."""
@@ -61,38 +76,53 @@ class History:
         return _quantile(last["buckets"], counts, 0.5 * total), _quantile(last["buckets"], counts, 0.95 * total)
 
 
-def render(history: History, url: str, width: int, height: int | None) -> list[str]:
+def render(history: History, url: str, width: int, height: int | None, glyphs: Glyphs = BLOCKS) -> list[str]:
     """The lines of the screen.
 
     Args:
         width: characters of a line.
         height: lines of the screen; None for any number.
     """
-    lines = [f"penstock top   {url}   {time.strftime('%H:%M:%S', time.localtime(history.last['time']))}"]
+    now = time.strftime("%H:%M:%S", time.localtime(history.last["time"]))
+    lines = _wrapped(["penstock top", url, now], width)
     for model in history.last["models"]:
         for number, engine in enumerate(model["engines"]):
             where = engine["address"] or (f"engine {number}" if len(model["engines"]) > 1 else "")
             name = " ".join([model["name"], where, engine["role"]]).strip()
-            lines += ["", *_engine(history, model, engine, name, width)]
+            lines += ["", *_engine(history, model, engine, name, width, glyphs)]
     if not history.last["models"]:
         lines += ["", "no model is loaded yet"]
     if height is not None and len(lines) > height - 1:
-        lines = [*lines[: height - 2], f"… {len(lines) - height + 2} more lines"]
+        lines = [*lines[: height - 2], f"and {len(lines) - height + 2} more lines"]
     return [line[:width] for line in lines]
 
 
-def _engine(history: History, model: Answer, engine: Answer, name: str, width: int) -> list[str]:
+def _engine(history: History, model: Answer, engine: Answer, name: str, width: int, glyphs: Glyphs) -> list[str]:
     stats, counters, snapshot = engine["stats"], model["counters"], engine["snapshot"]
     used = stats["blocks_used"] / max(stats["blocks"], 1)
-    bar = BAR * round(20 * used)
+    length = max(5, min(20, width - 36))
+    bar = glyphs.bar * round(length * used)
     rates = [history.rate(model["name"], counter) for counter in ("generation_tokens", "prompt_tokens")]
     lines = [
-        f"{name}   steps {stats['steps']:,}   heartbeat {_time(stats['heartbeat_age'])}",
-        f"running {stats['running']}   waiting {stats['waiting']}   generated {rates[0]:,.0f} tokens/s   "
-        f"prompts {rates[1]:,.0f} tokens/s   preemptions {stats['preemptions']}",
-        f"KV cache {bar:{EMPTY}<20} {100 * used:.0f} % of {stats['blocks']:,} blocks   "
-        f"prefix hits {_share(counters['prefix_cache_hits'], counters['prefix_cache_queries'])}   "
-        f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}",
+        *_wrapped([name, f"steps {stats['steps']:,}", f"heartbeat {_time(stats['heartbeat_age'])}"], width),
+        *_wrapped(
+            [
+                f"running {stats['running']}",
+                f"waiting {stats['waiting']}",
+                f"generated {rates[0]:,.0f} tokens/s",
+                f"prompts {rates[1]:,.0f} tokens/s",
+                f"preemptions {stats['preemptions']}",
+            ],
+            width,
+        ),
+        *_wrapped(
+            [
+                f"KV cache {bar:{glyphs.empty}<{length}} {100 * used:.0f} % of {stats['blocks']:,} blocks",
+                f"prefix hits {_share(counters['prefix_cache_hits'], counters['prefix_cache_queries'])}",
+                f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}",
+            ],
+            width,
+        ),
     ]
     times = []
     for words, histogram in (
@@ -100,39 +130,59 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
         ("between tokens", "inter_token_latency_seconds"),
     ):
         if found := history.quantiles(model["name"], histogram):
-            times.append(f"{words} {_time(found[0])} (half), {_time(found[1])} (95 %)")
-    if times:
-        lines.append("within: " + "   ".join(times))
+            times.append(f"{words} within {_time(found[0])} (half), {_time(found[1])} (95 %)")
+    lines += _wrapped(times, width)
     if snapshot is None:
         return [*lines, "the engine does not say what it is doing"]
     if snapshot["steps"]:
-        lines.append("tokens of the last steps " + _sparkline(snapshot["steps"], max(10, width - 26)))
-    return [*lines, *_table(snapshot)]
+        title = "tokens of the last steps "
+        lines.append(title + _sparkline(snapshot["steps"], max(10, width - len(title) - 1), glyphs.heights))
+    return [*lines, *_table(snapshot, width)]
 
 
-def _table(snapshot: Answer) -> list[str]:
+def _wrapped(parts: list[str], width: int) -> list[str]:
+    """Parts side by side, in as many lines as the width asks for."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
+            lines[-1] += SEPARATOR + part
+        else:
+            lines.append(part)
+    return lines
+
+
+def _table(snapshot: Answer, width: int) -> list[str]:
     sequences = snapshot["sequences"]
     if not sequences:
         return []
-    rows = [[title for title, _ in COLUMNS] + ["BLOCKS"]]
-    for one in sequences:
-        cells = [f"{one[field]:.1f}" if field == "seconds" else str(one[field]) for _, field in COLUMNS]
-        rows.append([*cells, str(len(one["blocks"]))])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    aligned = [[*map(str.ljust, row[:2], widths[:2]), *map(str.rjust, row[2:], widths[2:])] for row in rows]
-    lines = ["  ".join(row) for row in aligned]
-    return [*lines, *([f"… and {snapshot['hidden']:,} more"] if snapshot["hidden"] else [])]
+    columns = {title: [title, *(_cell(field, one[field]) for one in sequences)] for title, field in COLUMNS}
+    for title in EXPENDABLE:
+        if sum(max(map(len, cells)) + 2 for cells in columns.values()) - 2 > width:
+            del columns[title]
+    aligned = []
+    for title, cells in columns.items():
+        widest = max(map(len, cells))
+        left = title in ("REQUEST", "STATE")
+        aligned.append([cell.ljust(widest) if left else cell.rjust(widest) for cell in cells])
+    lines = ["  ".join(row) for row in zip(*aligned, strict=True)]
+    return [*lines, *([f"and {snapshot['hidden']:,} more"] if snapshot["hidden"] else [])]
 
 
-def _sparkline(steps: list[Answer], width: int) -> str:
-    """A bar for each of the last steps, as high as it had tokens."""
+def _cell(field: str, value: Any) -> str:
+    if field == "blocks":
+        return str(len(value))
+    return f"{value:.1f}" if field == "seconds" else str(value)
+
+
+def _sparkline(steps: list[Answer], width: int, heights: str) -> str:
+    """A character for each of the last steps, as high as it had tokens."""
     tokens = [sum(part[1] for part in step["parts"]) for step in steps[-width:]]
     most = max(1, *tokens)
-    return "".join(HEIGHTS[min(len(HEIGHTS) - 1, len(HEIGHTS) * count // (most + 1))] for count in tokens)
+    return "".join(heights[min(len(heights) - 1, len(heights) * count // (most + 1))] for count in tokens)
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "–"
+    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def _time(seconds: float) -> str:
