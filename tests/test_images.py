@@ -114,6 +114,24 @@ def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel], ops: str
     assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("family", MODELS)
+def test_rope_theta_beside_rope_parameters(family: str, tmp_path: Path) -> None:
+    """The vision tower's base, as files of earlier versions of transformers have it."""
+    model = checkpoints.save_random(MODELS[family](), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"].pop("rope_parameters")
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"vision_config": config["vision_config"] | {"rope_theta": 7.0}})
+    )
+    changed = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    output = LLM(tmp_path, **SMALL).generate([prompt(PICTURES[:1])], ONE.replace(prompt_logprobs=0), use_tqdm=False)[0]
+    tokens = output.prompt_token_ids
+    told = [next(iter(one.values())).logprob for one in (output.prompt_logprobs or [])[1:]]
+    before, after = (table(each, tokens, PICTURES[:1])[range(len(tokens) - 1), tokens[1:]] for each in (model, changed))
+    assert told == pytest.approx(after.tolist(), abs=2e-5)
+    assert (before - after).abs().max() > 1e-3
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_other_configurations(family: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.ops.cores import usable_cores
 from penstock.parallel import Shard
 from penstock.quant import PackedMatrix
 
@@ -74,11 +75,11 @@ class HeadThreads:
     PyTorch's own threads wait for each other after every operation, on cores that the kernels then lack.
 
     Args:
-        count: of threads.
+        context: as many as its layers have, or as there are cores.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, context: BuildContext) -> None:
+        self._count = context.threads or usable_cores()
         self._pool: ThreadPoolExecutor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

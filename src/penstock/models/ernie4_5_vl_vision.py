@@ -23,10 +23,9 @@ from penstock.layers.vision import (
     axial_rope,
     quick_gelu,
 )
-from penstock.ops.cores import usable_cores
 
 from .patches import normalized_patches, patch_positions
-from .vision import Embed, MRoPEPositions, VisionConfig, tower_context
+from .vision import Embed, MRoPEPositions, VisionConfig, rope_theta, tower_context
 
 EPS = 1e-6
 """Of the encoder's norms."""
@@ -48,7 +47,7 @@ def read_vision_config(raw: Mapping[str, Any]) -> VisionConfig:
         patch_size=int(vision.get("patch_size", 14)),
         temporal_patch_size=1,
         merge_size=int(vision.get("spatial_merge_size", 2)),
-        theta=float((vision.get("rope_parameters") or {}).get("rope_theta") or 10_000.0),
+        theta=rope_theta(vision),
     )
     if size % (4 * config.heads):
         raise ValueError(f"vision_config has {config.heads} heads of {size} elements")
@@ -76,7 +75,7 @@ class ErnieVisionTower(MRoPEPositions):
         self._patch_embed = Linear(
             context, "model.vision_model.patch_embed.proj", 3 * config.patch_size**2, size, False
         )
-        threads = HeadThreads(context.threads or usable_cores())
+        threads = HeadThreads(context)
         self._blocks = [_block(context, config, number, threads) for number in range(config.depth)]
         self._norm = LayerNorm(context, "model.vision_model.ln", size, EPS, bias=True)
         resampler = "model.resampler_model"

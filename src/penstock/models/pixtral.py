@@ -17,7 +17,7 @@ from .composite import PROJECTOR, build_with, projector, projector_activation, r
 from .config import ModelConfig
 from .registry import Family
 from .stored_vision import TOWER, find_stored
-from .vision import Embed, TokenPositions
+from .vision import Embed, TokenPositions, rope_theta
 from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit
 
 NAMES = ViTNames(
@@ -79,8 +79,7 @@ class PixtralVisionTower(TokenPositions):
         super().__init__(embed)
         self.placeholder = int(raw["image_token_index"])
         self._config = vision = read_vision(raw)
-        given = raw["vision_config"]
-        self._theta = float((given.get("rope_parameters") or given).get("rope_theta") or 10_000.0)
+        self._theta = rope_theta(raw["vision_config"])
         layers = feature_layers(raw["vision_feature_layer"], vision.depth)
         self._encoder = ViT(context, TOWER, vision, layers)
         self._merger = _Merger(context, config, vision.size, merge) if (merge := _merge_size(raw)) else None

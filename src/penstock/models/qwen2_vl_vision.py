@@ -22,10 +22,9 @@ from penstock.layers.vision import (
     axial_rope,
     quick_gelu,
 )
-from penstock.ops.cores import usable_cores
 
 from .patches import normalized_patches, patch_positions
-from .vision import Embed, MRoPEPositions, VisionConfig, tower_context
+from .vision import Embed, MRoPEPositions, VisionConfig, rope_theta, tower_context
 
 EPS = 1e-6
 """Of all norms."""
@@ -47,7 +46,7 @@ def read_vision_config(raw: Mapping[str, Any], windowed: bool) -> Qwen2VisionCon
     """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     vision = raw["vision_config"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    theta = float((vision.get("rope_parameters") or {}).get("rope_theta") or 10_000.0)
+    theta = rope_theta(vision)
     if windowed:
         size, output = int(vision.get("hidden_size", 3584)), int(vision.get("out_hidden_size", 3584))
         intermediate = int(vision.get("intermediate_size", 3420))
@@ -89,7 +88,7 @@ class QwenVisionTower(MRoPEPositions):
         self._dtype, self._device = context.dtype, context.device
         patch = (3, config.temporal_patch_size, config.patch_size, config.patch_size)
         self._patch_embed = PatchEmbed(context, "visual.patch_embed.proj", config.size, patch)
-        threads = HeadThreads(context.threads or usable_cores())
+        threads = HeadThreads(context)
         self._blocks = [_block(context, config, number, threads) for number in range(config.depth)]
         merged = config.size * config.merge_size**2
         self._norm = _norm(context, config, "visual.merger.ln_q")

@@ -15,10 +15,9 @@ from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, LayerNorm
 from penstock.layers.mrope import MRoPE
 from penstock.layers.vision import HeadThreads, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, axial_rope
-from penstock.ops.cores import usable_cores
 
 from .patches import normalized_patches, patch_positions
-from .vision import Embed, MRoPEPositions, VisionConfig, tower_context
+from .vision import Embed, MRoPEPositions, VisionConfig, rope_theta, tower_context
 
 EPS = 1e-6
 """Of all norms."""
@@ -47,7 +46,7 @@ def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
         patch_size=int(vision.get("patch_size", 16)),
         temporal_patch_size=int(vision.get("temporal_patch_size", 2)),
         merge_size=int(vision.get("spatial_merge_size", 2)),
-        theta=float((vision.get("rope_parameters") or {}).get("rope_theta") or 10_000.0),
+        theta=rope_theta(vision),
         grid=int(int(vision.get("num_position_embeddings", 2304)) ** 0.5),
         deepstack=tuple(map(int, vision.get("deepstack_visual_indexes", (8, 16, 24)))),
     )
@@ -78,7 +77,7 @@ class Qwen3VisionTower(MRoPEPositions):
         patch = (3, config.temporal_patch_size, config.patch_size, config.patch_size)
         self._patch_embed = PatchEmbed(context, "visual.patch_embed.proj", config.size, patch, bias=True)
         self._positions = context.read_weight("visual.pos_embed.weight", config.grid**2, config.size).clone()
-        threads = HeadThreads(context.threads or usable_cores())
+        threads = HeadThreads(context)
         self._blocks = [_block(context, config, number, threads) for number in range(config.depth)]
         self._merger = _Merger(context, config, "visual.merger", norm_merged=False)
         self._deep_mergers = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -65,6 +65,12 @@ class VisionTower(Protocol):
     def rope_rows(self, positions: np.ndarray) -> Tensor:
         """``Batch.positions`` of tokens with positions ``[3, tokens]`` int64 in time, height and width."""
         ...
+
+
+def rope_theta(vision: Mapping[str, Any]) -> float:
+    """Of ``vision_config``, which files of earlier versions of transformers have beside ``rope_parameters``."""
+    given = vision.get("rope_parameters") or {}
+    return float(given.get("rope_theta") or vision.get("rope_theta") or 10_000.0)
 
 
 def tower_context(context: BuildContext) -> BuildContext:

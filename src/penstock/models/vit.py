@@ -14,7 +14,6 @@ from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, GatedMLP, LayerNorm, Norm, RMSNorm
 from penstock.layers.vision import HeadThreads, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, quick_gelu
 from penstock.ops import activations
-from penstock.ops.cores import usable_cores
 
 from .config import ACTIVATIONS as TEXT_ACTIVATIONS
 from .config import activation_of
@@ -159,7 +158,7 @@ class ViT:
             self._class_token = context.read_weight(f"{name}.{names.class_token}", *ones, config.size).clone().view(-1)
         if config.pre_norm:
             self._pre_norm = make_norm(context, config, f"{name}.{names.pre_norm}")
-        threads = HeadThreads(context.threads or usable_cores())
+        threads = HeadThreads(context)
         self._blocks = [
             _block(context, config, f"{name}.{names.layers}.{number}", threads) for number in range(max(self._layers))
         ]

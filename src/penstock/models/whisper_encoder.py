@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from penstock.layers import BuildContext, LayerNorm
 from penstock.layers.vision import HeadThreads, Linear
-from penstock.ops.cores import usable_cores
 from penstock.quant import PackedMatrix
 
 from .speech_config import SpeechConfig
@@ -34,7 +33,7 @@ class WhisperEncoder:
             _Convolution(context, f"{name}.conv2", size, size, stride=2),
         ]
         self._positions = context.read_weight(f"{name}.embed_positions.weight", config.num_positions, size).clone()
-        threads = HeadThreads(context.threads or usable_cores())
+        threads = HeadThreads(context)
         self._layers = [
             _Layer(context, f"{name}.layers.{number}", config, size, threads) for number in range(config.num_layers)
         ]
