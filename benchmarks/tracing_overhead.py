@@ -3,11 +3,11 @@
 python benchmarks/tracing_overhead.py [CHECKPOINT] [--against FOLDER]
 
 A small model makes the server's own work count most. The collector is that of tests/collector.py, on the same machine,
-so that its work is in the figures of speed, but not in the servers' processor time. Each round asks every server once,
-in an order that is drawn; a round's ratio is to the server with traces off. Quoted is the median of the ratios, and the
-interval that holds it in 95 of 100 resamplings. The least processor time of all rounds is what a busy machine disturbs
-least. ``--against`` adds a server of another tree of this project, as one
-from before traces came: its ratio says what they cost where they are off.
+and forgets what it gets; its work is in the figures of speed, but not in the servers' processor time. Each round asks
+every server once, in an order that is drawn; a round's ratio is to the server with traces off. Quoted is the median of
+the ratios, and the interval that holds it in 95 of 100 resamplings. The least processor time of all rounds is what a
+busy machine disturbs least. ``--against`` adds a server of another tree of this project, as one from before traces
+came: its ratio says what they cost where they are off.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def main() -> None:
 
     before = os.getloadavg()[0]
     found: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as folder, collecting(Path(folder)) as collector, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        collecting(Path(folder), discard=True) as collector,
+        ExitStack() as stack,
+    ):
         commands = {}
         for name, ratio in RATIOS.items():
             flags = "" if ratio is None else f" --otlp-endpoint {collector.grpc} --trace-sampling-ratio {ratio}"
