@@ -11,9 +11,9 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from penstock import ops
+from penstock.config.progress import Progress, print_line
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.models import Model, ModelConfig, read_config
@@ -165,9 +165,10 @@ class _Run:
         again = len(self._samples[CALIBRATION]) if self._method.sequential else 0
         each = sum(map(len, self._samples.values())) + again
         total = layers * each - again
-        with tqdm(total=total, initial=min(done * each, total), unit="sample", disable=not progress) as bar:
+        tell, before = print_line("quantize"), min(done * each, total)
+        with Progress("samples", total, "sample", tell, before, progress) as bar:
             for number in range(done, layers):
-                bar.set_description(f"layer {number + 1} of {layers}")
+                bar.update(0, f"layer {number + 1} of {layers}")
                 self._quantize_layer(number, bar.update)
 
     @torch.inference_mode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from .byte_size import byte_size
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
+    from penstock.config.progress import Progress, print_line
 
     from .serve import download_model
 
@@ -45,11 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from penstock.models.convert import convert
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    with tqdm(unit="B", unit_scale=True, desc="written", disable=not sys.stderr.isatty()) as bar:
+    with Progress("written", 0, "B", print_line("convert")) as bar:
 
         def progress(done: int, total: int) -> None:
-            bar.total = max(total, done)
-            bar.update(done - bar.n)
+            bar.update(done - bar.done, total=max(total, done))
 
         count = convert(folder, args.output_dir, dtype=dtype, max_shard_size=args.max_shard_size, progress=progress)
     print(f"{args.output_dir}: a checkpoint in {count} {'file' if count == 1 else 'files'} of safetensors")

@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
         endpoint=args.endpoint,
         cache_dir=Path(options.download_dir) if options.download_dir else None,
         max_workers=args.max_workers,
-        progress=sys.stderr.isatty(),
     )
     fetch = partial(download, name, options=how, folder=args.dir)
     selection = Selection(args.include, args.exclude)

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from tqdm import tqdm
 
 from penstock.config.options import Configuration, EngineOptions
+from penstock.config.progress import Progress, print_line
 from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
@@ -76,7 +76,7 @@ def max_concurrency(options: EngineOptions) -> int:
 async def _answer(configuration: Configuration, path: Path, results: Results, state: BatchState, at_once: int) -> bool:
     """Whether every line got a successful result."""
     async with _engine(configuration) as (service, watch):
-        with tqdm(total=state.left, desc="requests", unit="request") as bar:
+        with Progress("requests", state.left, "request", print_line("run-batch")) as bar:
 
             def record(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
                 results.add(custom_id, response, error)

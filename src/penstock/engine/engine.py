@@ -15,6 +15,7 @@ import msgspec
 
 from penstock import demo
 from penstock.config.options import EngineOptions, LogOptions
+from penstock.config.progress import Progress
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import (
     Code,
@@ -240,13 +241,15 @@ class Engine:
     def _warm_up(self) -> None:
         """Run ``warm_up_requests``. Raises ``PenstockError`` where a step fails."""
         begun, left = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
-        tokens = sum(len(request.prompt) for request in left)
-        while left or self.busy:
-            while left and self.try_add(left[0]):
-                del left[0]
-            for delta in self.step():
-                if delta.failure:
-                    raise PenstockError.of(delta.failure)
+        tokens, shown = sum(len(request.prompt) for request in left), logger.isEnabledFor(logging.INFO)
+        with Progress("warm-up", len(left), "request", logger.info, shown=shown) as progress:
+            while left or self.busy:
+                while left and self.try_add(left[0]):
+                    del left[0]
+                for delta in self.step():
+                    if delta.failure:
+                        raise PenstockError.of(delta.failure)
+                    progress.update(delta.finished is not None)
         if self._counts_experts:
             self._executor.wait(self._executor.call(ReadExpertLoad(reset=True)))
         logger.info("warmed up with %d tokens in %.1f seconds", tokens, time.monotonic() - begun)

@@ -26,6 +26,7 @@ from penstock.planning.kv_spec import transfer_layouts
 from .config import ModelConfig
 from .decoder_options import DecoderOptions
 from .layer import AttentionFactory, DecoderLayer, MLPFactory, feed_forward, grouped_query_attention, make_norm
+from .loading import track_layers
 from .model import DraftHead
 from .mtp import DecoderMTPHead
 from .vision import VisionTower
@@ -63,7 +64,7 @@ class Decoder:
         tied = config.tie_word_embeddings or not config.has_lm_head
         if self._is_first or (self._is_last and tied):
             self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
-        self._layers = [layer(number) for number in self.layers]
+        self._layers = [layer(number) for number in track_layers(context, self.layers)]
         if self._is_last:
             self._norm = make_norm(context, config, "model.norm", config.hidden_size)
             self._lm_head = (

@@ -23,6 +23,7 @@ from penstock.ops import Batch, KVSpec, LayerExport, Ops, TransferLayout
 from penstock.quant import PackedMatrix
 
 from .config import ModelConfig
+from .loading import track_layers
 from .model import DraftHead
 from .vision import VisionTower
 
@@ -126,7 +127,7 @@ class Encoder:
             self._added = None
             if added is not None and not context.output:
                 self._added = PackedMatrix(context.ops, context.ops.pack([added.to(context.dtype)]))
-        self._layers = [layer(number) for number in self.layers]
+        self._layers = [layer(number) for number in track_layers(context, self.layers)]
         self._final_norm = None
         if self._is_last and final_norm:
             self._final_norm = LayerNorm(context, final_norm, size, eps, norm_bias)

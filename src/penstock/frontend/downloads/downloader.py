@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tqdm import tqdm
-
+from penstock.config.progress import Progress, log_or_print
 from penstock.core.errors import PenstockError, invalid
 
 from .partial_file import PartialFile, Range
@@ -123,13 +122,13 @@ class _Download:
         self._waiting = deque(_FileTransfer(self, file, partial) for file, partial in partials.items())
         self._parts: deque[tuple[_FileTransfer, Range]] = deque()
         self._num_open = len(self._waiting)
-        self._bar = tqdm(
-            total=sum(partial.size for partial in partials.values()),
-            initial=sum(partial.num_bytes for partial in partials.values()),
-            desc=f"Fetching {num_files} files",
-            unit="B",
-            unit_scale=True,
-            disable=not progress,
+        self._bar = Progress(
+            f"fetching {num_files} files",
+            sum(partial.size for partial in partials.values()),
+            "B",
+            log_or_print(logger),
+            sum(partial.num_bytes for partial in partials.values()),
+            progress,
         )
 
     def run(self, max_workers: int) -> None:

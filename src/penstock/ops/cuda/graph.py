@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.progress import track
+
 from ..batch import AttentionMetadata, Batch, ForwardFn
 from .kernels.tokens import resolve_tokens_kernel
 from .launch import launch
@@ -113,7 +115,8 @@ class CapturedForward:
         before = torch.cuda.memory_reserved(device) if on_gpu else 0
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_gpu else (None, None)
         try:
-            for size in sorted({min(size, max_sequences) for size in graph_sizes}, reverse=True):
+            sizes = sorted({min(size, max_sequences) for size in graph_sizes}, reverse=True)
+            for size in track("capturing CUDA graphs", sizes, len(sizes), "graph", logger):
                 batch = _decode_batch(size, max_blocks, use_lora)
                 self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool, stream)
         except Exception as error:  # for example of a collective that cannot be captured

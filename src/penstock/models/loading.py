@@ -1,0 +1,18 @@
+"""Progress of loading a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from penstock.config.progress import track
+from penstock.layers import BuildContext
+
+logger = logging.getLogger(__name__)
+
+
+def track_layers(context: BuildContext, layers: Sequence[int]) -> Iterable[int]:
+    """The layers, with the progress of building them, which reads and packs their weights; of one rank alone."""
+    if context.group.rank:
+        return layers
+    return track("loading weights", layers, len(layers), "layer", logger)
