@@ -14,6 +14,7 @@ from . import llama, mistral, qwen2, qwen3
 from .config import ModelConfig
 from .decoder import Decoder
 from .registry import Family
+from .stored_vision import find_stored
 from .vision import Embed, VisionTower, tower_context
 from .vit import ACTIVATIONS
 
@@ -54,14 +55,16 @@ def projector_activation(raw: Mapping[str, Any]) -> str:
     return name
 
 
-def build_with(
+def composite_family(
+    architecture: str,
+    read_config: Callable[[Mapping[str, Any]], ModelConfig],
     tower: Callable[[BuildContext, ModelConfig, Embed], VisionTower],
-) -> Callable[[BuildContext, ModelConfig, int], Decoder]:
-    """``Family.build`` of the language model with a vision tower, which is made of a ``tower_context``."""
+) -> Family:
+    """The family of a language model with a vision tower, which is made of a ``tower_context``."""
 
     def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
         decoder = Decoder(context, config, num_mtp_heads)
         decoder.vision = tower(tower_context(context), config, decoder.embed)
         return decoder
 
-    return build
+    return Family((architecture,), read_config=read_config, build=build, find_stored=find_stored)

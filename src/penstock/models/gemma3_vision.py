@@ -16,11 +16,10 @@ from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, RMSNorm
 from penstock.quant import PackedMatrix
 
-from .composite import PROJECTOR, build_with
+from .composite import PROJECTOR, composite_family
 from .config import ModelConfig
 from .gemma import read_gemma3
-from .registry import Family
-from .stored_vision import TOWER, find_stored
+from .stored_vision import TOWER
 from .vision import Embed, TokenPositions
 from .vit import ViT, ViTConfig, make_norm, read_vit
 
@@ -72,9 +71,4 @@ class Gemma3VisionTower(TokenPositions):
         return self._projection.linear(self._norm(pooled))
 
 
-FAMILY = Family(
-    architectures=("Gemma3ForConditionalGeneration",),
-    read_config=read_config,
-    build=build_with(Gemma3VisionTower),
-    find_stored=find_stored,
-)
+FAMILY = composite_family("Gemma3ForConditionalGeneration", read_config, Gemma3VisionTower)

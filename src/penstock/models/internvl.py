@@ -12,10 +12,9 @@ from torch import Tensor
 from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, LayerNorm
 
-from .composite import PROJECTOR, build_with, projector, projector_activation, read_text
+from .composite import PROJECTOR, composite_family, projector, projector_activation, read_text
 from .config import ModelConfig
-from .registry import Family
-from .stored_vision import TOWER, find_stored
+from .stored_vision import TOWER
 from .vision import Embed, TokenPositions
 from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit
 
@@ -105,9 +104,4 @@ class InternVLVisionTower(TokenPositions):
         return self._projector(self._norm(merged))
 
 
-FAMILY = Family(
-    architectures=("InternVLForConditionalGeneration",),
-    read_config=read_config,
-    build=build_with(InternVLVisionTower),
-    find_stored=find_stored,
-)
+FAMILY = composite_family("InternVLForConditionalGeneration", read_config, InternVLVisionTower)

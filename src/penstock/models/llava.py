@@ -16,10 +16,9 @@ from penstock.layers import BuildContext
 from penstock.planning.anyres import read_anyres
 
 from . import pixtral
-from .composite import build_with, projector, projector_activation, read_text
+from .composite import composite_family, projector, projector_activation, read_text
 from .config import ModelConfig
-from .registry import Family
-from .stored_vision import TOWER, find_stored
+from .stored_vision import TOWER
 from .vision import Embed, TokenPositions, VisionTower
 from .vit import ViT, ViTConfig, feature_layers, read_vit
 
@@ -126,16 +125,6 @@ class OneVisionTower(LlavaVisionTower):
 
 
 FAMILIES = (
-    Family(
-        ("LlavaForConditionalGeneration",),
-        read_config=read_llava,
-        build=build_with(llava_tower),
-        find_stored=find_stored,
-    ),
-    Family(
-        ("LlavaOnevisionForConditionalGeneration",),
-        read_config=read_onevision,
-        build=build_with(OneVisionTower),
-        find_stored=find_stored,
-    ),
+    composite_family("LlavaForConditionalGeneration", read_llava, llava_tower),
+    composite_family("LlavaOnevisionForConditionalGeneration", read_onevision, OneVisionTower),
 )

@@ -13,10 +13,9 @@ from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, RMSNorm
 from penstock.layers.vision import Linear
 
-from .composite import PROJECTOR, build_with, projector, projector_activation, read_text
+from .composite import PROJECTOR, composite_family, projector, projector_activation, read_text
 from .config import ModelConfig
-from .registry import Family
-from .stored_vision import TOWER, find_stored
+from .stored_vision import TOWER
 from .vision import Embed, TokenPositions, rope_theta
 from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit
 
@@ -131,9 +130,4 @@ def _rope(rows: int, columns: int, head_dim: int, theta: float) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-FAMILY = Family(
-    architectures=("Mistral3ForConditionalGeneration",),
-    read_config=read_config,
-    build=build_with(PixtralVisionTower),
-    find_stored=find_stored,
-)
+FAMILY = composite_family("Mistral3ForConditionalGeneration", read_config, PixtralVisionTower)
