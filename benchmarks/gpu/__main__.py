@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,27 +27,27 @@ from shapes import FULL, INTERPRETED, Scale
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
 MISSING = "msgspec and xxhash are needed; where there is no network, see --packages in benchmarks/gpu/README.md"
-SHARES = {
-    "facts": 30,
-    "ops": 100,
-    "models": 60,
-    "graphs": 50,
-    "contract": 110,
-    "roofline": 120,
-    "counterparts": 110,
-}
-"""Parts, and the most seconds that each may take; ``roofline`` and ``counterparts`` for each model."""
+CHECKS = {"ops": 200, "models": 100, "graphs": 100, "contract": 200}
+"""Parts that say whether it is right, which run at once, and the most seconds that a process of each takes."""
+MEASURES = {"facts": 30, "roofline": 60, "counterparts": 110}
+"""Parts that are timed, one after the other, likewise."""
+TUNING = 300
+PORTIONS = 8
+"""Of the checks of ops, which compile a kernel each."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="(default: gpu-results)")
-    parser.add_argument("--parts", help=f"of {', '.join(SHARES)}, tuning (default: all but tuning)")
+    parser.add_argument("--parts", help=f"of {', '.join([*MEASURES, *CHECKS])}, tuning (default: all but tuning)")
+    parser.add_argument("--models", help="of which roofline and counterparts are measured (default: all)")
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="checks at once")
     parser.add_argument("--minutes", type=float, default=8, help="no part starts or goes on after them (default: 8)")
     parser.add_argument("--tune", action="store_true", help="try other tiles of products, too; 4 minutes more")
     parser.add_argument("--interpret", action="store_true", help="a tiny version in Triton's interpreter, on a CPU")
     parser.add_argument("--ops", default="cuda", help=argparse.SUPPRESS)  # reference: tries the script alone
     parser.add_argument("--packages", type=Path, help="folder of unpacked wheels that are not installed here")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # a part, in its own process
     args = parser.parse_args()
     if args.packages:
@@ -55,7 +56,7 @@ def main() -> int:
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"
     if args.run:
-        return run_part(args.out, scale_of(args), *args.run)
+        return run_part(args.out, args.result, scale_of(args), *args.run)
     try:
         import msgspec  # noqa: F401
         import torch
@@ -73,22 +74,28 @@ def main() -> int:
 
 def run_all(args: argparse.Namespace) -> int:
     scale = scale_of(args)
-    wanted = args.parts.split(",") if args.parts else [*SHARES, *(["tuning"] if args.tune else [])]
-    parts = []
-    for name in wanted:
-        by_model = name in ("roofline", "counterparts")
-        parts += [f"{name} {model.name}" for model in scale.models] if by_model else [name]
+    wanted = args.parts.split(",") if args.parts else [*MEASURES, *CHECKS, *(["tuning"] if args.tune else [])]
     args.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * args.minutes
     results: dict[str, Any] = {}
-    for part in parts:
-        own = 300 if part == "tuning" else SHARES.get(part.split()[0], 60)
+
+    def run(part: str) -> None:
+        own = {**CHECKS, **MEASURES, "tuning": TUNING}.get(part.split()[0], 60)
         left = own if part == "tuning" else min(own, ends - time.monotonic())
         begun = time.monotonic()
-        results[part] = in_a_process(args, part, left) if left > 5 else {"failure": "no time was left"}
-        results[part]["seconds"] = time.monotonic() - begun
+        found = in_a_process(args, part, left) if left > 5 else {"failure": "no time was left"}
+        results[part] = found | {"seconds": time.monotonic() - begun}
         print(f"{part}: {summary(results[part])} ({results[part]['seconds']:.0f} s)", flush=True)
         (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    run_lone = [part for name in wanted if name not in CHECKS for part in processes(name, scale, args)]
+    if "facts" in run_lone:
+        run_lone.remove("facts")
+        run("facts")
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run, [part for name in wanted if name in CHECKS for part in processes(name, scale, args)]))
+    for part in run_lone:
+        run(part)
     from report import draw, markdown
 
     (args.out / "results.md").write_text(markdown(results))
@@ -97,15 +104,38 @@ def run_all(args: argparse.Namespace) -> int:
     return int(any(not is_right(part) for part in results.values()))
 
 
+def processes(name: str, scale: Scale, args: argparse.Namespace) -> list[str]:
+    """The processes of a part, by its name and what it is given."""
+    measured = [each.name for each in (*scale.models, *scale.measured)]
+    chosen = args.models.split(",") if args.models else measured
+    match name:
+        case "ops":
+            return [f"ops {portion}/{PORTIONS}" for portion in range(PORTIONS)]
+        case "models":
+            return [f"models {model.name}" for model in scale.models]
+        case "contract":
+            first, *others = scale.compared
+            return [f"contract {first.name} {format}" for format in scale.formats] + [
+                f"contract {model.name} {format}" for model in others for format in scale.formats[:1]
+            ]
+        case "roofline":
+            return [f"roofline {model} {format}" for model in measured if model in chosen for format in scale.formats]
+        case "counterparts":
+            return [f"counterparts {model.name}" for model in scale.models if model.name in chosen]
+        case _:
+            return [name]
+
+
 def scale_of(args: argparse.Namespace) -> Scale:
     return replace(INTERPRETED if args.interpret else FULL, ops=args.ops)
 
 
 def in_a_process(args: argparse.Namespace, part: str, seconds: float) -> dict[str, Any]:
     """What a part found. What it said goes to a file of its name."""
-    result, log = args.out / "part.json", args.out / f"{part.replace(' ', '-')}.log"
+    name = part.replace(" ", "-").replace("/", "-of-")
+    result, log = args.out / f"{name}.json", args.out / f"{name}.log"
     result.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE), "--out", str(args.out)]
+    command = [sys.executable, str(HERE), "--out", str(args.out), "--result", str(result)]
     command += ["--ops", args.ops, *["--interpret"] * args.interpret]
     command += ["--packages", str(args.packages)] if args.packages else []
     with log.open("w") as file:
@@ -121,7 +151,7 @@ def in_a_process(args: argparse.Namespace, part: str, seconds: float) -> dict[st
     return found
 
 
-def run_part(out: Path, scale: Scale, part: str, *models: str) -> int:
+def run_part(out: Path, result: Path, scale: Scale, part: str, *given: str) -> int:
     """Run a part, and write what it found to a file."""
     try:
         if scale.interpret:
@@ -133,17 +163,17 @@ def run_part(out: Path, scale: Scale, part: str, *models: str) -> int:
             limits = known.get("facts", {}).get("limits") or importlib.import_module("facts").run(scale)["limits"]
         match part:
             case "ops":
-                found = importlib.import_module("op_checks").run(scale)
+                found = importlib.import_module("op_checks").run(scale, *given)
             case "models" | "graphs" | "contract":
-                found = getattr(importlib.import_module("invariance"), part)(scale)
+                found = getattr(importlib.import_module("invariance"), part)(scale, *given)
             case "roofline" | "counterparts":
-                found = importlib.import_module(part).run(scale, limits, *models)
+                found = importlib.import_module(part).run(scale, limits, *given)
             case _:
                 found = importlib.import_module(part).run(scale)
     except Exception:
         traceback.print_exc()
         found = {"failure": traceback.format_exc()[-3000:]}
-    (out / "part.json").write_text(json.dumps(found))
+    result.write_text(json.dumps(found))
     return 0
 
 

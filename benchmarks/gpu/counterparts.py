@@ -29,10 +29,10 @@ def run(scale: Scale, limits: dict[str, float], model_name: str) -> dict[str, An
                 context, count = scale.context, int(size)
                 if kind == "decode":
                     flops = model.flops(count, count * context, count)
-                    moved = model.weight_bytes("bf16") + model.kv_bytes(count * context)
+                    moved = model.weight_bytes("bf16", count) + model.kv_bytes(count * context)
                 else:
                     flops = model.flops(count, count * (count + 1) // 2, 1)
-                    moved = model.weight_bytes("bf16") + 2 * model.kv_bytes(count)
+                    moved = model.weight_bytes("bf16", count) + 2 * model.kv_bytes(count)
                 rows[-1] |= share(limits, "bf16", flops, moved, each, tokens / each)
         except Exception as error:
             rows.append({"system": name, "model": model.name, "failure": f"{type(error).__name__}: {error}"[-1500:]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +23,16 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def models(scale: Scale) -> dict[str, Any]:
+def models(scale: Scale, model_name: str) -> dict[str, Any]:
     """Logits after each token of a prompt, against the definition in float32 with the same rounded weights."""
-    found = {}
-    for model in scale.models:
-        short = replace(model, layers=min(model.layers, MAX_LAYERS))
-        with TemporaryDirectory() as folder:
-            save_weights(short, Path(folder), torch.device(scale.device), getattr(torch, scale.dtype))
-            for format in ("bf16", "fp8"):
-                found[f"{short.name}, {short.layers} layers, {format}"] = _against_float32(
-                    short, scale, format, Path(folder)
-                )
+    model, found = next(each for each in scale.models if each.name == model_name), {}
+    short = replace(model, layers=min(model.layers, MAX_LAYERS))
+    with TemporaryDirectory() as folder:
+        save_weights(short, Path(folder), torch.device(scale.device), getattr(torch, scale.dtype))
+        for format in ("bf16", "fp8"):
+            found[f"{short.name}, {short.layers} layers, {format}"] = _against_float32(
+                short, scale, format, Path(folder)
+            )
     return found
 
 
@@ -75,7 +75,7 @@ def save_weights(model: Model, folder: Path, device: torch.device, dtype: torch.
 def _against_float32(model: Model, scale: Scale, format: str, folder: Path) -> dict[str, Any]:
     given = prompts(model, 1, scale.probe)[0]
     fixed = {"model": str(folder), "load_format": "auto", "max_num_seqs": 2, "max_model_len": 2 * scale.probe}
-    fixed["max_num_batched_tokens"] = max(scale.probe, 64)
+    fixed |= {"max_num_batched_tokens": max(scale.probe, 64), "num_gpu_blocks_override": 64}
 
     def logits(**options: Any) -> torch.Tensor:
         with engine(model, scale, format, **fixed | options) as one:
@@ -102,7 +102,8 @@ def graphs(scale: Scale) -> dict[str, Any]:
     model, found = scale.models[0], dict[str, Any]()
     told = dict[str, list[Answer]]()
     for name, eager in (("graphs", False), ("eager", True)):
-        with engine(model, scale, enforce_eager=eager, max_num_batched_tokens=scale.chunks[0]) as one:
+        fixed = {"max_num_batched_tokens": scale.chunks[0], "num_gpu_blocks_override": scale.compared_blocks}
+        with engine(model, scale, enforce_eager=eager, **fixed | scale.options) as one:
             together = [
                 request(f"{kind} {i}", prompt, scale.probe_output, **sampling)
                 for i, prompt in enumerate(prompts(model, 3, scale.probe))
@@ -114,20 +115,18 @@ def graphs(scale: Scale) -> dict[str, Any]:
     return found | {"right": told["graphs"] == told["eager"]}
 
 
-def contract(scale: Scale) -> dict[str, Any]:
+def contract(scale: Scale, model_name: str, format: str) -> dict[str, Any]:
     """A request's tokens and logprobs, bit by bit: alone, among others, in chunks, from the prefix cache, at depth 1
-    and 2, in each format."""
+    and 2."""
+    model = next(each for each in scale.compared if each.name == model_name)
     rows: list[dict[str, Any]] = []
-    for model in scale.models:
-        for format in scale.formats if model is scale.models[0] else scale.formats[:1]:
-            expected: dict[str, Answer] = {}
-            for settings in _settings(scale, format):
-                try:
-                    rows += _compare(model, scale, format, settings, expected)
-                except Exception as error:
-                    rows.append(
-                        {"model": model.name, "format": format, **settings, "right": False, "failure": str(error)}
-                    )
+    expected: dict[str, Answer] = {}
+    for settings in _settings(scale, format):
+        try:
+            rows += _compare(model, scale, format, settings, expected)
+        except Exception as error:
+            failure = "".join(traceback.format_exception(error))[-1500:]
+            rows.append({"model": model.name, "format": format, **settings, "right": False, "failure": failure})
     return {"checks": rows, "count": len(rows), "wrong": [row for row in rows if not row["right"]]}
 
 
@@ -149,7 +148,8 @@ def _compare(
     others = [n for n in scale.others if n < settings.get("max_num_seqs", 256) - 1]
     rounds = [(0, False), (0, True), *((n, False) for n in others), *((n, True) for n in others[-1:])]
     found = []
-    with engine(model, scale, format, **settings, cudagraph_capture_sizes=CAPTURED) as one:
+    fixed = {"cudagraph_capture_sizes": CAPTURED, "num_gpu_blocks_override": scale.compared_blocks} | scale.options
+    with engine(model, scale, format, **fixed | settings) as one:
         for number, (count, is_warm) in enumerate(rounds):
             salt = "" if is_warm or not number else str(number)  # the first one fills the cache
             beside = [

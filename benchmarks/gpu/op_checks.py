@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -14,23 +14,27 @@ from shapes import Scale
 from torch import Tensor
 
 from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format
-from penstock.ops import AttentionMetadata, KVSpec, QKNorms, backend, reference
+from penstock.ops import AttentionMetadata, KVSpec, QKNorms, Routing, backend, reference
+from penstock.ops.quantized_weight import QuantizedWeight
 
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 """Root mean square of errors over that of the result: about one and a half roundings to the dtype."""
 SUMS = {"": 1e-5, "integers": 2e-3, "fp8": 2e-2}
 """Likewise of products in float32: rounding an activation to 8 bits may go to the other side, and tensor cores keep
 fewer bits of sums of fp8."""
+MXFP4 = Format(4, 32, floating=True)
 Check = tuple[str, Callable[[], tuple[float, float]]]
 """What is checked, and a function that returns an error and what is allowed."""
 
 
-def run(scale: Scale) -> dict[str, Any]:
+def run(scale: Scale, portion: str = "0/1") -> dict[str, Any]:
+    """Every n-th check, from the i-th on, where ``portion`` is ``i/n``."""
+    first, portions = map(int, portion.split("/"))
     device = torch.device(scale.device)
     ops = backend(device, scale.ops)
     dtypes = [torch.float32, torch.float16] if scale.interpret else [torch.bfloat16, torch.float16, torch.float32]
     rows: list[dict[str, Any]] = []
-    for name, check in checks(ops, device, scale, dtypes):
+    for name, check in islice(checks(ops, device, scale, dtypes), first, None, portions):
         try:
             error, allowed = check()
             if device.type == "cuda":
@@ -105,6 +109,14 @@ def checks(ops: Any, device: torch.device, scale: Scale, dtypes: list[torch.dtyp
                     ),
                 )
         yield f"add_lora {dtype}", lambda d=dtype: lora(ops, draw, device, d, small)
+        kinds = [each for each in formats if each[0] in ("", "w8a8", "wint4", "fp8", "fp8 blocks")]
+        for (name, format), tokens in product([*kinds, ("mxfp4", MXFP4)], (9,) if small else (1, 8, 100, 2048)):
+            if not (small and dtype == torch.float32):
+                label = f"experts {name} {dtype}, {tokens} tokens"
+                yield label, partial(experts, ops, draw, tokens, dtype, format, small)
+        for quantization, heads in product(("", "int8", "fp8"), (4,) if small else (16, 128)):
+            label = f"latent_attention {quantization} {dtype} {heads} heads"
+            yield label, partial(latent_attention, ops, draw, device, dtype, quantization, heads, small)
     for vocab in (301,) if small else (151936, 128256, 50257):
         yield f"sampling of {vocab}", lambda v=vocab: sampling(ops, draw, device, v, 3 if small else 64)
 
@@ -221,6 +233,93 @@ def attention(
     at = 0
     for i, own_queries in enumerate(queries):
         alone = ops.attention(own_queries.contiguous(), cache, metadata(slice(i, i + 1)), dim**-0.5, window)
+        if not torch.equal(alone, found[at : at + counts[i]]):
+            raise AssertionError(f"sequence {i} has other bits alone")
+        at += counts[i]
+    return relative(found, expected), {"": TOLERANCE[dtype], "int8": 0.02, "fp8": 0.08}[quantization]
+
+
+def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Format, small: bool) -> tuple[float, float]:
+    """The router and both products of a layer of experts; and the same bits of the first and last token alone."""
+    count, hidden, size = (4, 64, 96) if small else (32, 1024, 768)
+    routing = Routing(2 if small else 8, renormalize=True)
+
+    def pair(outputs: int, inputs: int) -> tuple[Any, Any]:
+        if format.is_mxfp4:
+            codes = draw.integers(-8, 8, outputs, inputs).to(torch.int8)
+            scales = torch.exp2(draw.integers(-9, -5, outputs, inputs // format.group_size).float())
+            weight = QuantizedWeight(codes, scales, format)
+            return ops.pack_quantized([weight], dtype), reference.pack_quantized([weight], torch.float32)
+        weight = draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+        return ops.pack([weight], None, format), reference.pack([weight.float()], None, format)
+
+    def stacked(outputs: int, inputs: int) -> tuple[Any, Any]:
+        ours, theirs = zip(*(pair(outputs, inputs) for _ in range(count)), strict=True)
+        return ops.stack_experts(ours), reference.stack_experts(theirs)
+
+    gate_up, down = stacked(2 * size, hidden), stacked(hidden, size)
+    x, logits = draw.normal(tokens, hidden, dtype=dtype), draw.normal(tokens, count)
+    ids, weights = ops.select_experts(logits, routing)
+    expected_ids, expected_weights = reference.select_experts(logits, routing)
+    if not torch.equal(ids, expected_ids) or relative(weights, expected_weights) > 1e-5:
+        raise AssertionError("other experts were selected")
+
+    def layer(rows: slice) -> Tensor:
+        gated = ops.experts_activation_and_mul(x[rows].clone(), gate_up[0], ids[rows], "silu")
+        return ops.combine_experts(ops.experts_linear(gated, down[0], ids[rows]), weights[rows])
+
+    whole = layer(slice(None))
+    for row in {0, tokens - 1}:
+        if not torch.equal(layer(slice(row, row + 1))[0], whole[row]):
+            raise AssertionError(f"token {row} has other bits alone than among {tokens}")
+    wide = reference.experts_activation_and_mul(x.float(), gate_up[1], ids, "silu")
+    expected = reference.combine_experts(reference.experts_linear(wide, down[1], ids), weights)
+    allowed = SUMS["fp8" if format.floating and format.bits == 8 else "integers" if format.bits else ""]
+    return relative(whole, expected), max(2 * allowed, TOLERANCE[dtype])
+
+
+def latent_attention(
+    ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, quantization: str, heads: int, small: bool
+) -> tuple[float, float]:
+    """``latent_rope_and_store`` and ``latent_attention`` of decodes, chunks and a prompt; and the same bits of each
+    sequence alone."""
+    size, latent, rope = (16, 48, 16) if small else (64, 512, 64)
+    batch = [(1, 3), (1, 40), (9, 30)] if small else [(1, 1), (1, 64), (1, 1025), (1, 5000), (100, 900), (300, 300)]
+    spec = KVSpec(1, latent + rope, str(dtype).removeprefix("torch."), size, quantization, latent=latent)
+    needed = [-(-length // size) for _, length in batch]
+    (cache,) = ops.new_kv_cache([spec], sum(needed), device)
+    (plain,) = reference.new_kv_cache([replace(spec, dtype="float32")], sum(needed), device)
+    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).int().split(needed)
+    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(device)
+    table, queries, expected_queries = draw.normal(6000, rope), [], []
+    for i, (count, length) in enumerate(batch):
+        positions = torch.arange(length, device=device)
+        slots = tables[i, positions // size].long() * size + positions % size
+        q, k = draw.normal(length, heads, rope, dtype=dtype), draw.normal(length, rope, dtype=dtype)
+        vectors, turned = (
+            draw.normal(length, latent, dtype=dtype),
+            draw.normal(length, heads, latent + rope, dtype=dtype),
+        )
+        wide = turned.float()
+        own = q, k, vectors, positions, table, cache, slots, True, turned[..., latent:]
+        ops.latent_rope_and_store(*own)
+        exact = q.float(), k.float(), vectors.float(), positions, table, plain, slots, True, wide[..., latent:]
+        reference.latent_rope_and_store(*exact)
+        queries.append(turned[-count:].contiguous())
+        expected_queries.append(wide[-count:])
+    counts, lengths = ([pair[i] for pair in batch] for i in (0, 1))
+
+    def metadata(rows: slice) -> AttentionMetadata:
+        starts = torch.tensor([0, *counts[rows]]).cumsum(0).to(device, torch.int32)
+        return AttentionMetadata(starts, torch.tensor(lengths[rows], dtype=torch.int32, device=device), tables[rows])
+
+    whole = slice(0, len(batch))
+    scale = (latent + rope) ** -0.5
+    found = ops.latent_attention(torch.cat(queries), cache, metadata(whole), scale, latent)
+    expected = reference.latent_attention(torch.cat(expected_queries), plain, metadata(whole), scale, latent)
+    at = 0
+    for i, own_queries in enumerate(queries):
+        alone = ops.latent_attention(own_queries, cache, metadata(slice(i, i + 1)), scale, latent)
         if not torch.equal(alone, found[at : at + counts[i]]):
             raise AssertionError(f"sequence {i} has other bits alone")
         at += counts[i]

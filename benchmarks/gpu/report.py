@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+KERNELS = "kernels: launches, µs each, share of time"
+
 
 def markdown(results: dict[str, Any]) -> str:
     """All parts; those that failed first."""
@@ -17,13 +19,15 @@ def markdown(results: dict[str, Any]) -> str:
     for name, failure in failed.items():
         lines += [f"**{name} failed**: {failure.strip().splitlines()[-1]}", ""]
     for name in ("ops", "contract"):
-        if "checks" in (part := results.get(name, {})):
-            lines += [f"**{name}**: {part['count'] - len(part['wrong'])} of {part['count']} checks right.", ""]
-            lines += [f"- wrong: {each}" for each in part["wrong"]] + [""] * bool(part["wrong"])
+        parts = [part for part in parts_of(results, name) if "checks" in part]
+        if parts:
+            count, wrong = sum(part["count"] for part in parts), [each for part in parts for each in part["wrong"]]
+            lines += [f"**{name}**: {count - len(wrong)} of {count} checks right.", ""]
+            lines += [f"- wrong: {each}" for each in wrong] + [""] * bool(wrong)
     for name in ("models", "graphs"):
-        if name in results and name not in failed:
-            told = {key: value for key, value in results[name].items() if key != "seconds"}
-            lines += [f"**{name}**:", "", *(f"- {key}: {value}" for key, value in told.items()), ""]
+        told = [item for part in parts_of(results, name) if "failure" not in part for item in part.items()]
+        if told := [f"- {key}: {value}" for key, value in told if key != "seconds"]:
+            lines += [f"**{name}**:", "", *told, ""]
     rows, others = roofline_rows(results), counterpart_rows(results)
     if rows:
         lines += table(
@@ -80,17 +84,29 @@ def markdown(results: dict[str, Any]) -> str:
         lines += table(("format", "matrix", "tokens", "chosen, µs", "fastest, µs", "tile"), listed)
         bits = [f"{row['format']} {row['matrix']} {row['tokens']}" for row in tuned["rows"] if "other bits" in row]
         lines += [f"Products of which some tile gives other bits: {', '.join(bits) or 'none'}", ""]
+    kernels = [row for row in rows if row.get(KERNELS)]
+    for row in kernels:
+        lines += [f"Kernels of {row['model']}, {row['format']}, {row['work']}, profiled:", ""]
+        lines += table(
+            ("kernel", "launches", "µs each", "share of time"),
+            [(name, launches, each, percent(share)) for name, launches, each, share in row[KERNELS]],
+        )
     seconds = {name: part["seconds"] for name, part in results.items() if isinstance(part, dict) and "seconds" in part}
     lines.append("Seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
     return "\n".join(lines) + "\n"
 
 
+def parts_of(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """What the processes of a part have found."""
+    return [part for key, part in results.items() if key.split()[0] == name and isinstance(part, dict)]
+
+
 def roofline_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for name, part in results.items() if name.startswith("roofline") for row in part.get("rows", [])]
+    return [row for part in parts_of(results, "roofline") for row in part.get("rows", [])]
 
 
 def counterpart_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for name, part in results.items() if name.startswith("counterparts") for row in part.get("rows", [])]
+    return [row for part in parts_of(results, "counterparts") for row in part.get("rows", [])]
 
 
 def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> list[str]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
 FORMATS = {"bf16": "none", "fp8": "fp8", "int8": "w8a8", "int4": "wint4"}
 """Values of the option ``quantization`` by what tables call them."""
 
@@ -26,29 +32,52 @@ class Model:
     vocab: int
     tied: bool
     theta: float
+    experts: int = 0
+    """Of a layer; ``inter`` is of one. 0: a dense model."""
+    top_k: int = 0
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    """Sequences that decode together where it is timed, as many as its KV cache has room for."""
+    other: dict[str, Any] = field(default_factory=dict, hash=False)
+    """More of its ``config.json``."""
 
     def config(self) -> dict[str, Any]:
         """Its ``config.json``."""
+        return (
+            {
+                "architectures": [ARCHITECTURES[self.kind]],
+                "model_type": self.kind,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.inter,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": self.head_dim,
+                "vocab_size": self.vocab,
+                "tie_word_embeddings": self.tied,
+                "rope_theta": self.theta,
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 32768,
+                "hidden_act": "silu",
+                "attention_bias": False,
+                "torch_dtype": "bfloat16",
+                "bos_token_id": None,
+                "eos_token_id": 1,
+                "pad_token_id": 0,
+            }
+            | self._experts()
+            | self.other
+        )
+
+    def _experts(self) -> dict[str, Any]:
+        if not self.experts:
+            return {}
         return {
-            "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[self.kind]],
-            "model_type": self.kind,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inter,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "tie_word_embeddings": self.tied,
-            "rope_theta": self.theta,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 32768,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "torch_dtype": "bfloat16",
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.inter,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         }
 
     def save(self, folder: Path) -> Path:
@@ -58,17 +87,17 @@ class Model:
         return folder
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of a layer's matrices."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.inter
+    def attention_weights(self) -> int:
+        """Weights of a layer's attention."""
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def head_weights(self) -> int:
         return self.vocab * self.hidden
 
-    def weight_bytes(self, format: str) -> float:
-        """Bytes of the matrices that a step reads, scales included."""
+    def weight_bytes(self, format: str, tokens: int) -> float:
+        """Bytes of the matrices that a step of so many tokens reads, scales included; of experts, those that the
+        tokens choose where all are equally likely."""
         from penstock.core.quantization import SCHEMES
 
         def each(format: Any) -> float:
@@ -76,8 +105,12 @@ class Model:
             scale = 4 / format.group_size if format.group_size and format.rows_per_scale == 1 else 0
             return format.bits / 8 + scale if format.bits else 2
 
-        scheme = SCHEMES[FORMATS[format]]
-        return self.layers * self.layer_weights * each(scheme.layers) + self.head_weights * each(scheme.head)
+        scheme, mlp = SCHEMES[FORMATS[format]], 3 * self.hidden * self.inter
+        if self.experts:
+            mlp = round(mlp * self.experts * (1 - (1 - self.top_k / self.experts) ** tokens))
+            mlp += self.hidden * self.experts
+        layers = self.layers * (self.attention_weights + mlp)
+        return layers * each(scheme.layers) + self.head_weights * each(scheme.head)
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of keys and values of tokens, in 16 bits."""
@@ -91,12 +124,34 @@ class Model:
             contexts: sum over these tokens of how many each attends to.
             sampled: tokens that logits are computed of.
         """
-        products = 2 * tokens * self.layers * self.layer_weights + 2 * sampled * self.head_weights
+        mlp = 3 * self.hidden * self.inter * max(self.top_k, 1) + self.hidden * self.experts
+        products = 2 * tokens * self.layers * (self.attention_weights + mlp) + 2 * sampled * self.head_weights
         return products + 4 * contexts * self.layers * self.heads * self.head_dim
 
 
 QWEN3 = Model("Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 1e6)
 LLAMA = Model("Llama-3.1-8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 5e5)
+QWEN3_MOE = Model("Qwen3-30B-A3B", "qwen3_moe", 2048, 768, 48, 32, 4, 128, 151936, False, 1e6, 128, 8, (1, 8, 64))
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "moe_layer_freq": 1,
+}
+DEEPSEEK = Model("DeepSeek-V2-Lite", "deepseek_v2", 2048, 10944, 27, 16, 16, 64, 102400, False, 1e4, other=LATENT)
+"""Whose attention is latent. Only its bits are compared: what its steps read is not counted here."""
 TINY = Model("tiny", "qwen3", 64, 96, 1, 4, 2, 16, 301, False, 1e4)
 
 
@@ -106,6 +161,16 @@ class Scale:
 
     interpret: bool = False
     models: tuple[Model, ...] = (QWEN3, LLAMA)
+    """That are measured, and compared with float32."""
+    compared: tuple[Model, ...] = (
+        QWEN3,
+        replace(LLAMA, layers=8),
+        replace(QWEN3_MOE, layers=6),
+        replace(DEEPSEEK, layers=6),
+    )
+    """Whose bits are compared in different company; the first one in all formats."""
+    measured: tuple[Model, ...] = (QWEN3_MOE,)
+    """That are measured, too."""
     dtype: str = "bfloat16"
     """Of the computation. The interpreter multiplies bfloat16 wrongly."""
     formats: tuple[str, ...] = ("bf16", "fp8", "int8", "int4")
@@ -122,6 +187,9 @@ class Scale:
     other_tokens: int = 300
     chunks: tuple[int, ...] = (8192, 160)
     """Tokens of a step, of the engines that compute it."""
+    compared_blocks: int = 1024
+    """KV blocks of the engines whose answers are compared, since several share a GPU; the most sequences need more, and
+    some are preempted."""
     ops: str = "cuda"
     options: dict[str, Any] = field(default_factory=dict)
     """Of all engines."""
@@ -135,6 +203,8 @@ FULL = Scale()
 INTERPRETED = Scale(
     interpret=True,
     models=(TINY,),
+    compared=(TINY, replace(TINY, name="tiny-experts", kind="qwen3_moe", experts=4, top_k=2)),
+    measured=(),
     dtype="float16",
     formats=("bf16", "fp8", "int8", "int4"),
     batches=(1, 2),
