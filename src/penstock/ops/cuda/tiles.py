@@ -10,6 +10,8 @@ from .launch import Architecture
 
 MAX_STAGES = 8
 """More are hardly needed to hide memory's latency, and take longer to compile."""
+MAX_FLOAT32_STAGES = 4
+"""Of float32, whose widened weights take shared memory besides."""
 KEPT_SHARED = 2048
 """Bytes of a multiprocessor's shared memory that buffers leave to reductions, barriers and the system (1 KiB each)."""
 READING = 64
@@ -91,5 +93,5 @@ def choose_tile(
     together = 2 if -(-rows // 64) > multiprocessors and size.bn * size.bt <= 64 * 64 else 1
     room = architecture.shared_memory // together - KEPT_SHARED
     stage = int(size.bn * size.bk * (format.bits / 8 or x_bytes)) + size.bt * size.bk * x_bytes
-    stages = max(min(room // stage, MAX_STAGES), 2)
+    stages = max(min(room // stage, MAX_FLOAT32_STAGES if x_bytes == 4 else MAX_STAGES), 2)
     return Tile(size.bn, size.bt, size.bk, own, size.bn // 16, stages)
