@@ -41,6 +41,7 @@ CONTENTS = {
     "cluster": "rank tables",
     "engine": "scheduler, KV cache, workers",
     "calibration": "penstock quantize",
+    "tracing": "spans of requests",
     "models": "a file per family",
     "layers": "attention, MLP, experts",
     "quant": "weight formats",
