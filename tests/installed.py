@@ -281,8 +281,8 @@ def test_programs_run_as_printed(full: Clean, served: Served) -> None:
 
 
 def test_commands_run_as_printed(full: Clean, served: Served) -> None:
-    """In a folder with the environment where ``make`` puts it. Installing is not repeated; talking, watching, downloading and
-    calibrating have tests. ``MODEL`` is the built-in one."""
+    """In a folder with the environment where ``make`` puts it. Installing is not repeated; talking, watching,
+    downloading and calibrating have tests. ``MODEL`` is the built-in one."""
     asked = {
         "messages": [{"role": "user", "content": "What is the capital of Canada?"}],
         "max_tokens": 20,
