@@ -77,7 +77,11 @@ struct Layer {
   Layer(Format format, Type type, int64_t in, int64_t outputs, int64_t group, bool biased) {
     const std::string name = name_of(format, type) + " pack";
     Numbers weight = Numbers::drawn(type, outputs * in);
-    matrix = {nullptr, nullptr, nullptr, in, outputs, group ? group : in, format, type};
+    matrix.in = in;
+    matrix.outputs = outputs;
+    matrix.group = group ? group : in;
+    matrix.format = format;
+    matrix.type = type;
     const int64_t count = ceil_div(outputs, kPanel), groups = groups_of(matrix);
     panels.resize(count * panel_bytes(matrix));
     scales.resize(count * groups * kPanel);
@@ -219,7 +223,15 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
 void check_norm(Type type, int64_t rows, int64_t size, bool added) {
   Numbers x = Numbers::drawn(type, rows * size), weight = Numbers::drawn(type, size), out(type, rows * size);
   Numbers residual = Numbers::drawn(type, rows * size), before = residual;
-  const Norm norm{x.at(0), added ? residual.at(0) : nullptr, weight.at(0), out.at(0), 1, size, size, 1e-6f, type};
+  Norm norm{};
+  norm.x = x.at(0);
+  norm.residual = added ? residual.at(0) : nullptr;
+  norm.weight = weight.at(0);
+  norm.out = out.at(0);
+  norm.groups = 1;
+  norm.size = norm.stride = size;
+  norm.eps = 1e-6f;
+  norm.type = type;
   for (int64_t row = 0; row < rows; row++) {
     kernels.norm(norm, row);
     double squares = 0;
@@ -240,7 +252,15 @@ void check_rope(Type type, int64_t tokens, int64_t heads, int64_t half) {
   Numbers out(type, tokens * heads * dim);
   std::vector<int64_t> positions(tokens);
   for (auto& position : positions) position = draw(0, longest - 1);
-  const Rope rope{x.at(0), out.at(0), positions.data(), (const float*)table.at(0), heads, dim, stride, type};
+  Rope rope{};
+  rope.x = x.at(0);
+  rope.out = out.at(0);
+  rope.positions = positions.data();
+  rope.table = (const float*)table.at(0);
+  rope.heads = heads;
+  rope.dim = rope.rotary = dim;
+  rope.stride = stride;
+  rope.type = type;
   for (int64_t token = 0; token < tokens; token++) {
     kernels.rope(rope, token);
     for (int64_t i = 0; i < heads * half; i++) {
@@ -254,12 +274,19 @@ void check_rope(Type type, int64_t tokens, int64_t heads, int64_t half) {
   }
 }
 
-void check_silu_mul(Type type, int64_t rows, int64_t size) {
+void check_activate(Type type, int64_t rows, int64_t size) {
   Numbers both = Numbers::drawn(type, rows * 2 * size), out(type, rows * size);
   for (int64_t i = 0; i < rows * 2 * size; i++) both.set(i, 10 * both[i]);
-  const SiluMul silu_mul{both.at(0), out.at(0), size, size, type};
+  Activate activate{};
+  activate.x = both.at(0);
+  activate.out = out.at(0);
+  activate.size = activate.out_stride = size;
+  activate.stride = 2 * size;
+  activate.type = type;
+  activate.activation = Activation::silu;
+  activate.gated = true;
   for (int64_t row = 0; row < rows; row++) {
-    kernels.silu_mul(silu_mul, row);
+    kernels.activate(activate, row);
     for (int64_t i = 0; i < size; i++) {
       const double gate = both[row * 2 * size + i], up = both[row * 2 * size + size + i];
       const double expected = gate / (1 + std::exp(-gate)) * up;
@@ -293,7 +320,7 @@ void check_attention(Type type, bool rounded, int64_t dim, int64_t block_size, i
     values.push_back(Numbers::drawn(type, tokens * stride));
     std::vector<int64_t> slots(tokens);
     for (int64_t t = 0; t < tokens; t++) slots[t] = tables[s * width + t / block_size] * block_size + t % block_size;
-    const Store store{keys[s].at(0), values[s].at(0), cache.data(), slots.data(), kv_heads, dim, block_size,
+    const Store store{keys[s].at(0), values[s].at(0), cache.data(), slots.data(), kv_heads, dim, panel_of(block_size),
                       stride,        stride,          type,         rounded};
     for (int64_t t = 0; t < tokens; t++) kernels.store(store, t);
     for (int64_t row = 0; row < (starts[s + 1] - starts[s]) * sharing; row += kernels.attention_rows)
@@ -301,9 +328,26 @@ void check_attention(Type type, bool rounded, int64_t dim, int64_t block_size, i
   }
   Numbers q = Numbers::drawn(type, starts.back() * heads * dim), out(type, starts.back() * heads * dim);
   const float scale = 1 / std::sqrt(float(dim));
-  const Attention attention{q.at(0),       out.at(0),      cache.data(), tables.data(), starts.data(), lengths.data(),
-                            tiles.data(),  int64_t(tiles.size()) / 2 * kv_heads, heads, kv_heads, dim, block_size,
-                            width,         window,         heads * dim,  scale,         type,          rounded};
+  Attention attention{};
+  attention.q = q.at(0);
+  attention.out = out.at(0);
+  attention.cache = cache.data();
+  attention.block_tables = tables.data();
+  attention.query_starts = starts.data();
+  attention.lengths = lengths.data();
+  attention.tiles = tiles.data();
+  attention.tasks = int64_t(tiles.size()) / 2 * kv_heads;
+  attention.heads = heads;
+  attention.kv_heads = kv_heads;
+  attention.dim = dim;
+  attention.block_size = block_size;
+  attention.table_width = width;
+  attention.window = window;
+  attention.out_stride = heads * dim;
+  attention.scale = scale;
+  attention.type = type;
+  attention.rounded = rounded;
+  attention.causal = true;
   for (int64_t task = 0; task < attention.tasks; task++) kernels.attention(attention, task);
 
   const std::string name = std::string("attention") + (rounded ? " of 8 bits, " : ", ") + name_of(Format::plain, type);
@@ -345,7 +389,7 @@ void check_all() {
       check_norm(type, 5, size, false);
       check_norm(type, 5, size, true);
       check_rope(type, 5, 3, size);
-      check_silu_mul(type, 5, size);
+      check_activate(type, 5, size);
     }
     for (bool rounded : {false, true})
       for (int64_t window : {0, 20}) {
