@@ -1,0 +1,66 @@
+"""The build backend: scikit-build-core's. Packages that it makes of a checkout have the commit in ``penstock/COMMIT``."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from scikit_build_core import build as backend
+from scikit_build_core.build import (
+    build_editable,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+Settings = Mapping[str, list[str] | str] | None
+COMMIT = Path("src/penstock/COMMIT")
+
+
+def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    with _commit_written():
+        return backend.build_sdist(sdist_directory, config_settings)
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
+    with _commit_written():
+        return backend.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+@contextmanager
+def _commit_written() -> Iterator[None]:
+    """Have the file meanwhile, unless it is there, as in an sdist, or this folder is no checkout."""
+    commit = "" if COMMIT.exists() or not Path(".git").exists() else _head()
+    if commit:
+        COMMIT.write_text(commit + "\n")
+    try:
+        yield
+    finally:
+        if commit:
+            COMMIT.unlink()
+
+
+def _head() -> str:
+    """The commit of this checkout, with ``-dirty`` where files differ from it; empty without git."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
