@@ -1,4 +1,4 @@
-"""The build backend: scikit-build-core's. Packages that it makes of a checkout have the commit in ``penstock/COMMIT``."""
+"""The build backend: scikit-build-core's, with the commit in what it makes of a checkout: ``penstock/COMMIT``."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
         return backend.build_sdist(sdist_directory, config_settings)
 
 
-def build_wheel(
-    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
-) -> str:
+def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     with _commit_written():
         return backend.build_wheel(wheel_directory, config_settings, metadata_directory)
 
@@ -59,7 +57,7 @@ def _commit_written() -> Iterator[None]:
 
 def _head() -> str:
     """The commit of this checkout, with ``-dirty`` where files differ from it; empty without git."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -31,7 +31,7 @@ ADDRESS = "http://127.0.0.1:8000"
 SMALL = ("--num-gpu-blocks-override", "200")
 
 
-def pip(*arguments: str | Path, python: Path | str = sys.executable) -> str:
+def pip(*arguments: str | Path, python: Path | str = sys.executable, **environment: str) -> str:
     """Of this environment, for another one; what it prints."""
     command = [
         sys.executable,
@@ -42,17 +42,25 @@ def pip(*arguments: str | Path, python: Path | str = sys.executable) -> str:
         str(python),
         *map(str, arguments),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
-def build(folder: Path, *options: str) -> Path:
+def build(folder: Path, python: Path | str = sys.executable) -> Path:
     """A wheel. With build tools in this environment, kernels that they have compiled are not compiled again."""
-    tools = ["--no-build-isolation"] if find_spec("scikit_build_core") else []
-    pip("wheel", "-q", "--no-deps", "--wheel-dir", folder, *tools, *options, ROOT)
+    own = python == sys.executable
+    tools = ["--no-build-isolation"] if own and find_spec("scikit_build_core") else []
+    sets = "all" if own else "native"
+    pip("wheel", "-q", "--no-deps", "--wheel-dir", folder, *tools, ROOT, python=python, PENSTOCK_SETS=sets)
     (built,) = folder.glob("*.whl")
     return built
+
+
+def commit_of_checkout() -> str:
+    """Which a wheel of it names; empty where this is none."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 @cache
@@ -78,7 +86,7 @@ class Clean:
 
     Args:
         python: to make it with.
-        wheel: None builds one without kernels, as they are another Python's.
+        wheel: None builds one with that Python.
     """
 
     def __init__(self, folder: Path, python: Path, wheel: Path | None) -> None:
@@ -88,7 +96,7 @@ class Clean:
         self.python = self.folder / "bin" / "python"
         self.penstock = self.folder / "bin" / "penstock"
         if wheel is None:
-            wheel = build(folder, "--config-settings=wheel.cmake=false")
+            wheel = build(folder, python)
         self.wheel = wheel
         self.torch = self._has_a_torch_for_processors()
         if self.torch:
@@ -164,8 +172,13 @@ def test_it_brings_one_command_and_no_test_tool(clean: Clean) -> None:
     code = "import json, importlib.metadata as m; print(json.dumps([m.version('penstock-llm'), "
     code += "[str(f) for f in m.files('penstock-llm')], [d.name for d in m.distributions()]]))"
     version, files, installed = json.loads(clean.run(clean.python, "-c", code).stdout)
-    kernels = json.loads(clean.run(clean.penstock, "doctor", "--json").stdout).get("isa", "reference")
-    assert clean.run(clean.penstock, "--version").stdout == f"{version} (kernels {kernels})\n"
+    kernels = "[a-z0-9]+"
+    if clean.torch:
+        kernels = json.loads(clean.run(clean.penstock, "doctor", "--json").stdout).get("isa", "reference")
+    commit = commit_of_checkout()
+    facts = rf"(commit {re.escape(commit)}, )" * bool(commit) + f"kernels {kernels}"
+    said = clean.run(clean.penstock, "--version").stdout
+    assert re.fullmatch(rf"{re.escape(version)} \({facts}\)\n", said), said
     assert [file for file in files if "/bin/" in file] == ["../../../bin/penstock"]
     assert not {distribution(name) for name in installed} & {"pytest", "httpx", "openai", "transformers", "grpcio"}
 

@@ -1,4 +1,4 @@
-"""What an installation makes of the kernels: with a compiler, without one, and with one that fails."""
+"""What an installation makes of the kernels, with a compiler, without, and with one that fails; what packages hold."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def sources(tmp_path: Path) -> Path:
     """What an sdist holds, of the package only its first file and the version."""
     folder = tmp_path / "penstock"
     shutil.copytree(ROOT / "csrc", folder / "csrc")
-    for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
+    for name in (".gitignore", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "build_backend.py", folder / "scripts")
     (folder / "src" / "penstock").mkdir(parents=True)
     for name in ("__init__.py", "version.py"):
         shutil.copy(ROOT / "src" / "penstock" / name, folder / "src" / "penstock")
@@ -36,9 +38,11 @@ def build(sources: Path, **environment: str) -> tuple[subprocess.CompletedProces
     """A wheel as pip builds it: what was printed, and the compiled files in it."""
     out = sources.parent / "wheels"
     done = subprocess.run(
-        [sys.executable, "-c", f"from scikit_build_core.build import build_wheel; build_wheel({str(out)!r})"],
+        [sys.executable, "-c", f"from build_backend import build_wheel; build_wheel({str(out)!r})"],
         cwd=sources,
-        env={name: value for name, value in os.environ.items() if name not in ("CXX", "PENSTOCK_SETS")} | environment,
+        env={name: value for name, value in os.environ.items() if name not in ("CXX", "PENSTOCK_SETS")}
+        | {"PYTHONPATH": "scripts"}
+        | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -83,3 +87,30 @@ def test_kernels_can_be_left_out_and_unknown_sets_are_refused(sources: Path) -> 
     done, _ = build(sources, PENSTOCK_SETS="avx9000")
     assert done.returncode != 0
     assert "avx9000 is none of the instruction sets here" in " ".join((done.stdout + done.stderr).split())
+
+
+def test_packages_of_a_checkout_name_its_commit(sources: Path, tmp_path: Path) -> None:
+    """Also a wheel of an sdist, which is no checkout; and none of this leaves a file in the checkout."""
+
+    def git(*words: str) -> str:
+        by = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
+        return subprocess.run(["git", *by, *words], cwd=sources, check=True, capture_output=True, text=True).stdout
+
+    git("init"), git("add", "."), git("commit", "-m", "All")
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    code = f"from build_backend import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    environment = os.environ | {"PYTHONPATH": "scripts"}
+    subprocess.run([sys.executable, "-c", code], cwd=sources, env=environment, check=True, capture_output=True)
+    assert git("status", "--porcelain") == ""
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    done, _ = build(unpacked, PENSTOCK_SETS="none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "unpacked" / "wheels").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert zipfile.ZipFile(wheel).read("penstock/COMMIT").decode() == commit + "\n"
+    (sources / "README.md").write_text("changed")
+    assert build(sources, PENSTOCK_SETS="none")[0].returncode == 0
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    assert zipfile.ZipFile(wheel).read("penstock/COMMIT").decode() == commit + "-dirty\n"

@@ -14,7 +14,8 @@ from penstock.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
 COMMIT = PACKAGE / "COMMIT"
-"""File with the commit, written by who builds a package without a repository beside it (deploy/docker/Dockerfile)."""
+"""File with the commit: scripts/build_backend.py writes it, or who builds a package of files without their repository
+(deploy/docker/Dockerfile)."""
 
 
 def version_line() -> str:
@@ -27,7 +28,8 @@ def _commit() -> str:
     """The commit that this installation is of: from the file ``COMMIT``, from git in a checkout, or from pip where it
     installed from a repository; empty where none tells."""
     if COMMIT.exists():
-        return COMMIT.read_text().strip()[:12]
+        commit, dash, state = COMMIT.read_text().strip().partition("-")
+        return commit[:12] + dash + state
     checkout = PACKAGE.parents[1]
     if (checkout / ".git").exists():
         command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
