@@ -175,8 +175,8 @@ def test_it_brings_one_command_and_no_test_tool(clean: Clean) -> None:
     kernels = "[a-z0-9]+"
     if clean.torch:
         kernels = json.loads(clean.run(clean.penstock, "doctor", "--json").stdout).get("isa", "reference")
-    commit = commit_of_checkout()
-    facts = rf"(commit {re.escape(commit)}, )" * bool(commit) + f"kernels {kernels}"
+    commit = "" if "WHEEL" in os.environ else commit_of_checkout()
+    facts = (f"commit {re.escape(commit)}, " if commit else ".*") + f"kernels {kernels}"
     said = clean.run(clean.penstock, "--version").stdout
     assert re.fullmatch(rf"{re.escape(version)} \({facts}\)\n", said), said
     assert [file for file in files if "/bin/" in file] == ["../../../bin/penstock"]
