@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-Settings = Mapping[str, list[str] | str] | None
+Settings = dict[str, list[str] | str] | None
 COMMIT = Path("src/penstock/COMMIT")
 
 

@@ -130,7 +130,8 @@ def test_files_of_the_forge(schema: str, paths: str) -> None:
 def test_wheels_are_for_the_pythons_that_are_tried() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["requires-python"] == ">=3.11"
-    assert project["tool"]["cibuildwheel"]["build"] == [f"cp3{minor}-*" for minor in (11, 12, 13, 14)]
+    assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"  # for later ones, too
+    assert project["tool"]["cibuildwheel"]["build"] == ["cp311-*", "cp312-*"]
     tried = yaml.safe_load(WORKFLOWS[-1].read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert tried == ["3.11", "3.14"]
 
