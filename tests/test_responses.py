@@ -105,6 +105,25 @@ def test_tools_are_called_and_what_came_of_it_read(client: openai.OpenAI, ask: A
     assert ask(client, **PLAIN, input=back, tools=[WEATHER]).output_text
 
 
+@pytest.mark.row("responses", "namespace", "web_search")
+@BOTH
+def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI, ask: Any) -> None:
+    """And a tool of OpenAI's servers beside them is left out, as Codex sends both."""
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    tools: Any = [{"type": "namespace", "name": "reports", "tools": [WEATHER]}, {"type": "web_search"}]
+    called = ask(client, **PLAIN, input=[question], tools=tools, tool_choice="required")
+    call = called.output[-1]
+    assert (call.type, call.namespace, call.name) == ("function_call", "reports", "get_weather")
+    assert [tool.type for tool in called.tools] == ["namespace"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    back = [question, *[item.model_dump() for item in called.output], result]
+    assert ask(client, **PLAIN, input=back, tools=tools).output_text
+    told = client.responses.with_raw_response.create(**PLAIN, input=CAPITAL, tools=tools)
+    assert "tools[1].web_search" in told.headers["x-penstock-ignored"]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].tools\[0\].type: custom is not supported"):
+        ask(client, **PLAIN, input=CAPITAL, tools=[{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}])
+
+
 @pytest.mark.row("responses", "auto", "none", "required", "parallel_tool_calls")
 @BOTH
 def test_whether_tools_are_called(client: openai.OpenAI, ask: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -32,13 +32,17 @@ class OutputItemStream:
     Args:
         name: id of the response, from which the ids of its items are derived.
         event: encodes an event from its type and fields.
+        namespaces: namespace and name of the functions that are in one, by the name that the model calls.
     """
 
-    def __init__(self, name: str, event: Callable[..., bytes]) -> None:
+    def __init__(
+        self, name: str, event: Callable[..., bytes], namespaces: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
         self.items: list[Item] = []
         """Items that have begun."""
         self._name = name
         self._event = event
+        self._namespaces = namespaces or {}
         self._open = False
         """Whether the last item is in progress."""
 
@@ -110,7 +114,10 @@ class OutputItemStream:
     def _call(self, part: CallDelta) -> bytes:
         events = b""
         if part.id:
-            events += self._begin({"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""})
+            called = {"name": part.name}
+            if part.name in self._namespaces:
+                called = dict(zip(("namespace", "name"), self._namespaces[part.name], strict=True))
+            events += self._begin({"type": "function_call", "call_id": part.id, **called, "arguments": ""})
         if not part.arguments:
             return events
         self.items[-1]["arguments"] += part.arguments

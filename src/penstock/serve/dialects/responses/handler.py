@@ -19,7 +19,7 @@ from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
 from .events import Events, OutputItemStream, usage_of
-from .parse import to_chat_request
+from .parse import namespaces, to_chat_request
 from .requests import ResponsesRequest, conversation_of
 
 Document = dict[str, Any]
@@ -53,6 +53,7 @@ class ResponseHandler:
         self._chat = ChatGeneration(
             service, record, to_chat_request(request, service.template_variables, service.sees_images), size
         )
+        self._namespaces = namespaces(request.tools)
         self._events = events
         self._request = request
         self._name = record.request_id if keep is None else uuid4().hex  # a client may send an id twice
@@ -66,7 +67,7 @@ class ResponseHandler:
 
     async def document(self) -> Document:
         """The finished response. Raises ``PenstockError`` where the request fails."""
-        items = OutputItemStream(self._name, lambda kind, **fields: b"")
+        items = OutputItemStream(self._name, lambda kind, **fields: b"", self._namespaces)
         last = await self._chat.final()
         items.add(StreamCursor().delta(self._chat.message(last.outputs[0])))
         items.end(self._status(last))
@@ -74,7 +75,7 @@ class ResponseHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         event, cursor = self._events.event, StreamCursor()
-        items = OutputItemStream(self._name, event)
+        items = OutputItemStream(self._name, event, self._namespaces)
         started = False
         async with aclosing(self._chat.deltas(cursor)) as deltas:
             async for output, delta in deltas:

@@ -41,13 +41,37 @@ TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refu
 """Content parts that hold text, each with the field that has it."""
 CHAT_FIELDS = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
 """Fields that have the same name in chats."""
+LEFT_OUT = ("web_search", "web_search_preview")
+"""Tools of OpenAI's servers that agents name in every request, whatever the server: beside others they are left out."""
 
 
 def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool) -> T:
     """Parse a request; ``stores``: whether responses are stored. Raises ``PenstockError``: ``unsupported`` or
     ``invalid``."""
     check_supported(fields, UNSUPPORTED_FIELDS if stores else UNSUPPORTED_FIELDS | STORED_FIELDS)
-    return convert(fields, schema, unknown)
+    request = convert(fields, schema, unknown)
+    if request.tools and any(tool.type not in LEFT_OUT for tool in request.tools):
+        for i, tool in enumerate(request.tools):
+            if tool.type in LEFT_OUT:
+                unknown.ignore(f"tools[{i}].", tool.type, ("function", "namespace"), "tools[].")
+        request.tools = [tool for tool in request.tools if tool.type not in LEFT_OUT]
+    return request
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a function."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def namespaces(tools: list[Tool] | None) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function in a namespace, by the name that the model knows."""
+    return {
+        qualified(tool.name, function.name): (tool.name, function.name)
+        for tool in tools or []
+        if tool.type == "namespace" and tool.name
+        for function in tool.tools or []
+        if function.name
+    }
 
 
 def to_chat_request(request: CountTokensRequest, variables: Collection[str], images: bool = False) -> ChatRequest:
@@ -67,7 +91,9 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         result |= {name: getattr(request, name) for name in CHAT_FIELDS} | {"max_tokens": request.max_output_tokens}
     result["messages"] = messages + _messages(request.input, images)
     if request.tools:
-        result["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+        result["tools"] = [
+            function for i, tool in enumerate(request.tools) for function in _functions(tool, f"tools[{i}]")
+        ]
     if isinstance(request.tool_choice, NamedTool):
         result["tool_choice"] = named_tool(request.tool_choice.name)
     else:
@@ -120,7 +146,7 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
         if not _open(messages):
             messages.append({"role": "assistant", "content": ""})
         name, arguments = require(item.name, f"{path}.name"), require(item.arguments, f"{path}.arguments")
-        call = function_call(require(item.call_id, f"{path}.call_id"), name, arguments)
+        call = function_call(require(item.call_id, f"{path}.call_id"), qualified(item.namespace, name), arguments)
         messages[-1].setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
         content = _text(item.output, f"{path}.output")
@@ -156,11 +182,16 @@ def _image(part: Part, path: str) -> dict[str, Any] | None:
     return {"type": "image_url", "image_url": {"url": require(part.image_url, f"{path}.image_url")}}
 
 
-def _tool(tool: Tool, path: str) -> dict[str, Any]:
+def _functions(tool: Tool, path: str, namespace: str | None = None) -> list[dict[str, Any]]:
+    """A chat's tools: one, or those of a namespace."""
+    if tool.type == "namespace" and namespace is None:
+        name, functions = require(tool.name, f"{path}.name"), require(tool.tools, f"{path}.tools")
+        return [one for i, each in enumerate(functions) for one in _functions(each, f"{path}.tools[{i}]", name)]
     if tool.type != "function":
         message = f"{path}.type: {tool.type[:50]} is not supported, only function is"
         raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")
-    return function_tool(require(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict)
+    name = qualified(namespace, require(tool.name, f"{path}.name"))
+    return [function_tool(name, tool.description, tool.parameters, tool.strict)]
 
 
 def _format(text_format: Format) -> dict[str, Any]:

@@ -29,17 +29,21 @@ class Item(msgspec.Struct, kw_only=True):
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
+    namespace: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
 
 
 class Tool(msgspec.Struct, kw_only=True):
+    """A function, or a namespace of functions."""
+
     type: str
     name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)] | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[Tool] | None = None
 
 
 class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,112 @@
+"""A checkpoint that answers by a script, whatever it is asked: each call of a tool brings it to its next reply.
+
+It shows what clients do with answers, tool calls in particular, which a model of random weights does not make. Its one
+layer adds nothing: the token before decides alone which follows. Pieces of the replies are tokens of their own, in a
+chain each; the prompt's last token is the chain's first, chosen by the template after how many results of tools have
+come since the last question.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from penstock import demo
+
+TEMPLATE = """{%- if tools %}<|im_start|>system
+# Tools
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+To call one: <tool_call>
+{"name": ..., "arguments": ...}
+</tool_call><|im_end|>
+{% endif %}
+{%- set state = namespace(results=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set state.results = 0 %}{% endif %}
+    {%- if message.role == 'tool' %}{% set state.results = state.results + 1 %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}{{ message.content }}
+    {%- else %}{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<|reply_' + ([state.results, LAST] | min) | string + '|>' }}
+{%- endif %}"""
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    """A reply, or part of one, that calls a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) -> Path:
+    """Write the checkpoint.
+
+    Args:
+        replies: in ASCII; the first answers a question, the next ones the results of tools, the last one all others.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.CHAT)
+    end = int(tokenizer.eos_token_id)
+    seen: set[str] = set(tokenizer.get_vocab())
+    chains: list[list[int]] = []
+    for number, reply in enumerate(replies):
+        chain = [f"<|reply_{number}|>", *_pieces(reply, seen)]
+        tokenizer.add_tokens([AddedToken(chain[0], special=True, normalized=False)])
+        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in chain[1:]])
+        chains.append([*tokenizer.convert_tokens_to_ids(chain), end])
+    tokenizer.chat_template = TEMPLATE.replace("LAST", str(len(replies) - 1))
+
+    followers = [pair for chain in chains for pair in pairwise(chain)]
+    size = -(-(len(followers) + 1) // 64) * 64
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=size,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=max_model_len,
+        tie_word_embeddings=False,
+        eos_token_id=end,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    layer, embedding, head = model.model.layers[0], model.get_input_embeddings().weight, model.lm_head.weight
+    with torch.no_grad():
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, embedding, head):
+            weight.zero_()
+        embedding[:, 0] = 1
+        head[end, 0] = 1
+        for direction, (token, following) in enumerate(followers, 1):
+            embedding[token] = 0
+            embedding[token, direction] = head[following, direction] = 1
+        head *= 8
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _pieces(text: str, seen: set[str]) -> Iterator[str]:
+    """Pieces of a text, none of which is a token already."""
+    begin = 0
+    while begin < len(text):
+        end = begin + 6
+        while text[begin:end] in seen and end < len(text):
+            end += 1
+        seen.add(text[begin:end])
+        yield text[begin:end]
+        begin = end
