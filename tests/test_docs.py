@@ -1,8 +1,9 @@
-"""The code of docs/features.md and docs/cookbook runs, and prints what stands below it.
+"""The code of the documents runs, and prints what stands below it.
 
-- Python, and commands (``sh``) with a ``text`` block right below, run: that is what they print.
+- All Python runs, and in features.md and the cookbook commands (``sh``) with a ``text`` block right below do: that is
+  what they print.
 - http://127.0.0.1:8000 is a server with the flags of the last ``penstock serve`` above.
-- A model of the hub is the built-in one, or one that sees colours where a page has images.
+- A model of the hub or of /models is the built-in one, or one that sees colours or hears where a page has that.
 - ``penstock``'s own parser reads every command of all documents, those too that cannot run here.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -23,8 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from image_checkpoints import save_colours
-from serving import Served, Servers
+import speech_checkpoints
+from image_checkpoints import plain, save_colours
+from serving import Servers
 
 from penstock.cli.flags import add_profile, configure
 from penstock.cli.main import COMMANDS
@@ -33,13 +36,20 @@ from penstock.cli.parser import Parser
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1:8000"
-SIGHTED = "images_and_video.md"
-MODEL = re.compile(r"\bQwen/[\w.-]+")
+MODELS = {"images_and_video.md": "colours", "multimodal.md": "colours", "audio.md": "speech"}
+"""Fixtures of the models of pages whose model is not the built-in one."""
+MODEL = re.compile(r"\bQwen/[\w.-]+|/models/[\w.-]+")
+STORES = ("responses.md", "storage.md")
 OURS = set(
     "--model --port --host --metrics-port --log-file --log-format --limit-mm-per-prompt --max-model-len --dtype "
-    "--gpu-memory-utilization --enable-auto-tool-choice --storage-dir --batch-concurrency".split()
+    "--gpu-memory-utilization --enable-auto-tool-choice --storage-dir --storage-url --storage-quota --storage-limit "
+    "--api-key --batch-concurrency --compat --engine-worker-queue-port --splitwise-role --innode-prefill-ports".split()
 )
 """Flags of a page's servers that are the tests' own, or change nothing of what is asked."""
+
+
+ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
+LINE = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ASKED}}
 
 
 class Example(NamedTuple):
@@ -48,7 +58,7 @@ class Example(NamedTuple):
     page: str
     language: str
     code: str
-    printed: str
+    printed: str | None
     flags: tuple[str, ...]
     """Of the server that it asks."""
 
@@ -89,15 +99,16 @@ def flags_of(command: list[str]) -> tuple[str, ...]:
 
 def examples(page: Path) -> list[Example]:
     found, flags = [], ()
+    commands_run = page.name == "features.md" or page.parent.name == "cookbook"
     for (language, code), (below, printed) in pairwise([*blocks(page), ("", "")]):
         if language == "sh":
             flags = next((flags_of(one) for one in commands(code) if one[0] == "serve"), flags)
-        if below == "text" and language in ("python", "sh"):
-            found.append(Example(page.name, language, code, printed, flags))
+        if language == "python" or (below == "text" and language == "sh" and commands_run):
+            found.append(Example(page.name, language, code, printed if below == "text" else None, flags))
     return found
 
 
-PAGES = [DOCS / "features.md", *sorted((DOCS / "cookbook").glob("*.md"))]
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "zh" not in page.parts]
 EXAMPLES = [example for page in PAGES for example in examples(page)]
 
 
@@ -108,25 +119,44 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def server_of(example: Example, servers: Servers, model: str) -> Served:
-    if model:
-        return servers.get("--model", model, "--num-gpu-blocks-override", "100", *example.flags)
-    return servers.get("--num-gpu-blocks-override", "400", *example.flags)
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("speech")
+    speech_checkpoints.save_random(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return ("--storage-dir", str(tmp_path_factory.mktemp("storage")))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{example.page}-{i}" for i, example in enumerate(EXAMPLES)])
 def test_an_example_prints_what_it_says(
-    example: Example, servers: Servers, request: pytest.FixtureRequest, tmp_path: Path
+    example: Example,
+    servers: Servers,
+    storage: tuple[str, str],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = request.getfixturevalue("colours") if example.page == SIGHTED else ""
+    model = request.getfixturevalue(MODELS[example.page]) if example.page in MODELS else ""
     code = example.code
     if ADDRESS in code:
-        code = code.replace(ADDRESS, server_of(example, servers, model).root)
+        flags = ("--model", model) if model else ()
+        stored = storage if example.page in STORES else ()
+        blocks = "100" if model else "400"
+        server = servers.get(*flags, "--num-gpu-blocks-override", blocks, *stored, *example.flags)
+        code = code.replace(ADDRESS, server.root)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requests.jsonl").write_text(json.dumps(LINE) + "\n")
+    (tmp_path / "talk.mp3").write_bytes(speech_checkpoints.wav(speech_checkpoints.sound(2)))
+    plain("red").save(tmp_path / "photo.jpg")
     if example.language == "python":
         said = run_python(MODEL.sub(model, code), example.page)
     else:
         said = run_shell(MODEL.sub(model or "''", code), tmp_path)
-    assert said == example.printed
+    assert example.printed in (said, None)
 
 
 def run_python(code: str, name: str) -> str:
@@ -152,11 +182,16 @@ def test_chinese_pages_have_the_same_code(page: str) -> None:
     assert f"](../zh/cookbook/{page})" in english.read_text() and f"](../../cookbook/{page})" in chinese.read_text()
 
 
-def test_every_example_is_run() -> None:
-    """Python has what it prints below it."""
-    for page in PAGES:
-        written = sum(language == "python" for language, _ in blocks(page))
-        assert sum(example.page == page.name and example.language == "python" for example in EXAMPLES) == written, page
+def test_python_of_other_pages_in_chinese_is_the_same() -> None:
+    for page in DOCS.glob("zh/**/*.md"):
+        english = DOCS / page.relative_to(DOCS / "zh")
+        assert [b for b in blocks(page) if b[0] == "python"] == [b for b in blocks(english) if b[0] == "python"], page
+
+
+def test_code_is_in_languages_that_are_tried() -> None:
+    """Which are looked at here; configuration has none to run."""
+    found = {language for page in DOCS.rglob("*.md") for language, _ in blocks(page)}
+    assert found <= {"python", "sh", "text", "json", "yaml", "toml"}
     assert len(EXAMPLES) > 20
 
 
