@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import logging
 import os
 import queue
@@ -43,7 +42,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def start(checkpoint: Path, cache: Path | str, quantization: str = "w4a8", size: float = 0, blocks: int = 20) -> LLM:
     options: dict[str, Any] = {"weight_cache_dir": str(cache), "weight_cache_size": size}
-    gc.collect()  # engines that went before let go of their files, which nothing deletes while they are mapped
     llm = LLM(checkpoint, dtype="bfloat16", quantization=quantization, num_gpu_blocks_override=blocks, **options)
     for thread in threading.enumerate():
         if thread.name == "keep-weights":

@@ -3,7 +3,6 @@ EAGLE and Medusa."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from .head_runner import HeadRunner
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
 from .tree_drafter import TreeDrafter
-from .tree_rows import TreeRows
+from .tree_rows import TreeMemory
 
 MAX_PENDING = 16
 """Tokens of a row that wait for the next draft, which reads them with one call. While there are no drafts, a head costs
@@ -48,15 +47,13 @@ class HeadDrafter:
         runner: of the model.
         batch: the worker's rows.
         tree: shape of trees of draft tokens; None where drafts are chains.
-        new_rows: gives rows and scratch blocks for the paths of trees.
+        memory: for the paths of trees.
     """
 
-    def __init__(
-        self, runner: ModelRunner, batch: InputBatch, tree: TokenTree | None, new_rows: Callable[[], TreeRows]
-    ) -> None:
+    def __init__(self, runner: ModelRunner, batch: InputBatch, tree: TokenTree | None, memory: TreeMemory) -> None:
         self._heads = HeadRunner(runner, batch)
         self._batch = batch
-        self._trees = TreeDrafter(self._heads, tree, new_rows) if tree else None
+        self._trees = TreeDrafter(self._heads, tree, memory) if tree else None
         self.needs_all_hidden_states = not runner.model.aux_hidden_state_layers
         self._pending: dict[int, Pending] = {}
         """By row number."""

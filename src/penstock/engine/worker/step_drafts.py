@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..step import SampledTokens, StepInput
 from .input_batch import InputBatch
-from .tree_rows import SlotCopies, TreePaths, TreeRows, joined
+from .tree_rows import SlotCopies, TreeMemory, TreePaths, joined
 
 
 class StepDrafts:
@@ -17,12 +17,12 @@ class StepDrafts:
 
     Args:
         batch: the worker's rows.
-        new_rows: gives rows and scratch blocks for the paths of a step's trees.
+        memory: for the paths of trees.
     """
 
-    def __init__(self, batch: InputBatch, new_rows: Callable[[], TreeRows]) -> None:
+    def __init__(self, batch: InputBatch, memory: TreeMemory) -> None:
         self._batch = batch
-        self._new_rows = new_rows
+        self._memory = memory
         self.trees: dict[int, TreePaths] = {}
         """By row."""
 
@@ -31,7 +31,7 @@ class StepDrafts:
         self.trees.clear()
         if not len(step.drafts):
             return
-        at, rows = 0, self._new_rows() if len(step.draft_parents) else None
+        at, rows = 0, self._memory.new_rows() if len(step.draft_parents) else None
         for i in np.flatnonzero(step.drafts).tolist():
             row, first, count = int(step.rows[i]), int(step.starts[i] + step.lengths[i]), int(step.drafts[i])
             tokens = step.draft_token_ids[at : at + count]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from penstock.config.token_tree import TokenTree
 from penstock.core import Code
 
 from .head_runner import HeadRunner
-from .tree_rows import TreePaths, TreeRows, joined
+from .tree_rows import TreeMemory, TreePaths, joined
 
 MISSING = -1
 """Token of a node that could not be drafted."""
@@ -50,13 +49,13 @@ class TreeDrafter:
 
     Args:
         tree: shape of the trees.
-        new_rows: gives rows and scratch blocks for the paths of trees.
+        memory: for the paths of trees.
     """
 
-    def __init__(self, heads: HeadRunner, tree: TokenTree, new_rows: Callable[[], TreeRows]) -> None:
+    def __init__(self, heads: HeadRunner, tree: TokenTree, memory: TreeMemory) -> None:
         self._heads = heads
         self._tree = tree
-        self._new_rows = new_rows
+        self._memory = memory
 
     def propose(
         self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray, states: Tensor
@@ -84,7 +83,7 @@ class TreeDrafter:
 
     def _draft_levels(self, trees: Trees, rows: np.ndarray, lengths: np.ndarray, states: Tensor) -> None:
         """Draft with heads that read the tokens before (EAGLE, MTP layers), which are computed depth by depth."""
-        new_rows = self._new_rows()
+        new_rows = self._memory.new_rows()
         items = zip(rows.tolist(), trees.shapes, lengths.tolist(), strict=True)
         paths = [new_rows.add(row, shape.parents, length - 1) for row, shape, length in items]
         children = [_children(shape.parents) for shape in trees.shapes]

@@ -112,6 +112,30 @@ class TreePaths:
         return slots
 
 
+class TreeMemory:
+    """What the worker keeps for the paths of trees: rows of the batch, and scratch blocks, which are of no sequence.
+
+    Args:
+        rows: those of the batch that stand for paths.
+        num_blocks: number of scratch blocks.
+    """
+
+    def __init__(self, batch: InputBatch, block_size: int, rows: range, num_blocks: int) -> None:
+        self._batch = batch
+        self._block_size = block_size
+        self._rows = rows
+        self._num_blocks = num_blocks
+        self._blocks = range(0)
+
+    def init_cache(self, num_blocks: int) -> None:
+        """Take the last ones of the KV cache's blocks."""
+        self._blocks = range(num_blocks - self._num_blocks, num_blocks)
+
+    def new_rows(self) -> TreeRows:
+        """All rows and scratch blocks, for the trees of one step or of one call of a drafter."""
+        return TreeRows(self._batch, self._block_size, self._rows, self._blocks)
+
+
 class TreeRows:
     """Rows and scratch blocks for the trees of one step, or of one call of a drafter.
 

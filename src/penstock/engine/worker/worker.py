@@ -65,7 +65,7 @@ from .prompt_outputs import PromptOutputs
 from .row import Position
 from .speech import SpeechStates
 from .step_drafts import StepDrafts
-from .tree_rows import TreeRows, with_paths
+from .tree_rows import TreeMemory, with_paths
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,11 @@ class Worker:
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
         speculative = SpeculativeConfig.read(options.speculative_config)
         tree = speculative.tree if speculative else None
-        self._num_scratch_blocks = tree.scratch_blocks(options.block_size) if tree else 0
-        self._path_rows = range(rows, rows + self._num_scratch_blocks)  # each path takes a block or more
-        self._batch = InputBatch(self._path_rows.stop, loaded.max_model_len, options.block_size)
-        self._drafts = StepDrafts(self._batch, self._tree_rows)
+        num_scratch_blocks = tree.scratch_blocks(options.block_size) if tree else 0
+        path_rows = range(rows, rows + num_scratch_blocks)  # each path takes a block or more
+        self._batch = InputBatch(path_rows.stop, loaded.max_model_len, options.block_size)
+        self._tree_memory = TreeMemory(self._batch, options.block_size, path_rows, num_scratch_blocks)
+        self._drafts = StepDrafts(self._batch, self._tree_memory)
         self._images = ImageFeatures(self._batch) if loaded.model.vision else None
         self._speech = (
             SpeechStates(loaded.model, loaded.ops, rows, options.block_size)
@@ -167,7 +168,7 @@ class Worker:
             self._runners.append(runner(loaded.draft, False))
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
         elif loaded.model.draft_heads:
-            self._drafter = HeadDrafter(self._runner, self._batch, tree, self._tree_rows)
+            self._drafter = HeadDrafter(self._runner, self._batch, tree, self._tree_memory)
         waits = self._drafter or self._images  # embeddings are made of tokens that the host knows
         self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not waits
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
@@ -214,6 +215,7 @@ class Worker:
         """
         self._kv_copies.map(transfer, offload)
         self._num_blocks = blocks, host_blocks
+        self._tree_memory.init_cache(blocks)
         self._allocate_cache()
 
     def _allocate_cache(self) -> None:
@@ -377,11 +379,6 @@ class Worker:
         self._reads.poll()
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
-
-    def _tree_rows(self) -> TreeRows:
-        """Rows and scratch blocks for trees: the last blocks of the KV cache, which are of no sequence."""
-        blocks = range(self._num_blocks[0] - self._num_scratch_blocks, self._num_blocks[0])
-        return TreeRows(self._batch, self._options.block_size, self._path_rows, blocks)
 
     def _apply(self, updates: RowUpdates) -> None:
         """Apply updates: to rows first, which cannot fail. Where moving blocks fails, the rows are up to date."""
