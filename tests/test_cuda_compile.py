@@ -17,6 +17,8 @@ if not find_spec("triton"):  # which is not imported here: other files' tests wo
     pytest.skip("triton is not installed", allow_module_level=True)
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
+CACHE = Path(__file__).parents[1] / "build" / "triton"
+"""Kernels that have not changed are not compiled again."""
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program may have, by target: in NVIDIA's tuning guides."""
 TENSOR_MEMORY = 512
@@ -57,7 +59,7 @@ def test_kernels_compile() -> None:
     """Those of all ops, and products with all tiles, for the GPUs that penstock is for: with no registers spilled and
     shared memory that they have; and the tiles for different numbers of tokens multiply with the same kind of
     instructions."""
-    assert_sound(*compiled())
+    assert_sound(*compiled("--cache", str(CACHE)))
 
 
 @pytest.mark.thorough
