@@ -120,9 +120,9 @@ def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any
 
 
 def products(whole: bool) -> Calls:
-    """All products of the models. In the suite, inputs in 16 bits with all their tiles and a matrix of few rows, other
-    formats with some, of which these with two: inputs in 8 bits, and weights in 4; and the extreme tiles gated, and with
-    float32 outputs."""
+    """All products of the models. In the suite, inputs in 16 bits with all their tiles and a matrix of few rows; other
+    formats with some of them, inputs in 8 bits and weights in 4 with two; and the extreme tiles gated, and with float32
+    outputs."""
     some = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
     some |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # () as groups of 128
     some |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}

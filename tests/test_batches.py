@@ -215,13 +215,17 @@ def test_what_others_may_read(tmp_path: Path) -> None:
         assert [path.name for path in readable if path.suffix not in (".db-wal", ".db-shm")] == []
 
 
+LINES = 20
+"""More than a process computes before it is killed."""
+
+
 def test_a_kill(tmp_path: Path) -> None:
     """Another process goes on with the lines that are left, and answers none twice."""
     with Served(
         "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "400", "--batch-concurrency", "2"
     ) as server:
         client = client_of(server, "none")
-        begun = begin(client, *[line(f"q{i}", max_tokens=200, min_tokens=200) for i in range(60)])
+        begun = begin(client, *[line(f"q{i}", max_tokens=200, min_tokens=200) for i in range(LINES)])
         partial = tmp_path / "files" / f"{begun.id}.partial"
         deadline = time.monotonic() + 60
         while not partial.exists() or not partial.stat().st_size:
@@ -233,7 +237,7 @@ def test_a_kill(tmp_path: Path) -> None:
                 break
             except (openai.APIConnectionError, openai.InternalServerError):
                 assert time.monotonic() < deadline + 60
-        assert batch.request_counts and batch.request_counts.completed == 60
+        assert batch.request_counts and batch.request_counts.completed == LINES
         texts = client.files.content(batch.output_file_id or "").text.splitlines()
-        assert sorted(json.loads(text)["custom_id"] for text in texts) == sorted(f"q{i}" for i in range(60))
+        assert sorted(json.loads(text)["custom_id"] for text in texts) == sorted(f"q{i}" for i in range(LINES))
         assert not partial.exists()

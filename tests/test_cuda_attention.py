@@ -223,7 +223,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:
     monkeypatch.setattr(attention, "WORKSPACE_BYTES", rng.choice((1, 64)) << 20)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(i, marks=pytest.mark.thorough) for i in range(6, 10))])
 def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(seed)
     cut(monkeypatch, rng)
@@ -255,7 +255,13 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kept"), [(torch.float32, ""), (torch.float16, ""), (torch.float32, "int8"), (torch.float16, "fp8")]
+    ("dtype", "kept"),
+    [
+        (torch.float32, ""),
+        pytest.param(torch.float16, "", marks=pytest.mark.thorough),
+        (torch.float32, "int8"),
+        (torch.float16, "fp8"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:

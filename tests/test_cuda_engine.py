@@ -36,9 +36,11 @@ TINY = SMALL | {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-KINDS = ["float16 none int8", "float16 w8a8 auto"]
+KINDS = ["float16 w8a8 int8"]
 MORE_KINDS = [
     "float16 none auto",
+    "float16 none int8",
+    "float16 w8a8 auto",
     "float16 w4a8 int8",
     "float16 wint8 auto",
     "float16 wint4-g32 auto",
@@ -123,8 +125,8 @@ def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
-    """Nor on chunks, prefix hits, padding, preemption, drafts, and steps in flight."""
-    assert differing(checkpoint, kind, [SCHEDULES[1 + KINDS.index(kind)]], 48) == []
+    """Nor on prefix hits, padding, drafts, and steps in flight; nor on chunks and preemption (thorough)."""
+    assert differing(checkpoint, kind, SCHEDULES[2:], 48) == []
 
 
 @pytest.mark.thorough
@@ -179,7 +181,7 @@ def test_nor_with_grammars_beams_adapters_and_a_draft_model(checkpoint: Path, tm
 def test_over_ranks(checkpoint: Path) -> None:
     """Worker processes, which submit a step before they wait for the one before. Tokens alone are compared: NumPy
     multiplies there, whose sums depend on shapes."""
-    drawn = draw_requests(Random(0), 20)[:2]
+    drawn = draw_requests(Random(0), 20)[1:2]
     found = []
     for size, backend in ((1, "uni"), (2, "mp")):
         engine = start(checkpoint, "float32 none auto", tensor_parallel_size=size, distributed_executor_backend=backend)
@@ -189,7 +191,7 @@ def test_over_ranks(checkpoint: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config])
 def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
     more = {"sliding_window": None} if family is Qwen3Config else {"attention_bias": True}
     save(family(**TINY | more), tmp_path)

@@ -1,7 +1,7 @@
 """Contract 2: the same request gives the same tokens and the same logprob bytes, whatever it shares the engine with,
 and however many ranks compute.
 
-100 schedules are drawn here; ``make exactness`` draws 10,000 in ten portions, each with requests of its own. Of the
+56 schedules are drawn here; ``make exactness`` draws 10,000 in ten portions, each with requests of its own. Of the
 requests in them more than a fifth is preempted.
 """
 
@@ -29,7 +29,7 @@ from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, T
 from penstock.engine.engine import Engine
 from penstock.ops import reference
 
-SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "100"))
+SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "56"))
 LARGEST = 64 if SCHEDULES >= 1000 else 32
 """Requests to draw from, and in the largest schedules."""
 SEED = os.environ.get("PENSTOCK_EXACTNESS_SEED", "")
@@ -41,7 +41,7 @@ PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else
 """Share of the engines that have worker processes, besides the first one of each kind."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """Their tensor-parallel ranks and pipeline stages; those of the first one of each kind."""
-MANY = 10
+MANY = 10 if SCHEDULES >= 1000 else 4
 """Schedules that these run, as they take seconds to start."""
 Result = dict[int, tuple[list[int], bytes]]
 """By sequence of the request: its tokens, and all it was told of their probabilities, in bytes."""

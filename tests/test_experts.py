@@ -318,7 +318,9 @@ def test_families(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
                 assert logprob == pytest.approx(row[token].item(), abs=5e-5)
 
 
-@pytest.mark.parametrize("checkpoint", FEW, indirect=True)
+@pytest.mark.parametrize(
+    "checkpoint", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.thorough), FEW[2]], indirect=True
+)
 def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     """Alone, and in a batch, in bfloat16 and in integers."""
     folder, _ = checkpoint

@@ -250,6 +250,7 @@ def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
     assert made.finish_reason == "length" or City.model_validate_json(made.text)
 
 
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.thorough)], indirect=True)
 def test_company_changes_nothing(llm: LLM, backend: str) -> None:
     """Nor do probabilities, without which tokens that are the only ones are not waited for, preemption, or guesses."""
     forms = [form for name, (form, _) in FORMS.items() if (backend, name) != ("xgrammar", "lark")] + [

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -15,13 +15,16 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Top-level names of what a file imports, anywhere in it."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            found.add(node.module.partition(".")[0])
+    return frozenset(found)
 
 
 def distribution(requirement: str) -> str:
@@ -40,7 +43,7 @@ def test_everything_that_is_imported_is_declared() -> None:
     owners = packages_distributions()
     missing: dict[str, str] = {}
     for path in (ROOT / "src").rglob("*.py"):
-        for name in set(imported(path)) - set(sys.stdlib_module_names) - {"penstock"}:
+        for name in imported(path) - set(sys.stdlib_module_names) - {"penstock"}:
             if not known & {distribution(owner) for owner in owners.get(name, [name])}:
                 missing[name] = str(path.relative_to(ROOT))
     assert not missing

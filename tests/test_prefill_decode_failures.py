@@ -49,6 +49,7 @@ def test_kill_of_a_prefill_engine(deployment: Deployment, right: Right) -> None:
     row.without(Outcome.ERROR, Outcome.BROKEN)
 
 
+@pytest.mark.thorough
 def test_kill_of_a_decode_engine(deployment: Deployment, right: Right) -> None:
     """What it had begun is told an error."""
     victim = deployment.of("decode")[0]

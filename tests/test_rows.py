@@ -31,15 +31,17 @@ def table_above(lines: list[str], i: int) -> list[str]:
 
 
 @cache
+def marks() -> list[list[str]]:
+    """The arguments of all marks."""
+    texts = [path.read_text() for path in Path(__file__).parent.glob("test_*.py")]
+    nodes = [node for text in texts if "pytest.mark.row(" in text for node in ast.walk(ast.parse(text))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.row"]
+    return [[ast.literal_eval(argument) for argument in call.args] for call in calls]
+
+
 def marked(system: str) -> set[str]:
     """The rows that tests say they are of."""
-    found: set[str] = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.row":
-                of, *names = [ast.literal_eval(argument) for argument in node.args]
-                found |= set(names) if of == system else set()
-    return found
+    return {name for of, *names in marks() for name in names if of == system}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

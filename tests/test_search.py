@@ -70,7 +70,7 @@ def test_the_same_beams_as_transformers(config: str, tmp_path_factory: pytest.Te
     """Alone; and together where there is no room for all, in short chunks, the same again."""
     folder, rng = tmp_path_factory.mktemp(config), Random(config)
     model = save(CONFIGS[config], folder)
-    drawn = [draw(rng) for _ in range(30 if config == "llama" else 15)]
+    drawn = [draw(rng) for _ in range(30 if config == "llama" else 10)]
     options: dict[str, Any] = {"dtype": "float32", "block_size": 16, "weight_cache_dir": "none"}
     llm = LLM(folder, num_gpu_blocks_override=200, **options)
     for prompt, params in drawn:

@@ -33,7 +33,7 @@ from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.web import PAGE_PATHS
 
-EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "2"))
 """Drawn requests for each of the document's operations; ``make thorough`` adds those that cover what it says."""
 LIMIT = 60.0
 """Seconds after which a request counts as lost."""
