@@ -9,9 +9,11 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 
+from penstock import demo
 from penstock.config import progress
 
 SCRIPT = """
@@ -26,10 +28,27 @@ print("done", file=sys.stderr)
 """
 
 
+COMMAND = """
+import sys
+from penstock.cli.main import main
+from penstock.config import progress
+
+progress.DELAY = 0.0
+status = main(sys.argv[1:])
+print("done", file=sys.stderr)
+sys.exit(status)
+"""
+
+
 def said(delay: float, level: str, at_terminal: bool) -> str:
     command = [sys.executable, "-c", SCRIPT, str(delay), level]
     if not at_terminal:
         return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
+    return at_a_terminal(command)
+
+
+def at_a_terminal(command: list[str]) -> str:
+    """What a command shows there, up to the line "done"."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(command, stdout=slave, stderr=slave)
@@ -56,6 +75,25 @@ def test_a_bar() -> None:
 def test_nothing_of_what_is_quick_or_not_to_be_told(at_terminal: bool) -> None:
     assert said(60, "INFO", at_terminal).strip() == "done"
     assert said(0, "WARNING", at_terminal).strip() == "done"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("build MODEL --output-dir OUT", "packed: 100%"),
+        ("quantize MODEL --output-dir OUT --method wint4", "written: 100%"),
+    ],
+)
+def test_commands_show_theirs(arguments: str, words: str, tmp_path: Path) -> None:
+    places = {"MODEL": str(demo.CHAT), "OUT": str(tmp_path / "out")}
+    assert words in at_a_terminal([sys.executable, "-c", COMMAND, *(places.get(w, w) for w in arguments.split())])
+
+
+def test_a_model_of_transformers_shows_its_loading() -> None:
+    code = "import logging, sys; from penstock import LLM; from penstock.config import progress\n"
+    code += "progress.DELAY = 0.0; logging.basicConfig(level='INFO')\n"
+    code += "LLM(model_impl='transformers', num_gpu_blocks_override=100); print('done', file=sys.stderr)"
+    assert "loading weights: 100%" in at_a_terminal([sys.executable, "-c", code])
 
 
 def test_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def quantize(
         model: folder of the checkpoint.
         output: folder to write to: new, empty, or of a run with the same options.
         threads: to compute with; 0 is one for each core. A run that continues keeps its number.
-        progress: whether to show a progress bar.
+        progress: whether to show it.
 
     Returns:
         The report, as in ``quantization_report.json``.
@@ -90,7 +90,7 @@ def quantize(
         run.quantize_layers(progress)
     layers = [layer for number in range(config.num_layers) if (layer := state.layer(number))]
     writer = CheckpointWriter(model, output, config, checkpoint, options, state)
-    report = make_report(job, layers, run.sizes, writer.write_weights())
+    report = make_report(job, layers, run.sizes, writer.write_weights(progress))
     write_report(report, output, state)
     writer.write_config()
     state.close()

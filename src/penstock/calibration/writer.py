@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.config.progress import Progress, print_line
 from penstock.core.quantization import Format
 from penstock.models import ModelConfig
 from penstock.models.weights import Checkpoint
@@ -136,7 +137,7 @@ class CheckpointWriter:
         self._unquantized: list[str] = []
         """Names of matrices that are not quantized, but for embedding and head."""
 
-    def write_weights(self) -> dict[str, int]:
+    def write_weights(self, progress: bool = True) -> dict[str, int]:
         """Write the shards, and copy the files beside them. Returns bytes of the tensors before and after."""
         sizes = [(name, tensor.nbytes) for name, tensor in self._tensors()]
         shards: list[list[str]] = [[]]
@@ -151,9 +152,12 @@ class CheckpointWriter:
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         files = [SINGLE] if len(shards) == 1 else names
         remaining = self._tensors()
-        for file, shard in zip(files, shards, strict=True):
-            tensors = {self._checkpoint.stored_name(name): tensor for name, tensor in _take(remaining, len(shard))}
-            self._state.write(self._output / file, partial(save_file, _unshared(tensors), metadata={"format": "pt"}))
+        with Progress("written", total, "B", print_line("quantize"), shown=progress) as bar:
+            for file, shard in zip(files, shards, strict=True):
+                tensors = {self._checkpoint.stored_name(name): tensor for name, tensor in _take(remaining, len(shard))}
+                write = partial(save_file, _unshared(tensors), metadata={"format": "pt"})
+                self._state.write(self._output / file, write)
+                bar.update(sum(tensor.nbytes for tensor in tensors.values()))
         if len(shards) > 1:
             weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             weight_map = {self._checkpoint.stored_name(name): file for name, file in sorted(weight_map.items())}

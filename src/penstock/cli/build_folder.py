@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.config.options import EngineOptions
+from penstock.config.progress import Progress, log_or_print
 from penstock.config.settings import settings
 from penstock.config.sources import convert_setting
 from penstock.planning.engine_config import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 
 def engine_options(values: Mapping[str, Any], source: str) -> EngineOptions:
@@ -25,16 +28,13 @@ def engine_options(values: Mapping[str, Any], source: str) -> EngineOptions:
 
 
 def build(options: EngineOptions, output: Path, **arguments: Any) -> EngineConfig:
-    """``engine_folder.build_engine`` with a progress bar on a terminal."""
-    from tqdm import tqdm
-
+    """``engine_folder.build_engine`` with its progress."""
     from penstock.engine.engine_folder import build_engine
 
-    with tqdm(unit="B", unit_scale=True, desc="packed", disable=not sys.stderr.isatty()) as bar:
+    with Progress("packed", 0, "B", log_or_print(logger)) as bar:
 
         def progress(done: int, total: int) -> None:
-            bar.total = max(total, done)
-            bar.update(done - bar.n)
+            bar.update(done - bar.done, total=max(total, done))
 
         return build_engine(options, output, progress=progress, **arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.config.progress import track
 from penstock.core.errors import invalid
 from penstock.layers import BuildContext
 from penstock.layers.context import is_finite
@@ -19,6 +21,8 @@ from ..weights import Checkpoint
 from .attention import NAME, UnsupportedAttention, register
 from .config import LIBRARY_CONFIG
 from .library import first_line, library_config, model_class
+
+logger = logging.getLogger(__name__)
 
 
 def load_module(context: BuildContext, config: ModelConfig) -> Any:
@@ -39,9 +43,10 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
         made = found._from_config(configuration, dtype=context.dtype)
         return made.to(context.device).eval()
     checkpoint = context.weights
+    names = checkpoint.names
     state = {
         checkpoint.stored_name(name): checkpoint.read(name, *checkpoint.shape(name), as_stored=True)
-        for name in checkpoint.names
+        for name in track("loading weights", names, len(names), "tensor", logger)
     }
     options = {"dtype": context.dtype, "attn_implementation": NAME, "ignore_mismatched_sizes": True}
     try:
@@ -66,17 +71,17 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without progress bars and reports of what is in a checkpoint, which errors say here."""
-    from transformers.utils import logging
+    from transformers.utils import logging as library
 
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    library.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        library.set_verbosity(level)
         if shown:
-            logging.enable_progress_bar()
+            library.enable_progress_bar()
 
 
 def fix_rope(model: nn.Module, max_len: int) -> None:
