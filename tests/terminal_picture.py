@@ -1,0 +1,54 @@
+"""A terminal's screen as an SVG picture, for the documents."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+
+import pyte
+
+WIDTH, HEIGHT = 8.4, 18
+"""Pixels of a character."""
+MARGIN = 14
+FOREGROUND, BACKGROUND = "#d4d4d4", "#1e1e1e"
+COLOURS = {
+    "black": "#5c5c5c",
+    "red": "#f48771",
+    "green": "#89d185",
+    "brown": "#e5c07b",
+    "blue": "#6cb6ff",
+    "magenta": "#d19cf0",
+    "cyan": "#4ec9b0",
+    "white": "#ffffff",
+}
+
+
+def picture(screen: pyte.Screen) -> str:
+    """What is on it, with colours and bold letters, without empty lines at its end."""
+    rows = len("\n".join(screen.display).rstrip().splitlines())
+    width, height = screen.columns * WIDTH + 2 * MARGIN, rows * HEIGHT + 2 * MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}">',
+        f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>',
+        '<g font-family="Menlo, Consolas, \'DejaVu Sans Mono\', monospace" font-size="14">',
+    ]
+    for row in range(rows):
+        column, cells = 0, [screen.buffer[row][i] for i in range(screen.columns)]
+        for style, run in groupby(cells, lambda cell: (cell.fg, cell.bold, cell.reverse)):
+            text = "".join(cell.data for cell in run)
+            if text.strip():
+                parts.append(_run(text.rstrip(), row, column, *style))
+            column += len(text)
+    return "\n".join([*parts, "</g>", "</svg>", ""])
+
+
+def _run(text: str, row: int, column: int, colour: str, bold: bool, reverse: bool) -> str:
+    fill = COLOURS.get(colour) or (FOREGROUND if colour == "default" else f"#{colour}")
+    x, y = MARGIN + column * WIDTH, MARGIN + (row + 0.75) * HEIGHT
+    weight = ' font-weight="bold"' if bold else ""
+    behind = ""
+    if reverse:
+        behind = f'<rect x="{x:.1f}" y="{y - 0.75 * HEIGHT:.1f}" width="{len(text) * WIDTH:.1f}" height="{HEIGHT}" '
+        behind, fill = behind + f'fill="{fill}"/>', BACKGROUND
+    place = f'x="{x:.1f}" y="{y:.1f}" textLength="{len(text) * WIDTH:.1f}"'
+    return f'{behind}<text {place} fill="{fill}"{weight} xml:space="preserve">{escape(text)}</text>'
