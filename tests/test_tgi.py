@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from huggingface_hub import InferenceClient
-from huggingface_hub.errors import GenerationError, ValidationError
+from huggingface_hub.errors import BadRequestError, GenerationError, ValidationError
 from serving import Served, Servers
 
 from penstock import demo
@@ -148,3 +148,26 @@ def test_the_path_of_the_page_needs_a_key() -> None:
         assert httpx.post(server.root, json={"inputs": PROMPT}).status_code == 401
         with InferenceClient(base_url=server.root, api_key="secret") as client:
             assert "Ottawa" in client.text_generation(PROMPT)
+
+
+@pytest.mark.row("tgi", "/v1/chat/completions")
+def test_chats(client: InferenceClient, served: Served) -> None:
+    """A client without a model sends a name of its own, and a JSON schema in Text Generation Inference's form."""
+    question = [{"role": "user", "content": "What is the capital of Canada?"}]
+    whole = client.chat_completion(question, temperature=0)
+    assert "Ottawa" in (whole.choices[0].message.content or "") and whole.model == "penstock-demo"
+    named = client.chat_completion(question, model="tgi", temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in named) == whole.choices[0].message.content
+
+    def formed(response_format: Any) -> str:
+        answer = client.chat_completion(question, temperature=0, max_tokens=40, response_format=response_format)
+        return answer.choices[0].message.content or ""
+
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema |= {"additionalProperties": False}
+    answer = formed({"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}})
+    assert list(json.loads(answer)) == ["n"] and formed({"type": "json", "value": schema}) == answer
+    assert formed({"type": "regex", "value": "[0-9]{3}"}).isdigit()
+    for wrong in ({"type": "json"}, {"type": "regex", "value": schema}, {"type": "text", "value": "[0-9]"}):
+        with pytest.raises(BadRequestError, match=r"response_format\.value"):
+            formed(wrong)

@@ -41,8 +41,10 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
     json_schema: JsonSchema | None = None
+    value: dict[str, Any] | str | None = None
+    """Of Text Generation Inference: the schema of ``json`` or ``json_object``, the expression of ``regex``."""
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None

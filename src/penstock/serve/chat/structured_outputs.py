@@ -90,6 +90,8 @@ def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:
 
 def _from_response_format(request: GenerationRequest) -> dict[str, Any]:
     form: ResponseFormat | None = request.response_format
+    if form is not None and (form.value is not None or form.type in ("json", "regex")):
+        return _from_tgi_response_format(form)
     if form is None or form.type == "text":
         return {}
     if form.type == "json_object":
@@ -103,6 +105,17 @@ def _from_response_format(request: GenerationRequest) -> dict[str, Any]:
         return {"json_object": True}
     schema = form.json_schema.schema
     return {"json": _restrict("response_format.json_schema.schema", schema) if form.json_schema.strict else schema}
+
+
+def _from_tgi_response_format(form: ResponseFormat) -> dict[str, Any]:
+    """Text Generation Inference's form of it, which ``huggingface_hub`` makes of a JSON schema, too."""
+    if form.value is None:
+        raise invalid("response_format.value", "is missing")
+    if form.type in ("json", "json_object"):
+        return {"json": form.value}
+    if form.type == "regex" and isinstance(form.value, str):
+        return {"regex": form.value}
+    raise invalid("response_format.value", f"does not go with the type {form.type}")
 
 
 def _restrict(field: str, schema: Any, strict: bool = True) -> Any:

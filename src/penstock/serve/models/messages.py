@@ -20,8 +20,9 @@ EXIT_MISCONFIGURED = 2
 DEFAULT_NAME = "default"
 INSTANCES = "instances"
 """In place of an engine's address: the instances of a router."""
-ANY_MODEL = (DEFAULT_NAME, "null")
-"""Names that clients may use for the first model, whatever it is called."""
+ANY_MODEL = (DEFAULT_NAME, "null", "dummy", "tgi")
+"""Names that clients may use for the first model, whatever it is called: ``huggingface_hub`` sends ``dummy`` where none
+is given, and Text Generation Inference, which ignores the name, has ``tgi`` in its documents."""
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,11 +73,13 @@ class ServedModels:
         Raises ``PenstockError``: ``not_found`` where it is not served, ``unavailable`` where it is being loaded, or no
         model is.
         """
-        if name is None or name in ANY_MODEL:
+        if name is None:
             return self._first()
         for service in self:
             if service.has(name):
                 return service
+        if name in ANY_MODEL:
+            return self._first()
         known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine_pool.adapters])
         model = next((model for model in self._models if name in model.names), None)
         if model is None:

@@ -72,13 +72,15 @@ class ModelService:
 
         Raises ``PenstockError`` (``not_found``) for an unknown model.
         """
-        if name is None or name in ANY_MODEL or name in self.names:
+        if name is None or name in self.names:
             return ""
         adapters = self.gateway.engine_pool.adapters
-        if name not in adapters:
-            known = ", ".join([*self.names, *adapters])
-            raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known}", "model")
-        return name
+        if name in adapters:
+            return name
+        if name in ANY_MODEL:
+            return ""
+        known = ", ".join([*self.names, *adapters])
+        raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known}", "model")
 
     @contextmanager
     def admit(self) -> Iterator[None]:
