@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,14 @@ def test_a_process_loads_only_what_it_needs(module: str, absent: str) -> None:
     code = f"import sys, {module}\nsys.exit(' '.join(sys.modules.keys() & set('{absent}'.split())))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.stderr.strip() == ""
+
+
+@pytest.mark.parametrize("command", ["completion fish", "config", "doctor --json"])
+def test_who_reads_the_output_may_leave(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *command.split()], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert ran.returncode == 128 + signal.SIGPIPE and "Traceback" not in ran.stderr and "BrokenPipe" not in ran.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from serving import within
+from terminal import Terminal
 
 from penstock.cli.advice import advice
 from penstock.cli.main import COMMANDS, main
@@ -47,7 +48,15 @@ def test_other_shells_read_theirs(shell: str, tmp_path: Path) -> None:
         pytest.skip(f"no {shell}")
     path = tmp_path / "script"
     path.write_text(written)
-    subprocess.run([shell, "-n", str(path)], check=True)
+    start = [shell, "-f"] if shell == "zsh" else [shell, "--no-config"]
+    terminal = Terminal(*start, columns=100, lines=20, folder=tmp_path)
+    try:
+        terminal.type(f"source {path}; echo rea''dy\n")
+        terminal.see(lambda screen: "\nready" in screen)
+        terminal.type("penstock serve --kv-cache-dt\t")
+        terminal.see(lambda screen: "penstock serve --kv-cache-dtype" in screen)
+    finally:
+        terminal.close()
 
 
 GOOD: dict[str, str] = {

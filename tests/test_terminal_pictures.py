@@ -5,66 +5,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
-import select
-import struct
-import subprocess
 import sys
-import termios
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import pyte
 from serving import Served, Servers
-from terminal_picture import picture
+from terminal import Terminal, picture
 
-PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
+PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
 QUESTIONS = ["Tell me a story about a fox.", "What is the capital of Canada?", "Write a poem about rain."]
-
-
-class Terminal:
-    """A terminal of some size with a command in it."""
-
-    def __init__(self, *arguments: str, columns: int, lines: int, folder: Path) -> None:
-        self.screen = pyte.Screen(columns, lines)
-        self._stream = pyte.ByteStream(self.screen)
-        self._terminal, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
-        }
-        self._process = subprocess.Popen(
-            [*PENSTOCK, *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=environment | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(folder), "PYTHONIOENCODING": "utf-8"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(theirs)
-
-    def type(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    def see(self, wanted: Callable[[str], bool]) -> str:
-        """Wait until the screen is so; what is on it."""
-        deadline = time.monotonic() + 60
-        while not wanted(shown := "\n".join(self.screen.display)):
-            assert select.select([self._terminal], [], [], deadline - time.monotonic())[0], shown
-            self._stream.feed(os.read(self._terminal, 1 << 16))
-        return shown
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._terminal)
 
 
 def keep(terminal: Terminal, name: str, folder: Path) -> str:
@@ -105,7 +58,9 @@ def busy(server: Served) -> Iterator[None]:
 
 def test_top(servers: Servers, tmp_path: Path) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
-    terminal = Terminal("top", "--url", server.root, "--interval", "0.5", columns=100, lines=26, folder=tmp_path)
+    terminal = Terminal(
+        *PENSTOCK, "top", "--url", server.root, "--interval", "0.5", columns=100, lines=26, folder=tmp_path
+    )
     try:
         with busy(server):
             shown = terminal.see(
@@ -120,7 +75,7 @@ def test_top(servers: Servers, tmp_path: Path) -> None:
 def test_chat(servers: Servers, tmp_path: Path) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     arguments = ("chat", "--url", server.url, "--temperature", "0")
-    terminal = Terminal(*arguments, columns=100, lines=20, folder=tmp_path)
+    terminal = Terminal(*PENSTOCK, *arguments, columns=100, lines=20, folder=tmp_path)
     try:
         terminal.see(lambda screen: screen.rstrip().endswith(">"))
         for count, question in enumerate(["What is the capital of Canada?", "What is the capital of France?"], 1):

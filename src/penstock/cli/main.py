@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import os
+import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -47,6 +49,16 @@ class _Version(argparse.Action):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 2, with one sentence, for a wrong option or model."""
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads the output has gone, as head does: nothing more is written, at the end either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _main(arguments: list[str] | None) -> int:
     parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="show version, commit and kernels, and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,9 +1,19 @@
-"""A terminal's screen as an SVG picture, for the documents."""
+"""A terminal with a command in it, and its screen as an SVG picture for the documents."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable
 from html import escape
 from itertools import groupby
+from pathlib import Path
 
 import pyte
 
@@ -21,6 +31,45 @@ COLOURS = {
     "cyan": "#4ec9b0",
     "white": "#ffffff",
 }
+
+
+class Terminal:
+    """A terminal of some size with a command in it."""
+
+    def __init__(self, *command: str, columns: int, lines: int, folder: Path) -> None:
+        self.screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self.screen)
+        self._terminal, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
+        self._process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(folder), "PYTHONIOENCODING": "utf-8"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def see(self, wanted: Callable[[str], bool]) -> str:
+        """Wait until the screen is so; what is on it."""
+        deadline = time.monotonic() + 60
+        while not wanted(shown := "\n".join(self.screen.display)):
+            assert select.select([self._terminal], [], [], deadline - time.monotonic())[0], shown
+            self._stream.feed(os.read(self._terminal, 1 << 16))
+        return shown
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._terminal)
 
 
 def picture(screen: pyte.Screen) -> str:
