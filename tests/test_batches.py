@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def results(client: openai.OpenAI, name: str | None) -> dict[str, Any]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = str(tmp_path_factory.mktemp("storage"))
     flags = ["--api-key", ",".join(KEYS), "--storage-dir", folder, "--max-file-size", "100000"]
-    with Served(*flags, "--num-gpu-blocks-override", "400", "--max-num-seqs", "8") as server:
+    with Served(*flags, "--client-timeout", "3", "--num-gpu-blocks-override", "400", "--max-num-seqs", "8") as server:
         yield server
 
 
@@ -102,6 +103,28 @@ def test_what_is_wrong_with_a_file(client: openai.OpenAI, served: Served) -> Non
         more = form.pop("headers", {})
         answer = httpx.post(f"{served.url}/files", headers=headers | more, **form)  # type: ignore[arg-type]
         assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    more = headers | {"content-type": "Multipart/form-data; charset=utf-7; boundary=x"}
+    form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="+2AA-"\r\n\r\nabc\r\n'
+    form += b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+    made = httpx.post(f"{served.url}/files", headers=more, content=form).json()
+    assert made["filename"] == "+2AA-", "in UTF-7 it would be half a character"
+    client.files.delete(made["id"])
+
+
+@pytest.mark.parametrize("path", ["files", "audio/transcriptions"])
+def test_uploads_that_stop_are_told(served: Served, path: str) -> None:
+    """The rest of the file never comes: the client is told, and its connection is closed."""
+    address = served.root.rpartition("/")[2].split(":")
+    head = [f"POST /v1/{path} HTTP/1.1", "host: x", f"authorization: Bearer {KEYS[0]}", "content-length: 5000"]
+    head += ["content-type: multipart/form-data; boundary=x", "", "--x", "content-disposition: form-data; name=file"]
+    with socket.create_connection((address[0], int(address[1])), timeout=60) as connection:
+        connection.sendall("\r\n".join(head).encode())
+        heard = b""
+        while more := connection.recv(2**16):
+            heard += more
+    status, _, body = heard.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["message"] == "body: nothing was received for 3 seconds"
 
 
 def test_a_batch(client: openai.OpenAI, served: Served) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,12 +19,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
 
 
-async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
-    """The body of a request.
+async def body_parts(request: Request, max_size: int, timeout: float) -> AsyncGenerator[bytes, None]:
+    """The body of a request, part by part as it arrives.
 
     Args:
         max_size: bytes.
-        timeout: seconds between two parts of the body.
+        timeout: seconds between two parts.
 
     Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
     disconnects.
@@ -32,23 +32,28 @@ async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_size:
         raise _too_large(max_size)
-    parts: list[bytes] = []
     size = 0
     stream = request.stream()
-    try:
-        while True:
-            part = await asyncio.wait_for(anext(stream, None), timeout)
-            if part is None:
-                return b"".join(parts)
-            parts.append(part)
-            size += len(part)
-            if size > max_size:
-                raise _too_large(max_size)
-    except TimeoutError as error:
-        message = f"nothing was received for {timeout:g} seconds"
-        raise PenstockError(Code.TIMEOUT, f"body: {message}", "body", timeout) from error
-    except ClientDisconnect as error:
-        raise PenstockError(Code.CANCELLED, "the client disconnected in the middle of its request") from error
+    while True:
+        try:
+            async with asyncio.timeout(timeout):
+                part = await anext(stream, None)
+        except TimeoutError as error:
+            message = f"nothing was received for {timeout:g} seconds"
+            raise PenstockError(Code.TIMEOUT, f"body: {message}", "body", timeout) from error
+        except ClientDisconnect as error:
+            raise PenstockError(Code.CANCELLED, "the client disconnected in the middle of its request") from error
+        if part is None:
+            return
+        size += len(part)
+        if size > max_size:
+            raise _too_large(max_size)
+        yield part
+
+
+async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
+    """The whole body of a request; arguments and errors are those of ``body_parts``."""
+    return b"".join([part async for part in body_parts(request, max_size, timeout)])
 
 
 def read_object(body: bytes) -> dict[str, Any]:

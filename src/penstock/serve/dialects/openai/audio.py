@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import Request
+from starlette.datastructures import FormData
 
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.speech.languages import language_name
 from penstock.serve.generation import generate
-from penstock.serve.http.body import check_supported, convert, read_body
+from penstock.serve.http.body import check_supported, convert
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
@@ -27,8 +24,6 @@ if TYPE_CHECKING:  # they import NumPy, which only models that transcribe need
     from penstock.frontend.speech.processor import SpeechProcessor
     from penstock.frontend.speech.transcription import Segment, SpeechTask, Transcription
 
-FORM_OVERHEAD = 2**16
-"""Bytes that a form may have besides its file."""
 LISTS = (
     "timestamp_granularities",
     "include",
@@ -107,36 +102,8 @@ class TranscriptionEvent(msgspec.Struct, kw_only=True):
     usage: AudioUsage | UnsetType = UNSET
 
 
-async def read_form(raw_request: Request, max_size: int, timeout: float) -> tuple[dict[str, Any], bytes]:
-    """The fields of a form, and its file.
-
-    Raises ``PenstockError`` where it cannot be read, is too large, or has no file.
-    """
-    if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise invalid("file", "is missing; send it as multipart/form-data")
-    if importlib.util.find_spec("python_multipart") is None:
-        words = "file: reading forms takes python-multipart, which is not installed: pip install 'penstock-llm[audio]'"
-        raise PenstockError(Code.UNSUPPORTED, words, "file")
-    body = await read_body(raw_request, max_size + FORM_OVERHEAD, timeout)
-
-    async def pieces() -> AsyncGenerator[bytes, None]:
-        yield body
-
-    try:
-        form = await MultiPartParser(raw_request.headers, pieces()).parse()
-    except MultiPartException as error:
-        raise invalid("file", f"the form cannot be read: {error.message}") from error
-    try:
-        file = form.get("file")
-        if not isinstance(file, UploadFile):
-            raise invalid("file", "is missing")
-        return _fields(form), await file.read()
-    finally:
-        await form.close()
-
-
-def _fields(form: FormData) -> dict[str, Any]:
-    """The fields but the file, with the types of the schema where their text can be read so."""
+def fields_of(form: FormData) -> dict[str, Any]:
+    """A form's fields but the file, with the types of the schema where their text can be read so."""
     fields: dict[str, Any] = {}
     for key, value in form.multi_items():
         name = key.removesuffix("[]")

@@ -16,6 +16,7 @@ from penstock.serve.chat.request import ChatRequest, PromptRequest
 from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
+from penstock.serve.http.form import read_form
 from penstock.serve.http.openapi import STRING, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
@@ -25,7 +26,7 @@ from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from .audio import SCHEMAS as AUDIO_SCHEMAS
-from .audio import TranscriptionHandler, TranscriptionResponse, read_form, read_request
+from .audio import TranscriptionHandler, TranscriptionResponse, fields_of, read_request
 from .chat import ChatHandler
 from .completions import CompletionHandler
 from .embeddings import EmbeddingHandler, PoolHandler
@@ -236,7 +237,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             record.error_format = AUDIO_ERROR_FORMAT
             sizes = [each.gateway.input_processor.speech for each in served_models]
             largest = max([speech.max_file_size for speech in sizes if speech], default=served_models.max_body_size)
-            fields, file = await read_form(raw_request, largest, options.client_timeout)
+            async with read_form(raw_request, largest, options.client_timeout) as form:
+                fields, file = fields_of(form.fields), await form.file.read()
             request = read_request(fields, record, translate)
             if options.require_model and request.model is None:
                 raise invalid("model", "is missing")

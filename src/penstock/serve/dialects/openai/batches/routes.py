@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
 import msgspec
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.body import convert, read_object
+from penstock.serve.http.form import read_form
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.paging import page
-from penstock.serve.http.reply import CLIENT_DISCONNECTED
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
@@ -36,8 +34,6 @@ if TYPE_CHECKING:  # what it imports may not be installed
 DAY = 86_400
 MAX_LISTED = 10_000
 """Entries of a page."""
-FORM_OVERHEAD = 2**16
-"""Bytes that a form may have besides its file."""
 READ_SIZE = 2**20
 
 
@@ -65,29 +61,18 @@ SCHEMAS = (BatchRequest,)
 class FileRoutes:
     """The endpoints of files."""
 
-    def __init__(self, files: FileStore, max_size: int) -> None:
+    def __init__(self, files: FileStore, max_size: int, timeout: float) -> None:
         self._files = files
         self._max_size = max_size
+        self._timeout = timeout
 
     async def upload(self, raw_request: Request) -> Response:
-        if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise invalid("file", "is missing; send it as multipart/form-data")
-        try:
-            form = await MultiPartParser(raw_request.headers, self._limited(raw_request)).parse()
-        except ClientDisconnect as error:
-            raise PenstockError.of(CLIENT_DISCONNECTED) from error
-        except MultiPartException as error:
-            raise invalid("file", f"the form cannot be read: {error.message}") from error
-        try:
-            file, purpose = form.get("file"), form.get("purpose")
-            if not isinstance(file, UploadFile):
-                raise invalid("file", "is missing")
+        async with read_form(raw_request, self._max_size, self._timeout) as (fields, file, size):
+            purpose = fields.get("purpose")
             if not isinstance(purpose, str) or not purpose:
                 raise invalid("purpose", "is missing; it is batch for requests")
-            lifetime, name, size = _lifetime(form), file.filename or "file", file.size or 0
-            stored = await self._files.add(_tenant(raw_request), name, purpose, size, _pieces(file), lifetime)
-        finally:
-            await form.close()
+            name = file.filename or "file"
+            stored = await self._files.add(_tenant(raw_request), name, purpose, size, _pieces(file), _lifetime(fields))
         return _json(stored)
 
     async def list(self, raw_request: Request) -> Response:
@@ -110,15 +95,6 @@ class FileRoutes:
 
     async def _get(self, raw_request: Request) -> StoredFile:
         return await self._files.get(_tenant(raw_request), raw_request.path_params["name"])
-
-    async def _limited(self, raw_request: Request) -> AsyncGenerator[bytes, None]:
-        received = 0
-        async for piece in raw_request.stream():
-            received += len(piece)
-            if received > self._max_size + FORM_OVERHEAD:
-                words = f"file: must have at most {self._max_size} bytes"
-                raise PenstockError(Code.TOO_LARGE, words, "file", self._max_size)
-            yield piece
 
 
 class BatchRoutes:
@@ -195,7 +171,7 @@ def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> No
     """Add the endpoints of files and batches."""
     failure = reference(ErrorResponse)
     add = partial(routes.add, described=operation(OBJECT, failure))
-    of_files = FileRoutes(kept.files, kept.max_size)
+    of_files = FileRoutes(kept.files, kept.max_size, served_models.options.client_timeout)
     add("/v1/files", of_files.upload, method="POST", summary="Upload a file")
     add("/v1/files", of_files.list, summary="The files")
     add("/v1/files/{name}", of_files.retrieve, summary="A file")

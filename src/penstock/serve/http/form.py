@@ -1,0 +1,69 @@
+"""Reading forms (``multipart/form-data``) with a file, with limits on their size and time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+from .body import body_parts
+
+OVERHEAD = 2**16
+"""Bytes that a form may have besides its file."""
+CHARSET = re.compile(r";\s*charset=[^;]*", re.IGNORECASE)
+
+
+class Form(NamedTuple):
+    """A form, and its field ``file``."""
+
+    fields: FormData
+    file: UploadFile
+    size: int
+    """Bytes of the file."""
+
+
+@asynccontextmanager
+async def read_form(request: Request, max_size: int, timeout: float) -> AsyncIterator[Form]:
+    """The form of a request, whose file lies on the disk if it is large, until the context is left.
+
+    Args:
+        max_size: bytes of the file.
+        timeout: seconds between two parts of the body.
+
+    Raises ``PenstockError``: ``invalid`` where there is no form, it cannot be read or has no file, ``too_large``,
+    ``unsupported`` where the library that reads forms is not installed, and as ``body_parts``.
+    """
+    content_type = request.headers.get("content-type", "")
+    if not content_type.lower().startswith("multipart/form-data"):
+        raise invalid("file", "is missing; send it as multipart/form-data")
+    if find_spec("python_multipart") is None:
+        words = "file: reading forms takes python-multipart, which is not installed: pip install python-multipart"
+        raise PenstockError(Code.UNSUPPORTED, words, "file")
+    headers = Headers({"content-type": CHARSET.sub("", content_type)})  # texts are UTF-8: others decode to surrogates
+    try:
+        async with aclosing(body_parts(request, max_size + OVERHEAD, timeout)) as parts:
+            fields = await MultiPartParser(headers, parts, max_files=1).parse()
+    except MultiPartException as error:
+        raise invalid("file", f"the form cannot be read: {error.message}") from error
+    except PenstockError as error:
+        if error.failure.code is Code.TOO_LARGE:
+            raise PenstockError(
+                Code.TOO_LARGE, f"file: must have at most {max_size} bytes", "file", max_size
+            ) from error
+        raise
+    try:
+        file = fields.get("file")
+        if not isinstance(file, UploadFile):
+            raise invalid("file", "is missing")
+        yield Form(fields, file, file.size or 0)
+    finally:
+        await fields.close()
