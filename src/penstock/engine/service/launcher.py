@@ -276,7 +276,8 @@ async def terminate(process: Process, timeout: float, kill: bool = False) -> int
     with contextlib.suppress(ProcessLookupError):  # it has exited already
         process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
     try:
-        return await asyncio.wait_for(process.wait(), timeout)
+        async with asyncio.timeout(timeout):
+            return await process.wait()
     except TimeoutError:
         logger.error("process %d does not end and is killed", process.pid)
         process.kill()

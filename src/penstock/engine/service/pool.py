@@ -222,7 +222,8 @@ class EnginePool:
 
         async def ask(replica: Replica) -> tuple[messages.Stats, Snapshot | None]:
             try:
-                snapshot = await asyncio.wait_for(replica.client.inspect(), INSPECT_TIMEOUT)
+                async with asyncio.timeout(INSPECT_TIMEOUT):
+                    snapshot = await replica.client.inspect()
             except (PenstockError, TimeoutError):
                 return self._stats_of(replica), None
             return self._stats_of(replica), snapshot

@@ -191,7 +191,8 @@ class ModelManager:
     async def _drain(self, service: ModelService, model: ServedModel) -> None:
         """Wait for open requests, at most ``drain_timeout``, and fail those that are left."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.idle.wait(), model.configuration.engine.drain_timeout)
+            async with asyncio.timeout(model.configuration.engine.drain_timeout):
+                await service.idle.wait()
         service.gateway.engine_pool.stop_serving(UNLOADED)
         self._send(Drained(model.engine))
 

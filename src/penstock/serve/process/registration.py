@@ -46,7 +46,8 @@ class Registration:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         leaving = asyncio.gather(*(self._say(router, True) for router in self._routers), return_exceptions=True)
         try:
-            await asyncio.wait_for(leaving, LEAVE_TIMEOUT)
+            async with asyncio.timeout(LEAVE_TIMEOUT):
+                await leaving
         except TimeoutError:
             logger.warning("a router does not answer; it will notice that this instance has left")
 

@@ -238,7 +238,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
             async def put(response: Any) -> None:
                 try:
-                    async with asyncio.timeout(patience):  # wait_for may swallow a cancellation, in Python 3.11
+                    async with asyncio.timeout(patience):
                         await news.put(response)
                 except TimeoutError as error:
                     raise PenstockError(Code.TIMEOUT, f"nothing was read for {patience:g} seconds") from error
