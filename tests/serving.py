@@ -167,6 +167,13 @@ class Served(Logged):
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
+    def interrupt(self, module: str) -> None:
+        """Press Ctrl-C as soon as a process runs this module: the signal goes to the whole group in the foreground."""
+        deadline = time.monotonic() + 60
+        while not any(module in _file(pid, "cmdline").split("\0") for pid in descendants(self.pid)):
+            assert time.monotonic() < deadline, f"{module} does not run"
+        os.killpg(self.pid, signal.SIGINT)
+
     def ended(self, limit: float = TO_STOP) -> int:
         """Wait for its end; its exit status. No process may be left of it."""
         status = self._process.wait(limit)

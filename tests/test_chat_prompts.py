@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -163,6 +164,18 @@ WRONG = {
     "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}": "chat_template",
     "x" * 65_537: "chat_template",
 }
+
+
+def test_ctrl_c_leaves_a_template_that_is_rendered_alone() -> None:
+    """The terminal's signal comes as the process starts in which the template is rendered; the server drains."""
+    with (
+        Served("--trust-request-chat-template", "--num-gpu-blocks-override", "100") as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        asked = pool.submit(ask, server, chat_template=TEMPLATE, reasoning_effort="none")
+        server.interrupt("penstock.text.template_process")
+        assert asked.result(60)["text"] == ANSWER
+        assert server.ended() == 0
 
 
 def test_no_template_does_harm(trusting: Served) -> None:

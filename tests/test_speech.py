@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -373,3 +374,15 @@ def test_english_model(tmp_path: Path) -> None:
         speech.task(True, None, None, False)
     with pytest.raises(PenstockError, match="known are en"):
         speech.task(False, "de", None, False)
+
+
+def test_ctrl_c_leaves_a_file_that_is_decoded_alone(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
+    """The terminal's signal comes as the process starts in which the file is decoded; the server drains."""
+    flags = ["--model", str(pair[0]), "--dtype", "float32", "--num-gpu-blocks-override", "100"]
+    with Served(*flags) as server, ThreadPoolExecutor() as pool:
+        client = openai.OpenAI(base_url=server.url, api_key="-", max_retries=0)
+        file = ("sound.wav", wav(sound(14, 5)))
+        asked = pool.submit(client.audio.transcriptions.create, file=file, model="default", language="en")
+        server.interrupt("penstock.frontend.speech.audio_decoding")
+        assert asked.result(60).text
+        assert server.ended() == 0

@@ -45,6 +45,7 @@ def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: ty
             stderr=subprocess.DEVNULL,
             timeout=timeout,
             check=True,
+            process_group=0,  # a terminal's Ctrl-C must not end work under way
         )
         return msgspec.msgpack.decode(done.stdout, type=reply)
     except subprocess.TimeoutExpired as error:

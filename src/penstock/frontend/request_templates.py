@@ -14,7 +14,10 @@ from penstock.text.template_process import MAX_RENDERED, RENDER_TIMEOUT, RenderR
 
 
 class SandboxedTemplateRenderer:
-    """Renders chats one at a time in another process; starts it with the first chat, and again when it has died."""
+    """Renders chats one at a time in another process; starts it with the first chat, and again when it has died.
+
+    A terminal's Ctrl-C does not reach it, so that it ends what it is asked while the server drains.
+    """
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -51,7 +54,9 @@ class SandboxedTemplateRenderer:
         if self._process is None:
             command = [sys.executable, "-m", "penstock.text.template_process"]
             limit = 12 * MAX_RENDERED  # bytes of a character in JSON, at most
-            self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=limit)
+            self._process = await asyncio.create_subprocess_exec(  # uvloop knows no process_group
+                *command, stdin=PIPE, stdout=PIPE, limit=limit, start_new_session=True
+            )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin and stdout
         try:

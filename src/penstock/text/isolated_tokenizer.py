@@ -166,7 +166,9 @@ class _Process:
             number = child_socket.fileno()
             command = [sys.executable, "-m", "penstock.text.isolated_tokenizer", str(number)]
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = subprocess.Popen(command, pass_fds=(number,), env=environment, **quiet)
+            self._process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
+                command, pass_fds=(number,), env=environment, process_group=0, **quiet
+            )
         try:
             reply = self.ask(msgspec.msgpack.encode(load), 4 * load.limits.cpu)
             self.loaded = msgspec.msgpack.decode(reply, type=Loaded)
@@ -210,7 +212,6 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         load = msgspec.msgpack.decode(_receive(connection), type=Load)
         resource.setrlimit(resource.RLIMIT_AS, (load.limits.memory, load.limits.memory))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
         signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # SIGPROF ends the process
         tokenizer, loaded = _loaded(load)
         reply = msgspec.msgpack.encode(loaded)

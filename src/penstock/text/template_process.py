@@ -68,7 +68,6 @@ def _render(request: RenderRequest) -> RenderResult:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     decode, encode = msgspec.json.Decoder(RenderRequest).decode, msgspec.json.Encoder().encode
     for line in sys.stdin.buffer:
         request = decode(line)

@@ -63,7 +63,6 @@ def serve(prepare: Callable[[bytes], Compile], max_memory: int) -> None:
         prepare: makes the compiling function of ``CompileProcess``'s ``vocabulary``.
         max_memory: bytes that compiling one grammar may take beside what is loaded.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     control = socket.socket(fileno=sys.stdin.fileno())
     compile_grammar = prepare(_receive(control))
@@ -204,7 +203,9 @@ class CompileProcess:
         with theirs:
             command = [sys.executable, "-m", f"{__package__}.{self._module}"]
             output = subprocess.DEVNULL
-            process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=output, stderr=output)
+            process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
+                command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0
+            )
         self._process, self._control = process, ours
         self._kill = weakref.finalize(self, _kill, process, ours)
 
