@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
+from msgspec.structs import force_setattr
 
 
 class Code(StrEnum):
@@ -33,7 +34,8 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error as data.
 
     ``field`` is the offending field by its internal name (``top_p``), ``limit`` the bound that was exceeded, and
-    ``value`` what exceeded it, for dialects that format both in their own words.
+    ``value`` what exceeded it, for dialects that format both in their own words. Its texts can be encoded as UTF-8:
+    unpaired surrogates, which they may quote of a request, are escaped.
     """
 
     code: Code
@@ -41,6 +43,11 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     field: str = ""
     limit: float | None = None
     value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("message", "field"):
+            if not (text := getattr(self, name)).isascii():
+                force_setattr(self, name, text.encode("utf-8", "backslashreplace").decode())
 
     @property
     def retryable(self) -> bool:
@@ -53,8 +60,8 @@ class PenstockError(Exception):
     def __init__(
         self, code: Code, message: str, field: str = "", limit: float | None = None, value: float | None = None
     ) -> None:
-        super().__init__(message)
         self.failure = Failure(code, message, field, limit, value)
+        super().__init__(self.failure.message)
 
     def __reduce__(self) -> tuple[Callable[[Failure], PenstockError], tuple[Failure]]:
         """Processes of an application send it to each other, as Ray's and multiprocessing's do."""

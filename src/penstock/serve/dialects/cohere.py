@@ -94,7 +94,7 @@ class CohereErrorFormat(ErrorFormat):
     dialect = "cohere"
 
     def error(self, failure: Failure) -> bytes:
-        return encode({"message": failure.message.encode("utf-8", "replace").decode()})
+        return encode({"message": failure.message})
 
 
 ERROR_FORMAT = CohereErrorFormat()

@@ -98,7 +98,7 @@ def event(kind: str, **fields: Any) -> bytes:
 
 def error_of(failure: Failure) -> ErrorResponse:
     """A failure in Anthropic's format."""
-    message = failure.message.encode("utf-8", "replace").decode()
+    message = failure.message
     if failure.code is Code.TOO_LONG:  # clients look for this message
         message = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
     details = UNSUPPORTED_THREAD if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET

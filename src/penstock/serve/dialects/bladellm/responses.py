@@ -89,5 +89,4 @@ ERROR_FORMAT = BladeLLMErrorFormat()
 
 
 def _error(failure: Failure) -> ErrorResponse:
-    message = failure.message.encode("utf-8", "replace").decode()
-    return ErrorResponse(error_info=ErrorInfo(code=STATUS[failure.code], message=message))
+    return ErrorResponse(error_info=ErrorInfo(code=STATUS[failure.code], message=failure.message))

@@ -36,7 +36,7 @@ class LlamaServerErrorFormat(ErrorFormat):
         named = rename_field(failure, FIELD_NAMES)
         error: dict[str, Any] = {
             "code": STATUS[failure.code],
-            "message": named.message.encode("utf-8", "replace").decode(),
+            "message": named.message,
             "type": ERROR_TYPES.get(failure.code, "server_error"),
         }
         if failure.code is Code.TOO_LONG:

@@ -23,7 +23,7 @@ class OllamaErrorFormat(ErrorFormat):
     dialect = "ollama"
 
     def error(self, failure: Failure) -> bytes:
-        return encode({"error": failure.message.encode("utf-8", "replace").decode()})
+        return encode({"error": failure.message})
 
     def stream_error(self, failure: Failure) -> bytes:
         return self.error(failure) + b"\n"

@@ -368,9 +368,9 @@ def error_of(failure: Failure) -> ErrorResponse:
         message = f"{longest} {requested} Please reduce the length of the {failure.field}."
     return ErrorResponse(
         error=Error(
-            message=message.encode("utf-8", "replace").decode(),
+            message=message,
             type=ERROR_TYPES.get(failure.code, "invalid_request_error"),
-            param=failure.field.encode("utf-8", "replace").decode() or None,
+            param=failure.field or None,
             code="model_not_found" if no_model else ERROR_CODES.get(failure.code, STATUS[failure.code]),
         )
     )

@@ -33,7 +33,7 @@ class TGIErrorFormat(ErrorFormat):
     dialect = "tgi"
 
     def error(self, failure: Failure) -> bytes:
-        message = rename_field(failure, FIELD_NAMES).message.encode("utf-8", "replace").decode()
+        message = rename_field(failure, FIELD_NAMES).message
         return encode({"error": message, "error_type": ERROR_TYPES.get(failure.code, "generation")})
 
     def stream_error(self, failure: Failure) -> bytes:
