@@ -277,6 +277,12 @@ def test_where_it_is_served() -> None:
         assert httpx.get(f"{server.root}/web/live").status_code == 404
 
 
+def test_in_a_locale_of_ascii() -> None:
+    """The page's files are UTF-8, whatever the locale says."""
+    with Served(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}) as server:
+        assert '"properties": {…}' in httpx.get(server.root).text
+
+
 def test_behind_a_proxy(page: Page) -> None:
     with Served("--root-path", "/llm") as server:
         show(page, f"{server.root}/llm/")

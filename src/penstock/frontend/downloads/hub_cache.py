@@ -100,7 +100,7 @@ class HubCache:
         """Note that a branch or tag is this commit. A cache that cannot be written is left as it is."""
         path = self._model / "refs" / revision
         with suppress(OSError):
-            if not path.is_file() or path.read_text() != self._commit:
+            if not path.is_file() or path.read_text(encoding="utf-8") != self._commit:
                 replace(path, self._commit.encode())
 
     def _blob(self, file: RemoteFile) -> Path:
@@ -128,7 +128,7 @@ def model_folder(cache: Path, repository: str) -> Path:
 def commit_of(cache: Path, repository: str, revision: str) -> str:
     """The commit that a branch or tag was when it was last fetched; empty where it never was."""
     try:
-        return (model_folder(cache, repository) / "refs" / revision).read_text().strip()
+        return (model_folder(cache, repository) / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

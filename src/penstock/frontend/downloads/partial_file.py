@@ -64,7 +64,7 @@ class PartialFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("xb") as file:
             file.truncate(self.size)
-        self._journal.write_text(self._header)
+        self._journal.write_text(self._header, encoding="utf-8")
 
     def open(self) -> int:
         """A descriptor to write to. Raises ``OSError``."""
@@ -98,7 +98,7 @@ def delete_leftovers(folder: Path, keep: Collection[Path]) -> None:
 def _read_journal(path: Path, header: str) -> list[Range]:
     """The ranges; none of a journal that does not begin with ``header``. A last line that was cut is ignored."""
     with contextlib.suppress(OSError, ValueError):
-        first, *lines = path.read_text().splitlines(keepends=True)
+        first, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         if first == header:
             pairs = (line.split() for line in lines if line.endswith("\n"))
             return _merged((int(start), int(end)) for start, end in pairs)

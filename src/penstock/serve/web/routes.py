@@ -33,7 +33,8 @@ POLICY = (
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the page, and what it asks."""
     root = served_models.options.root_path.rstrip("/")
-    page = (STATIC / "index.html").read_text().replace("{root}", escape(root)).replace("{version}", __version__)
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    page = page.replace("{root}", escape(root)).replace("{version}", __version__)
     routes.append(Route("/", _file(page.encode(), ".html")))
     for path in STATIC.iterdir():
         if path.suffix != ".html":
