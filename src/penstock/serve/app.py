@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
 from penstock.version import __version__
 
+from . import health
 from .dialects import (
     anthropic,
     cohere,
@@ -37,7 +36,6 @@ from .dialects import (
 )
 from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
-from .dialects.openai.batches.routes import SCHEMAS as BATCH_SCHEMAS
 from .dialects.openai.batches.routes import Batches
 from .dialects.openai.batches.routes import add_routes as add_batch_routes
 from .dialects.vllm import development, management
@@ -50,6 +48,7 @@ from .http.middleware import (
     FingerprintMiddleware,
     HeadMiddleware,
     HealthPortMiddleware,
+    Refuse,
     RequestLogMiddleware,
     RootPathMiddleware,
     SameOriginMiddleware,
@@ -78,24 +77,6 @@ class Storage(NamedTuple):
     """None where there is no folder for files."""
 
 
-SCHEMAS: dict[str, tuple[type, ...]] = {
-    "": (
-        *openai.SCHEMAS,
-        *BATCH_SCHEMAS,
-        *vllm.SCHEMAS,
-        *fastdeploy.SCHEMAS,
-        *management.SCHEMAS,
-        *operations.SCHEMAS,
-        *sglang.SCHEMAS,
-    ),
-    "anthropic.": anthropic.SCHEMAS,
-    "responses.": responses.SCHEMAS,
-    "ollama.": ollama.SCHEMAS,
-    "llama_server.": llama_server.SCHEMAS,
-    "tgi.": tgi.SCHEMAS,
-    cohere.PREFIX: cohere.SCHEMAS,
-}
-"""Schemas of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
 FILE_PATHS = ("/v1/files", "/v1/batches")
 """Prefixes of the paths that need a folder (``storage_dir``), and not a database alone."""
@@ -127,21 +108,11 @@ def build(
             and is none.
         storage: keeps responses, files and batches; None where nothing is kept.
     """
-    routes = Routes()
     blade = BladeLLM(served_models)
     default = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
     dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(served_models), default]
-    by_path = {
-        "/v1/messages": anthropic.ERROR_FORMAT,
-        "/v1/responses": responses.ERROR_FORMAT,
-        "/v2/embed": cohere.ERROR_FORMAT,
-        "/v2": kserve.ERROR_FORMAT,
-        "/api/": ollama.ERROR_FORMAT,
-        **dict.fromkeys(llama_server.ERROR_PATHS, llama_server.ERROR_FORMAT),
-        **dict.fromkeys(tgi.ERROR_PATHS, tgi.ERROR_FORMAT),
-        **vllm.ERROR_FORMATS,
-    }
-    error_formats = ErrorFormats(default.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
+    error_formats = ErrorFormats(default.error_format, [blade.error_format_of, anthropic.error_format_of])
+    routes = Routes(error_formats)
     add_shared_routes(routes, served_models, dialects, openai.shared_paths())
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
@@ -165,7 +136,7 @@ def build(
     kserve.add_routes(routes, repository)
     if configuration and register:
         instances.add_routes(routes, served_models, configuration, register)
-    _add_health_routes(routes, served_models, storage.usage if storage else None)
+    health.add_routes(routes, served_models, storage.usage if storage else None)
     if served_models.options.web:
         add_web_routes(routes, served_models)
 
@@ -174,17 +145,12 @@ def build(
             error = PenstockError(Code.NOT_FOUND, f"{request.method} {request.url.path}: {NOT_KEPT}")
         return _ErrorResponse(*_failure_of(request, error), error_formats)
 
-    async def no_key(scope: Scope, send: Send) -> None:
-        record_of(scope).failure = NO_KEY
-        await refuse(send, NO_KEY, error_formats.of(scope))
+    def refusing(failure: Failure) -> Refuse:
+        async def answer(scope: Scope, send: Send) -> None:
+            record_of(scope).failure = failure
+            await refuse(send, failure, error_formats.of(scope))
 
-    async def other_site(scope: Scope, send: Send) -> None:
-        record_of(scope).failure = OTHER_SITE
-        await refuse(send, OTHER_SITE, error_formats.of(scope))
-
-    async def not_here(scope: Scope, send: Send) -> None:
-        record_of(scope).failure = NOT_HERE
-        await refuse(send, NOT_HERE, error_formats.of(scope))
+        return answer
 
     prefix = served_models.options.root_path.rstrip("/")
     _add_document(routes, served_models.options.strict_requests, prefix)
@@ -192,11 +158,11 @@ def build(
     wrapped: ASGIApp = HeadMiddleware(app)
     if served_models.options.api_key:
         page = PAGE_PATHS if served_models.options.web else frozenset[str]()
-        wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key, page)
+        wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, refusing(NO_KEY), page)
     elif storage:
         local = served_models.options.host in ("127.0.0.1", "::1", "localhost")
         allowed = frozenset(served_models.options.allowed_origins)
-        wrapped = SameOriginMiddleware(wrapped, STORED_PATHS, allowed, local, other_site)
+        wrapped = SameOriginMiddleware(wrapped, STORED_PATHS, allowed, local, refusing(OTHER_SITE))
     exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
     if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
@@ -207,7 +173,7 @@ def build(
             wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     if health_ports:
-        wrapped = HealthPortMiddleware(wrapped, health_ports, not_here)
+        wrapped = HealthPortMiddleware(wrapped, health_ports, refusing(NOT_HERE))
     wrapped = RequestLogMiddleware(
         wrapped, served_models.metrics, error_formats, served_models.options.strict_requests, served_models.tracer
     )
@@ -221,7 +187,7 @@ def _add_document(routes: Routes, strict: bool, root: str) -> None:
 
     def build() -> bytes:
         schemas: dict[str, Any] = {}
-        for prefix, types in SCHEMAS.items():
+        for prefix, types in routes.schemas.items():
             schemas |= components(types, prefix, strict)
         document: dict[str, Any] = {
             "openapi": "3.1.0",
@@ -240,43 +206,6 @@ def _add_document(routes: Routes, strict: bool, root: str) -> None:
         return Response(encoded, media_type="application/json")
 
     routes.append(Route("/openapi.json", described))
-
-
-def _add_health_routes(routes: Routes, served_models: ServedModels, usage: Usage | None) -> None:
-    """Health, version and metrics."""
-
-    async def live(_: Request) -> Response:
-        return Response()
-
-    async def health(_: Request) -> Response:
-        served_models.check_alive()
-        return Response()
-
-    async def ready(_: Request) -> Response:
-        served_models.check()
-        return Response()
-
-    async def version(_: Request) -> Response:
-        result: dict[str, Any] = {"version": __version__}
-        for service in served_models:
-            if engine := service.gateway.engine_pool.engine:
-                result |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
-                result["weights"] = engine.weights_version
-        return JSONResponse(result)
-
-    async def metrics(_: Request) -> Response:
-        stored: list[Metric] = []
-        if usage:
-            with suppress(PenstockError):  # where the database does not answer, which requests tell
-                stored = await usage.metrics()
-        page = served_models.metrics.page(served_models.engine_stats, stored)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
-
-    routes.add("/live", live, summary="This process answers")
-    routes.add("/health", health, summary="The engine lives")
-    routes.add("/ready", ready, summary="Requests are accepted")
-    routes.add("/version", version, summary="Version, and the kernels and weights that decide a result's bits")
-    routes.add("/metrics", metrics, summary="Prometheus metrics")
 
 
 class _ErrorResponse(Response):

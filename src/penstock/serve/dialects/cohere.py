@@ -145,6 +145,8 @@ class EmbedHandler(PoolingHandler):
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add both."""
+    routes.describe(SCHEMAS, PREFIX)
+    routes.error_formats.add(ERROR_FORMAT, "/v2/embed")
 
     def embed(version: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(raw_request: Request) -> Response:

@@ -56,6 +56,7 @@ OF_UPDATES = {
 
 def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
     """Add them; those of ``dynamic_load_weight`` with ``server_dev_mode``."""
+    routes.describe(SCHEMAS)
 
     async def config_info(_: Request) -> Response:
         models = {model.name: _shown(model.configuration) for model in served_models.models}

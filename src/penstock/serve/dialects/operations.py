@@ -101,6 +101,7 @@ def is_sleeping(services: list[ModelService]) -> bool:
 
 def add_routes(routes: Routes, operator: Operator) -> None:
     """Add the paths."""
+    routes.describe(SCHEMAS)
     failure = reference(ErrorResponse)
 
     async def weights(_: Request) -> Response:

@@ -63,6 +63,7 @@ def add_routes(routes: Routes, operator: Operator) -> None:
     """Add them, with ``server_dev_mode``."""
     if not operator.served_models.options.server_dev_mode:
         return
+    routes.describe(SCHEMAS)
 
     async def update_weights_from_disk(request: Request) -> Response:
         fields = read_object(await operator.served_models.read_body(request))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import Scope
 
@@ -15,19 +15,17 @@ class ErrorFormats:
 
     Args:
         default: the format where nothing else applies.
-        by_path: path prefix → format, for paths that belong to one dialect.
         by_head: functions that return the format for a request's path and headers, or None.
     """
 
-    def __init__(
-        self,
-        default: ErrorFormat,
-        by_path: Mapping[str, ErrorFormat],
-        by_head: Sequence[Callable[[Scope], ErrorFormat | None]] = (),
-    ) -> None:
+    def __init__(self, default: ErrorFormat, by_head: Sequence[Callable[[Scope], ErrorFormat | None]] = ()) -> None:
         self._default = default
-        self._by_path = by_path
         self._by_head = by_head
+        self._by_path: dict[str, ErrorFormat] = {}
+
+    def add(self, error_format: ErrorFormat, *paths: str) -> None:
+        """Use a format for the paths that begin with one of ``paths``; the longest counts."""
+        self._by_path |= dict.fromkeys(paths, error_format)
 
     def of(self, scope: Scope) -> ErrorFormat:
         """The format for a request: its dialect's where that is known, else by headers, else by path."""
@@ -36,7 +34,5 @@ class ErrorFormats:
         for by_head in self._by_head:
             if (recognized := by_head(scope)) is not None:
                 return recognized
-        return next(
-            (error_format for path, error_format in self._by_path.items() if scope["path"].startswith(path)),
-            self._default,
-        )
+        longest = max((path for path in self._by_path if scope["path"].startswith(path)), key=len, default="")
+        return self._by_path.get(longest, self._default)

@@ -1,9 +1,9 @@
-"""The routes of the application, and their part of the OpenAPI document."""
+"""What each dialect adds to the application: routes, their part of the OpenAPI document, formats of errors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from starlette import routing
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from .error_formats import ErrorFormats
 from .openapi import STRING
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -25,11 +26,22 @@ class Route(routing.Route):
 
 
 class Routes(list[Route]):
-    """The routes in their order: the first that matches a request answers it."""
+    """The routes in their order: the first that matches a request answers it.
 
-    def __init__(self) -> None:
+    Args:
+        error_formats: to which the dialects add theirs.
+    """
+
+    def __init__(self, error_formats: ErrorFormats) -> None:
+        self.error_formats = error_formats
+        self.schemas: dict[str, list[type]] = {}
+        """Schemas of the OpenAPI document, by the prefix of their names."""
         self.operations: dict[str, dict[str, Any]] = {}
         """``paths`` of the OpenAPI document: operations by path and method."""
+
+    def describe(self, schemas: Iterable[type], prefix: str = "") -> None:
+        """Add schemas to the OpenAPI document, their names with a prefix, as in ``openapi.reference``."""
+        self.schemas.setdefault(prefix, []).extend(schemas)
 
     def add(
         self,

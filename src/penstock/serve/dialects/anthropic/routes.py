@@ -120,6 +120,8 @@ class MessageHandler:
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the routes of Anthropic's API."""
+    routes.describe(SCHEMAS, SCHEMA_PREFIX)
+    routes.error_formats.add(ERROR_FORMAT, "/v1/messages")
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
         body = await served_models.read_body(raw_request)

@@ -1,13 +1,12 @@
 """The KServe v2 protocol as in Triton Inference Server, with the models of TensorRT-LLM's backend."""
 
-from .http_routes import ERROR_FORMAT, add_routes
+from .http_routes import add_routes
 from .model import Model, ModelCall, ModelResponse
 from .repository import ModelRepository
 from .tensors import BYTES, Spec, Tensor
 
 __all__ = [
     "BYTES",
-    "ERROR_FORMAT",
     "Model",
     "ModelCall",
     "ModelRepository",

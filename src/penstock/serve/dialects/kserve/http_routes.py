@@ -86,6 +86,7 @@ class Json(Response):
 
 def add_routes(routes: Routes, repository: ModelRepository) -> None:
     """Add all routes below ``/v2``."""
+    routes.error_formats.add(ERROR_FORMAT, "/v2")
     served_models, memory = repository.served_models, repository.memory
 
     async def body_of(request: Request) -> bytes:

@@ -33,7 +33,7 @@ from .requests import (
     TemplateRequest,
     TokenizeRequest,
 )
-from .responses import ERROR_FORMAT, Answer
+from .responses import ERROR_FORMAT, ERROR_PATHS, Answer
 from .state import props, slots
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -44,6 +44,8 @@ PREFIX = "llama_server."
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add them; those of vLLM with the same paths are there already."""
+    routes.describe(SCHEMAS, PREFIX)
+    routes.error_formats.add(ERROR_FORMAT, *ERROR_PATHS)
 
     async def read_request(raw_request: Request, schema: type[T]) -> tuple[T, int]:
         record = record_of(raw_request.scope)

@@ -41,6 +41,8 @@ PREFIX = "ollama."
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the paths below ``/api``."""
+    routes.describe(SCHEMAS, PREFIX)
+    routes.error_formats.add(ERROR_FORMAT, "/api/")
     models = OllamaModels(served_models)
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:

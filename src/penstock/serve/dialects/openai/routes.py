@@ -162,6 +162,7 @@ def _parse(served_models: ServedModels, fields: dict[str, Any], schema: type[T],
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
+    routes.describe(SCHEMAS)
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
         body = await served_models.read_body(raw_request)

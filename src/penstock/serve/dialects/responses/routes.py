@@ -168,6 +168,8 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     Args:
         stores: where responses and conversations are kept; None where they are not.
     """
+    routes.describe(SCHEMAS, SCHEMA_PREFIX)
+    routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
     endpoints = ResponsesRoutes(served_models, stores)
     for path, endpoint, request, summary in (
         ("/v1/responses", endpoints.create, ResponsesRequest, "Create a response"),

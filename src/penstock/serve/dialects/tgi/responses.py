@@ -11,7 +11,6 @@ from penstock.serve.http.status import STATUS
 
 encode = msgspec.json.Encoder().encode
 
-ERROR_PATHS = ("/generate_stream", "/info")
 ERROR_TYPES = {
     Code.INVALID: "validation",
     Code.UNSUPPORTED: "validation",

@@ -79,7 +79,6 @@ class GenerateErrorFormat(ErrorFormat):
 NEWLINE_DELIMITED = GenerateErrorFormat(b"\n")
 NUL_DELIMITED = GenerateErrorFormat(b"\0")
 """Chunks end with a zero byte, as in vLLM up to 0.6."""
-ERROR_FORMATS = {PATH: NEWLINE_DELIMITED}
 
 
 def is_ascend(served_models: ServedModels) -> bool:
@@ -95,7 +94,9 @@ def check(sampling: SamplingParams) -> None:
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add ``/generate``."""
+    routes.describe(SCHEMAS)
     error_format = NUL_DELIMITED if is_ascend(served_models) else NEWLINE_DELIMITED
+    routes.error_formats.add(error_format, PATH)
 
     async def create(raw_request: Request) -> Response:
         record = record_of(raw_request.scope)

@@ -38,6 +38,8 @@ SCHEMAS = (AbortRequest,)
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
+    routes.describe(SCHEMAS)
+
     async def ping(_: Request) -> Response:
         served_models.check_alive()
         return Response()

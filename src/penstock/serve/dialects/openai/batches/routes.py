@@ -169,6 +169,7 @@ class Batches(NamedTuple):
 
 def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> None:
     """Add the endpoints of files and batches."""
+    routes.describe(SCHEMAS)
     failure = reference(ErrorResponse)
     add = partial(routes.add, described=operation(OBJECT, failure))
     of_files = FileRoutes(kept.files, kept.max_size, served_models.options.client_timeout)
