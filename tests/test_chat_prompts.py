@@ -156,7 +156,7 @@ ENDLESS = "longer than 2 seconds"
 WRONG = {
     "{% for %}": "line 1",
     "{{ raise_exception('not so') }}": "not so",
-    "{{ raise_exception('half a pair: \\ud800') }}": r"half a pair: \\ud800",
+    "{{ raise_exception('half a pair: \\ud800') }}": r"half a pair: .+ud800",
     "{{ ''.__class__.__mro__ }}": "cannot render",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": ENDLESS,
     "{{ 9 ** (9 ** 9) }}": ENDLESS,
