@@ -673,6 +673,7 @@ def test_wrong_places_in_shared_memory_are_refused(
         ("a", REGION, 4097, "Invalid offset"),
         ("a", REGION, 0, "byte_size: must be a whole number of bytes from 1"),
         ("a", "/../etc/passwd", 4, "key: must be the name of a POSIX shared memory object"),
+        ("a", "penstock-ranks-1", 4, "key: must be the name of a POSIX shared memory object"),
         ("a", "..", 4, "key: must be the name of a POSIX shared memory object"),
         ("a", "/a/b", 4, "key: must be the name of a POSIX shared memory object"),
         ("a", "a\0b", 4, "key: must be the name of a POSIX shared memory object"),

@@ -23,8 +23,8 @@ from penstock.core.errors import invalid
 from .shared_state import Region, SharedState
 
 FOLDER = Path("/dev/shm")
-KEY_PATTERN = re.compile(r"/?([A-Za-z0-9_.-]{1,255})")
-"""A valid name for ``shm_open``, without slashes."""
+KEY_PATTERN = re.compile(r"/?(?!penstock-)([A-Za-z0-9_.-]{1,255})")
+"""A valid name for ``shm_open``, without slashes, and none that Penstock gives to objects of its own."""
 MAX_REGIONS = 1024
 MAX_NAME_LENGTH = 255
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
@@ -58,7 +58,8 @@ class SharedMemory:
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH:
             raise invalid("name", f"must have from 1 to {MAX_NAME_LENGTH} characters", MAX_NAME_LENGTH)
         if not isinstance(key, str) or not (match := KEY_PATTERN.fullmatch(key)) or match[1] in (".", ".."):
-            raise invalid("key", "must be the name of a POSIX shared memory object, such as /input_data")
+            words = "must be the name of a POSIX shared memory object, such as /input_data, not penstock-…"
+            raise invalid("key", words)
         region = Region(match[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
         with _opened(region, os.O_RDWR):
             pass
