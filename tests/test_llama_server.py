@@ -156,8 +156,17 @@ def test_errors(served: Served) -> None:
         ({"prompt": "x", "mirostat": 2}, "not_supported_error", "mirostat"),
         ({"prompt": 7}, "invalid_request_error", "prompt"),
         ({}, "invalid_request_error", "prompt"),
+        ({"prompt": []}, "invalid_request_error", "prompt"),
+        ({"prompt": [["a", 1]] * 3000}, "invalid_request_error", "at most 2048"),
+        (
+            {"prompt": ["a", 1] * 90_000},
+            "exceed_context_size_error",
+            "has 9",
+        ),  # once it is too long, no text is encoded
+        ({"prompt": "x", "logit_bias": [["a", 1]] * 60_000}, "invalid_request_error", "at most 1024 entries"),
         ({"prompt": [1] * 5000}, "exceed_context_size_error", "5000"),
     ):
         error = post(served, "/completion", 400, **body)["error"]
         assert (error["code"], error["type"]) == (400, kind) and words in error["message"]
+    assert "content" in post(served, "/embedding", 400, content=[])["error"]["message"]
     assert httpx.post(f"{served.root}/completion", content=b"{").json()["error"]["type"] == "invalid_request_error"

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 MAX_INLINE_SIZE = 8192
 """Characters of a prompt that is encoded in the event loop; longer ones are encoded in a thread."""
+FILE_SIZE = 16
+"""Characters that a file of a prompt counts for besides its own, as the shortest one takes time, too."""
 NUM_ENCODE_THREADS = 2
 """Threads for encoding prompts."""
 NUM_MEDIA_THREADS = 8
@@ -126,7 +128,9 @@ class Gateway:
         self._check_length(suffix)
         for _, text in files:
             self._check_length(text)
-        characters = max(size, len(prefix) + len(suffix) + sum(len(text) for _, text in files))
+        characters = max(
+            size, len(prefix) + len(suffix) + sum(FILE_SIZE + len(name) + len(text) for name, text in files)
+        )
         tokenizer = self.input_processor.tokenizer
         return await self.prepare(characters, lambda: infill_prompt(tokenizer, prefix, suffix, files))
 

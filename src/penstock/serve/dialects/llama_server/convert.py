@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.sampling import MAX_ENTRIES
 from penstock.frontend.gateway import Gateway
+from penstock.serve.dialects.openai.requests import MAX_PROMPTS
 from penstock.serve.http.body import convert
 from penstock.serve.http.unknown_fields import UnknownFields
 
@@ -52,6 +55,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_progress": (False,),
 }
 """Fields that are not supported, with the values that have no effect."""
+PART_SIZE = 16
+"""Characters that a part of a prompt counts for besides its own, as the shortest one takes time, too."""
 UNBOUNDED = (-1, -2)
 """Values of ``n_predict`` for as many as the context holds."""
 
@@ -86,30 +91,51 @@ async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dic
     return fields | {"model": request.model, "stream": request.stream}
 
 
-async def prompts_of(given: PromptField, gateway: Gateway) -> list[str] | list[list[int]]:
-    """The prompts: one, or with a list of texts or lists several. Texts alone stay texts."""
+async def prompts_of(given: PromptField, gateway: Gateway, field: str = "prompt") -> list[str] | list[list[int]]:
+    """The prompts: one, or with a list of texts or lists several. Texts alone stay texts.
+
+    Args:
+        field: that has them, for errors.
+
+    Raises ``PenstockError`` (``invalid``) where they are too many.
+    """
     if isinstance(given, str):
         return [given]
-    if any(isinstance(part, int) for part in given):
-        return [await _mixed(given, gateway)]
     if all(isinstance(part, str) for part in given):
         return [part for part in given if isinstance(part, str)]
-    return [await _mixed([part] if isinstance(part, str | int) else part, gateway) for part in given]
+    if any(isinstance(part, int) for part in given):
+        prompts: list[Any] = [given]
+    elif len(given) > MAX_PROMPTS:
+        raise invalid(field, f"holds {len(given)} prompts, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
+    else:
+        prompts = [[part] if isinstance(part, str) else part for part in given]
+    size = sum(PART_SIZE + (len(part) if isinstance(part, str) else 0) for parts in prompts for part in parts)
+    longest = gateway.engine_pool.require_engine().max_model_len
+    encode = gateway.input_processor.encode
+    return await gateway.prepare(size, lambda: [_encoded(parts, encode, longest) for parts in prompts])
 
 
-async def _mixed(parts: Any, gateway: Gateway) -> list[int]:
-    """One prompt of texts and token ids; a text at its beginning has the tokenizer's special tokens."""
+def _encoded(parts: list[str | int], encode: Callable[[str, bool], list[int]], longest: int) -> list[int]:
+    """One prompt of texts and token ids; a text at its beginning has the tokenizer's special tokens. No more parts are
+    encoded of one that is longer than the context, and will be refused."""
     token_ids: list[int] = []
     for i, part in enumerate(parts):
-        token_ids += [part] if isinstance(part, int) else await gateway.encode(part, i == 0)
+        if isinstance(part, int):
+            token_ids.append(part)
+        elif len(token_ids) <= longest:
+            token_ids += encode(part, i == 0)
     return token_ids
 
 
 async def _biases(given: Mapping[str, float | bool] | list[Any], gateway: Gateway) -> dict[str, Any]:
+    if len(given) > (limit := MAX_ENTRIES["logit_bias"]):
+        raise invalid("logit_bias", f"must hold at most {limit} entries", limit)
+    entries = list(given.items() if isinstance(given, Mapping) else given)
+    size = sum(len(token) for token, _ in entries if isinstance(token, str))
     biases: dict[int, float] = {}
     forbidden: list[int] = []
-    for token, value in given.items() if isinstance(given, Mapping) else given:
-        for token_id in [token] if isinstance(token, int) else await gateway.encode(token, False):
+    for token, value in entries:
+        for token_id in [token] if isinstance(token, int) else await gateway.encode(token, False, size):
             if value is False:
                 forbidden.append(token_id)
             else:

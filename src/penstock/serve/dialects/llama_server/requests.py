@@ -10,7 +10,7 @@ from penstock.serve.chat.request import Message, TokenId, Tool
 
 Mixed = list[str | TokenId]
 """One prompt of texts and token ids."""
-PromptField = str | list[str | TokenId | Mixed]
+PromptField = str | Annotated[list[str | TokenId | Mixed], msgspec.Meta(min_length=1)]
 """A text; token ids, perhaps mixed with texts; or several of these."""
 
 

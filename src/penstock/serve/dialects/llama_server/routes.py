@@ -87,7 +87,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     async def embedding(raw_request: Request) -> Response:
         request, _ = await read_request(raw_request, EmbeddingRequest)
         service = served_models.find(request.model)
-        prompts: Any = await prompts_of(request.content, service.gateway)
+        prompts: Any = await prompts_of(request.content, service.gateway, "content")
         converted = openai.EmbeddingRequest(input=prompts, model=request.model)
         handler = LlamaServerEmbeddingHandler(service, record_of(raw_request.scope), converted)
         return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
