@@ -23,6 +23,7 @@ from serving import Servers, free_ports
 
 from penstock.config.options import EngineOptions, ServerOptions
 from penstock.config.settings import settings
+from penstock.ops.cores import usable_cores
 from penstock.version import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -198,6 +199,21 @@ def test_health_check(servers: Servers) -> None:
         environment = os.environ | {"PENSTOCK_PORT": str(port)}
         asked = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True)
         assert (asked.returncode == 0) == healthy, asked.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "unlimited"),
+    [
+        ({"cpu.max": "{} 100000"}, "max"),
+        ({"cpu/cpu.cfs_quota_us": "{}", "cpu/cpu.cfs_period_us": "100000"}, "-1"),
+    ],
+)
+def test_threads_are_as_many_as_a_containers_cpus(tmp_path: Path, files: dict[str, str], unlimited: str) -> None:
+    for quota, cores in (("50000", 1), ("199999", 1), (unlimited, len(os.sched_getaffinity(0)))):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text.format(quota) + "\n")
+        assert usable_cores(tmp_path) == cores
 
 
 def test_pods_let_requests_finish() -> None:

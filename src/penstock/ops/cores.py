@@ -8,17 +8,21 @@ from pathlib import Path
 from penstock.core.errors import invalid
 
 FIELD = "cpu_binding"
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+"""CPU quota and its period, in the second and the first version of control groups."""
 
 
-def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, or its cgroup's CPU quota where that is lower."""
+def usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: its CPU affinity, or the CPU quota of its container where that is lower."""
     cores = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as limit:
-            quota, period = limit.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    for files in QUOTAS:
+        try:
+            quota, period = " ".join((control_group / name).read_text() for name in files).split()
+        except (OSError, ValueError):
+            continue
+        if quota not in ("max", "-1"):
+            cores = max(1, min(cores, int(quota) // int(period)))
+    return cores
 
 
 def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
