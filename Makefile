@@ -68,7 +68,7 @@ build/fuzz/%.txt: $(shell find src csrc tests/fuzz*.py -name '*.py' -o -path 'cs
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: .venv/tools
-	$(PIP) --no-deps --target build/sanitize --upgrade --config-settings=cmake.define.PENSTOCK_SANITIZE=ON \
+	PENSTOCK_SETS=all $(PIP) --no-deps --target build/sanitize --upgrade --config-settings=cmake.define.PENSTOCK_SANITIZE=ON \
 		--config-settings=build-dir=build/sanitized .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python tests/sanitized.py build/sanitize tests/test_ops.py

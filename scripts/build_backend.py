@@ -44,15 +44,15 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
 
 @contextmanager
 def _commit_written() -> Iterator[None]:
-    """Have the file meanwhile, unless it is there, as in an sdist, or this folder is no checkout."""
-    commit = "" if COMMIT.exists() or not Path(".git").exists() else _head()
+    """Have the file meanwhile. An sdist has it already."""
+    commit = _head() if Path(".git").exists() else ""
     if commit:
         COMMIT.write_text(commit + "\n")
     try:
         yield
     finally:
         if commit:
-            COMMIT.unlink()
+            COMMIT.unlink(missing_ok=True)
 
 
 def _head() -> str:

@@ -80,7 +80,7 @@ def _instruction_set(isa: str, built: Sequence[str], machine: Sequence[str]) -> 
         return ""
     if best in built:
         return f"kernels for {best} are built and {isa} is chosen: unset PENSTOCK_ISA"
-    return f"kernels for {best} are not built: PENSTOCK_SETS=native pip install --no-binary penstock penstock"
+    return f"kernels for {best} are not built: pip install --force-reinstall --no-deps ., in its sources"
 
 
 def _kv_cache(kv_bytes: int, free_bytes: int) -> str:

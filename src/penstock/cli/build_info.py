@@ -25,11 +25,8 @@ def version_line() -> str:
 
 
 def _commit() -> str:
-    """The commit that this installation is of: from the file ``COMMIT``, from git in a checkout, or from pip where it
+    """The commit that this installation is of: from git in a checkout, from the file ``COMMIT``, or from pip where it
     installed from a repository; empty where none tells."""
-    if COMMIT.exists():
-        commit, dash, state = COMMIT.read_text().strip().partition("-")
-        return commit[:12] + dash + state
     checkout = PACKAGE.parents[1]
     if (checkout / ".git").exists():
         command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
@@ -37,6 +34,9 @@ def _commit() -> str:
             return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
         except (OSError, subprocess.SubprocessError):
             return ""
+    if COMMIT.exists():
+        commit, dash, state = COMMIT.read_text().strip().partition("-")
+        return commit[:12] + dash + state
     try:
         origin = json.loads(distribution("penstock-llm").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
@@ -50,8 +50,8 @@ def _kernels() -> str:
     name = "penstock.ops._kernels"
     for finder in sys.meta_path:  # import_module would import penstock.ops first, and with it torch
         if (spec := finder.find_spec(name, [str(PACKAGE / "ops")])) and spec.loader:
-            kernels = module_from_spec(spec)
             try:
+                kernels = module_from_spec(spec)
                 spec.loader.exec_module(kernels)
             except ImportError:
                 break
