@@ -71,6 +71,7 @@ def test_everything_that_is_stored(url: str, tmp_path: Path) -> None:
             check_responses(one, two)
             check_conversations(one, two)
             check_files_and_batches(one, two)
+            check_texts_that_it_does_not_take(one)
             page = httpx.get(f"{servers[0].root}/metrics").text
             assert 'penstock:storage_responses{tenant=""} 6.0' in page
         finally:
@@ -89,6 +90,13 @@ def check_responses(one: openai.OpenAI, two: openai.OpenAI) -> None:
     two.responses.delete(second.id)
     with pytest.raises(openai.NotFoundError):
         one.responses.retrieve(second.id)
+
+
+def check_texts_that_it_does_not_take(client: openai.OpenAI) -> None:
+    """PostgreSQL takes no zero byte, which is the sender's mistake, and no failure of the server."""
+    for path in ("files/%00", "responses/a%00b", "conversations/%00", "batches/%00"):
+        answer = httpx.get(f"{client.base_url}{path}")
+        assert answer.status_code == 400 and "does not take this" in answer.text
 
 
 def check_conversations(one: openai.OpenAI, two: openai.OpenAI) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, select, text
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DataError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.schema import CreateColumn, CreateIndex, CreateTable
 
 from penstock.config.options import ServerOptions
@@ -60,10 +60,13 @@ class Database:
         """Run a function in a transaction, which an exception rolls back. In SQLite, transactions run one after the
         other.
 
-        Raises ``PenstockError`` (``unavailable``) where the database does not answer.
+        Raises ``PenstockError``: ``invalid`` for texts that the database does not take, as PostgreSQL takes no zero
+        byte; ``unavailable`` where it does not answer.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, transaction)
+        except DataError as error:
+            raise PenstockError(Code.INVALID, f"the server's database does not take this: {_reason(error)}") from error
         except SQLAlchemyError as error:
             words = f"the server's database does not answer: {_reason(error)}"
             raise PenstockError(Code.UNAVAILABLE, words) from error
