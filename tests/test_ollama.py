@@ -68,6 +68,27 @@ def test_tools(client: ollama.Client) -> None:
     assert "21" in (client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY).message.content or "")
 
 
+def test_calls_with_ids(tmp_path: Path) -> None:
+    """Open WebUI and the AI SDK's provider give calls ids of their own, which some templates insist on."""
+    template = tmp_path / "ids.jinja"
+    template.write_text(
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}"
+        "{{ message.tool_call_id }}{{ message.content }}{% endfor %}"
+    )
+    asked = {"role": "user", "content": "Weather?"}
+    call = {"id": "call_1234", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+    result = {"role": "tool", "tool_call_id": "call_1234", "content": "21"}
+    with Served("--chat-template", str(template), "--num-gpu-blocks-override", "100") as served:
+        tokens = []
+        for called, told in ((call, result), (call | {"id": None}, result), (call, result | {"tool_call_id": None})):
+            messages = [asked, {"role": "assistant", "tool_calls": [called]}, told]
+            body = {"model": MODEL, "messages": messages, "stream": False, "options": {"num_predict": 1}}
+            answer = httpx.post(f"{served.root}/api/chat", json=body)
+            assert answer.status_code == 200 and "x-penstock-ignored" not in answer.headers, answer.text
+            tokens.append(answer.json()["prompt_eval_count"])
+    assert tokens[0] > tokens[1] and tokens[0] > tokens[2]
+
+
 @pytest.mark.row("ollama", "/api/generate")
 @pytest.mark.row("ollama", "num_predict")
 @pytest.mark.row("ollama", "num_ctx", "num_thread", "num_gpu", "num_batch", "num_keep", "main_gpu", "use_mmap")

@@ -554,7 +554,7 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
     "message": (
         "/v1/messages",
         {"messages": [{"role": "user", "content": [CACHED], "id": "x"}], "thinking": {"type": "disabled", "x": 1}},
-        "messages[0].id, messages[0].content[0].cache_control, thinking.x",
+        "messages[0].id, thinking.x",
     ),
     "message's tokens": ("/v1/messages/count_tokens", {"messages": STORY, "more": 1}, "more"),
     "response": ("/v1/responses", {"input": "x", "text": {"verbosity": "low"}, "more": 1}, "more, text.verbosity"),
@@ -590,6 +590,38 @@ def test_strict_requests_name_the_nearest_field(strict: Served) -> None:
     assert error["message"] == "messages[0].contents: no such field; did you mean content?"
     schemas = httpx.get(f"{strict.root}/openapi.json", headers=KEY).json()["components"]["schemas"]
     assert schemas["ChatRequest"]["additionalProperties"] is False
+
+
+def test_strict_requests_take_back_what_was_answered(strict: Served) -> None:
+    """As agents do, which send the items and blocks of an answer with the next request."""
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = httpx.post(strict.root + path, json=body | {"temperature": 0}, headers=KEY)
+        assert answer.status_code == 200, answer.text
+        document: dict[str, Any] = answer.json()
+        return document
+
+    body = {"input": [question], "tools": [{"type": "function", "name": "get_weather", "parameters": schema}]}
+    body |= {"chat_template_kwargs": {"enable_thinking": True}}
+    output = post("/v1/responses", body | {"tool_choice": "required"})["output"]
+    call = output[-1]
+    assert (output[0]["type"], call["type"]) == ("reasoning", "function_call")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": '{"temperature": 21}'}
+    more = post("/v1/responses", body | {"input": [question, *output, result]})["output"]
+    assert more
+    post("/v1/responses", body | {"input": [question, *output, result, *more, question]})
+
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {"max_tokens": 200, "tools": [{"name": "get_weather", "input_schema": schema} | cached]}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 100}}
+    content = post("/v1/messages", body | {"messages": [question], "tool_choice": {"type": "any"}})["content"]
+    assert [block["type"] for block in content] == ["thinking", "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": '{"temperature": 21}'}
+    told = {"role": "user", "content": [result | cached | {"is_error": False}]}
+    messages = [question, {"role": "assistant", "content": content}, told]
+    assert post("/v1/messages", body | {"messages": messages})["content"]
 
 
 def test_an_unknown_field_is_logged_once_a_client(server: Served, plain: httpx.Client) -> None:

@@ -19,7 +19,7 @@ class ImageSource(msgspec.Struct, kw_only=True):
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A part of a message. Other fields (``cache_control``, ``citations``) have no effect."""
+    """A part of a message."""
 
     type: str
     text: str | None = None
@@ -28,9 +28,15 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    """Id of the call that a tool result answers."""
     source: ImageSource | None = None
     content: str | list[Block] | None = None
-    """Id of the call that a tool result answers."""
+
+    signature: str | None = None
+    is_error: bool | None = None
+    citations: list[Any] | dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    """No effect, as the three above."""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +49,9 @@ class Tool(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+    """No effect, as the one above: calls are streamed in any case."""
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

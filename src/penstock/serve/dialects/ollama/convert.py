@@ -110,6 +110,8 @@ def _message(message: OllamaMessage, where: str) -> dict[str, Any]:
         result["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     if message.tool_name:
         result["name"] = message.tool_name
+    if message.tool_call_id:
+        result["tool_call_id"] = message.tool_call_id
     return result
 
 
@@ -117,7 +119,11 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(where, "needs a function with a name")
-    return {"type": "function", "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return named | {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": function.get("arguments") or {}},
+    }
 
 
 def _data_url(image: str) -> str:

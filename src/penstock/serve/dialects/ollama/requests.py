@@ -19,6 +19,8 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     """In base64."""
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
+    tool_call_id: str | None = None
+    """Of the call whose result this is, as clients have named it there."""
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from penstock.serve.chat.request import TOOL_NAME, Count, NonEmptyText, Number, 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, omit_defaults=True):
     """A part of an item's content."""
 
     type: str
@@ -20,6 +20,9 @@ class Part(msgspec.Struct):
     image_url: str | None = None
     file_id: str | None = None
     detail: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    """Of answers that clients send back; no effect, as the one above."""
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -33,6 +36,12 @@ class Item(msgspec.Struct, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
+
+    id: str | None = None
+    status: str | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+    """Of the output of responses that clients send back; no effect, as the three above."""
 
 
 class Tool(msgspec.Struct, kw_only=True):

@@ -42,7 +42,7 @@ def input_items(request: CountTokensRequest, name: str) -> list[Document]:
         given = [msgspec.convert({"role": "user", "content": parts}, Item)]
     items: list[Document] = msgspec.to_builtins(given)
     return [
-        {"id": f"in_{name}_{i}", **{key: value for key, value in item.items() if value is not None}}
+        {key: value for key, value in item.items() if value is not None} | {"id": f"in_{name}_{i}"}
         for i, item in enumerate(items)
     ]
 
