@@ -16,7 +16,7 @@ serve: .venv/ready
 test: .venv/tools
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
 	make --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -rs --numprocesses 4 --dist loadfile tests/test_*.py tests/installed.py; tests=$$?; \
+	$(BIN)/python -m pytest -rs --numprocesses 6 --dist loadfile tests/test_*.py tests/installed.py; tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$said"; [ $$tests = 0 ] && [ $$lint = 0 ]
 
 # That wheel alone.
@@ -32,6 +32,7 @@ thorough: .venv/tools executors exactness fuzz
 	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/test_server.py
 	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/test_speculation.py
 	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_kserve.py
+	PENSTOCK_READING_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_reading.py
 	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py
 	PENSTOCK_BROKEN_CHECKPOINTS=400 $(BIN)/python -m pytest tests/test_broken_checkpoints.py
 

@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LONG = (
-    "installed cuda_compile nodes ranks exactness cuda_engine storm router prefill_decode_failures guided server "
-    "downloads several_models prefill_decode async_llm hub kv_offloading ray data_parallel cuda_matrix weights "
-    "server_schema seed_vllm bladellm executors together seed_paddlenlp seed_triton lora llm run_batch gguf chat "
-    "quantize cli engine_folder quantized_checkpoints speculation"
+    "cuda_compile installed portable storm exactness ranks guided ops server several_models attacks router "
+    "cuda_engine cuda_matrix nodes images prefill_decode kv_offloading downloads latent_attention experts web "
+    "stored_responses speculative_heads hub speech server_schema vision_families gguf async_llm "
+    "prefill_decode_failures data_parallel lora seed_triton weights cuda_attention quantize bladellm batches cli "
+    "together reading engine_folder llm encoders speculation run_batch tracing tools quantized_checkpoints "
+    "executors videos site search chat docs paddlenlp storage_limits transformers_models family_features embed "
+    "thoughts scheduler rerank responses seed_vllm chat_prompts cuda_experts pd_hosts kserve ray paddlenlp_server"
 ).split()
 """Files that take longest are begun first, so that no process is left with one of them when the others are done."""
 

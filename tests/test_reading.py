@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from penstock.text import (
     tool_call_format,
 )
 
+EXAMPLES = int(os.environ.get("PENSTOCK_READING_EXAMPLES", "40"))
+"""Drawn texts for each format of tool calls and each stage of reasoning."""
 TOOLS = {name: tool_call_format(name, "") for name in (
     "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
     "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2", "openai",
@@ -317,7 +320,7 @@ FRAGMENTS += [HARMONY, "<|channel|>analysis<|message|>"]
 @pytest.mark.parametrize("tools", TOOLS)
 @pytest.mark.parametrize("stage", list(ReasoningStage))
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_any_text_in_any_pieces(tools: str, stage: ReasoningStage, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
     thought = data.draw(st.sampled_from([None, *THOUGHTS]))
