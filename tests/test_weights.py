@@ -378,6 +378,12 @@ def test_nothing_leaks(old: Path, new: Path) -> None:
 def test_dropped_engine_is_freed_at_once(old: Path, new: Path) -> None:
     """With its last reference, whatever it has done: no cycle of references keeps it, and its memory, until the next
     garbage collection."""
+
+    def count_models() -> int:
+        return sum(type(one) is Decoder for one in gc.get_objects())
+
+    gc.collect()
+    others = count_models()  # of other tests
     llm = LLM(old, **OPTIONS)
     answers(llm)
     llm.update_weights(new)
@@ -388,5 +394,6 @@ def test_dropped_engine_is_freed_at_once(old: Path, new: Path) -> None:
     try:
         del llm
         assert engine() is None
+        assert count_models() <= others
     finally:
         gc.enable()
