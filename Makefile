@@ -32,6 +32,7 @@ thorough: .venv/tools executors exactness fuzz
 	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/test_server.py
 	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/test_speculation.py
 	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_kserve.py
+	PENSTOCK_OPS_EXAMPLES=200 $(BIN)/python -m pytest tests/test_ops.py
 	PENSTOCK_READING_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_reading.py
 	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py
 	PENSTOCK_BROKEN_CHECKPOINTS=400 $(BIN)/python -m pytest tests/test_broken_checkpoints.py

@@ -30,7 +30,7 @@ from penstock.engine.engine import Engine
 from penstock.ops import reference
 
 SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "56"))
-LARGEST = 64 if SCHEDULES >= 1000 else 32
+LARGEST = 64 if SCHEDULES >= 1000 else 24
 """Requests to draw from, and in the largest schedules."""
 SEED = os.environ.get("PENSTOCK_EXACTNESS_SEED", "")
 """Other requests and other schedules with another text."""

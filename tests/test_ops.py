@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -59,7 +60,9 @@ def close(got: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from(DTYPES)
-few = settings(max_examples=25, deadline=None)
+EXAMPLES = int(os.environ.get("PENSTOCK_OPS_EXAMPLES", "25"))
+"""Drawn shapes for each kernel and instruction set."""
+few = settings(max_examples=EXAMPLES, deadline=None)
 
 
 @few
@@ -110,7 +113,7 @@ def spoil(seed: int, weight: Tensor, x: Tensor) -> None:
         x[: draw.randrange(len(x) + 1)] *= draw.choice([1e-24, 1e20])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 130), more=st.integers(0, 200), dtype=dtypes)
 def test_argmax_by_a_sketch(seed: int, rows: int, inputs: int, more: int, dtype: torch.dtype) -> None:
     outputs = cpu.sketch.MIN_SKETCH_OUTPUTS + more
@@ -160,7 +163,7 @@ def test_a_sketch_says_when_it_takes_the_whole() -> None:
     assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES * 3 // 2, deadline=None)
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), outputs=sizes, bias=st.booleans(), out_float32=st.booleans())
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_rounded_linear(
@@ -205,7 +208,7 @@ quantized = st.builds(
 """Formats of checkpoints."""
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=2 * EXAMPLES, deadline=None)
 @given(
     seed=seeds,
     format=quantized,
@@ -420,7 +423,7 @@ def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 25
     return ours, theirs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds)
 def test_attention(seed: int) -> None:
     rng = Random(seed)
@@ -490,7 +493,7 @@ def test_results_are_written_where_they_are_wanted(seed: int, format: Format) ->
         check(module, adapters)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds)
 def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     """Every row, bit by bit: alone, in any cut of the batch, and with one thread or two."""
@@ -579,7 +582,7 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
         cpu.capture(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), 9, 1, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds)
 def test_kv_caches_are_exchanged(seed: int) -> None:
     """Ranks with other heads and other blocks read from a transfer buffer what was stored, to the bit; and the bytes in
@@ -721,7 +724,7 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
     return ours, theirs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds, dtype=dtypes)
 def test_adapters(seed: int, dtype: torch.dtype) -> None:
     """Rows of several adapters and of none, in any order: each as if it were alone."""
