@@ -203,6 +203,33 @@ def test_a_stream_that_is_not_read_does_not_grow(served: Served, stub: Any) -> N
     call.cancel()
 
 
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]
+"""Options of a client that takes little before it is read from."""
+
+
+def test_a_stream_that_is_not_read_ends() -> None:
+    """With all its requests, each of whose responses repeats a long id."""
+    with (
+        Served("--num-gpu-blocks-override", "200", "--grpc-port", "0", "--client-timeout", "2") as server,
+        grpc.insecure_channel(server.find(r"gRPC at (\S+)")[1], NARROW) as channel,
+    ):
+        left = threading.Event()
+
+        def requests() -> Iterator[Any]:
+            flags = {"stream": True, "return_log_probs": True}
+            yield from (generation(f"{i}" + "x" * 20_000, 1500, **flags) for i in range(24))
+            left.wait(60)
+
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
+        next(call)
+        server.find("ModelStreamInfer id=.* error=timeout reason=.nothing was read for 2 seconds")
+        assert re.search(r"penstock:num_requests_open\{.*\} 0\.0", httpx.get(f"{server.root}/metrics").text)
+        left.set()
+        with pytest.raises(grpc.RpcError) as ended:
+            list(call)
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 def test_a_stream_that_repeats_all_its_texts_ends_within_bounds(served: Served) -> None:
     """Which is 40 MB where each of its 60 steps repeats them; the last object has all of them."""
     body = {"prompt": "The sea. " * 550, "n": 128, "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 1}

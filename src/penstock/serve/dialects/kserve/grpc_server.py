@@ -236,13 +236,6 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             places = asyncio.Semaphore(MAX_STREAM_REQUESTS)
             tasks: set[asyncio.Task[None]] = set()
 
-            async def put(response: Any) -> None:
-                try:
-                    async with asyncio.timeout(patience):
-                        await news.put(response)
-                except TimeoutError as error:
-                    raise PenstockError(Code.TIMEOUT, f"nothing was read for {patience:g} seconds") from error
-
             async def answer(request: Any) -> None:
                 model, request_id = getattr(request, "model_name", ""), getattr(request, "id", "")
                 try:
@@ -251,7 +244,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                         aclosing(self._responses(request, record, streamed=True)) as responses,
                     ):
                         async for response in responses:
-                            await put(pb.ModelStreamInferResponse(infer_response=response))
+                            await news.put(pb.ModelStreamInferResponse(infer_response=response))
                         stream_record.unknown.join(record.unknown)
                 except PenstockError as error:
                     failed = pb.ModelInferResponse(model_name=model, id=request_id)
@@ -284,8 +277,11 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             running = asyncio.create_task(run())
             try:
                 while (response := await news.get()) is not None:
-                    await context.write(response)
+                    async with asyncio.timeout(patience):
+                        await context.write(response)
                 context.set_trailing_metadata(_trailing(stream_record.unknown))
+            except TimeoutError as error:
+                raise PenstockError(Code.TIMEOUT, f"nothing was read for {patience:g} seconds") from error
             finally:
                 for task in (running, *tasks):
                     task.cancel()
