@@ -186,7 +186,7 @@ def test_one_leaves_once_its_answers_have_ended_and_comes_back(
     many: list[int] = []  # prompts, of which the engine has a part at a time
 
     def ask_many() -> None:
-        asked = {"model": "small", "prompt": [PROMPT] * 80, "max_tokens": 50, "extra_body": {"ignore_eos": True}}
+        asked = {"model": "small", "prompt": [PROMPT] * 80, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
         many.append(len(client.with_options(max_retries=0).completions.create(**asked).choices))
 
     asking = threading.Thread(target=ask_many)
