@@ -186,7 +186,8 @@ class Served(Logged):
     def kill(self) -> None:
         """End whatever is still there."""
         for pid in processes(self.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended with its parent
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self.close_log()
 
