@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Served
+
+from penstock.config.options import ServerOptions
+from penstock.serve.storage.database import Database
 
 ENDED = ("completed", "cancelled", "failed")
 KEYS = ("first key", "second key")
@@ -186,3 +191,21 @@ def test_limits_that_cannot_be_read(limits: str) -> None:
         assert server.ended() != 0
     finally:
         server.kill()
+
+
+def open_each(folders: list[str], together: Barrier) -> None:
+    for folder in folders:
+        together.wait()
+        Database(ServerOptions(storage_dir=folder))
+
+
+def test_processes_that_open_a_new_database_at_once_all_open_it(tmp_path: Path) -> None:
+    """As API processes do. SQLite by itself refuses some of them: 1 of 240 here."""
+    context, count = multiprocessing.get_context("spawn"), 4
+    together, folders = context.Barrier(count, timeout=60), [str(tmp_path / str(i)) for i in range(100)]
+    processes = [context.Process(target=open_each, args=(folders, together)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * count
