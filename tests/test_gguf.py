@@ -338,7 +338,7 @@ def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, Tokenizer(checkpoint_folder(tokenizer_file(tmp_path_factory.mktemp("bpe"), add)))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(text=TEXT)
 def test_byte_level_bpe_splits_as_llama_cpp(byte_level: tuple[str, Tokenizer], text: str) -> None:
     name, ours = byte_level
@@ -367,7 +367,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen2Tokenizer, Toke
     return theirs, Tokenizer(checkpoint_folder(file))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(text=TEXT)
 def test_qwen_s_tokenizer_is_its_own(qwen: tuple[Qwen2Tokenizer, Tokenizer], text: str) -> None:
     theirs, ours = qwen
@@ -443,7 +443,7 @@ def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor,
     writer.add_add_space_prefix(prefixed)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(text=TEXT)
 def test_sentencepiece_is_as_its_library_has_it(
     pieces: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
