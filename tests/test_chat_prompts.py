@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served, Servers, processes
+from serving import Served, Servers, descendants
 
 ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
 ANSWER = "The capital of Canada is Ottawa."
@@ -203,4 +203,4 @@ def test_no_template_does_harm(trusting: Served) -> None:
     finally:
         ended.set()
         probing.join()
-    assert len(processes(trusting.pid)) <= 4, "supervisor, engine, API, and one that renders"
+    assert len(descendants(trusting.pid)) <= 4, "engine, API, one that compiles grammars, and one that renders"

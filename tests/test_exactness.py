@@ -29,7 +29,7 @@ from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, T
 from penstock.engine.engine import Engine
 from penstock.ops import reference
 
-SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "56"))
+SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "200"))
 LARGEST = 64 if SCHEDULES >= 1000 else 24
 """Requests to draw from, and in the largest schedules."""
 SEED = os.environ.get("PENSTOCK_EXACTNESS_SEED", "")
