@@ -30,15 +30,13 @@ class SessionStatistics:
 
     answers: int = 0
     tokens: int = 0
-    later_tokens: int = 0
-    """Tokens but for the first of each answer."""
     seconds: float = 0.0
-    """From the first token of an answer to its end."""
+    """From each question to the end of its answer: tokens come in groups, so that less says little of short answers."""
 
     @property
     def speed(self) -> float:
         """Tokens a second."""
-        return self.later_tokens / self.seconds if self.seconds else 0.0
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Command(NamedTuple):
@@ -195,11 +193,10 @@ class Session:
         if tokens is not None:
             self.statistics.answers += 1
             self.statistics.tokens += tokens
-            self.statistics.later_tokens += max(tokens - 1, 0)
-            self.statistics.seconds += ended - first
+            self.statistics.seconds += ended - started
             self.used = (answer.prompt_tokens or 0) + tokens
-            speed = f", {(tokens - 1) / (ended - first):.1f} tokens/s" if tokens > 1 and ended > first else ""
-            self.terminal.note(f"{tokens} tokens{speed}, first after {first - started:.2f} s")
+            speed = tokens / (ended - started)
+            self.terminal.note(f"{tokens} tokens, {speed:.1f} tokens/s, first after {first - started:.2f} s")
         maximum = self.conversation.sampling.get("max_tokens", math.inf)
         if answer.finish_reason == "length" and (tokens is None or tokens < maximum):
             self.terminal.complain(FULL)
