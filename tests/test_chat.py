@@ -330,7 +330,7 @@ def test_images(tmp_path: Path) -> None:
         person.see(r"/help tells.*> ")
         quoted = str(paths[0]).replace(" ", "\\ ")
         person.type(f"Which colour? {quoted}\n")
-        person.see(r"with the image .*a red one\.png.*\r\n.*red\r\n.*1 tokens, first after.*> ")
+        person.see(r"with the image .*a red one\.png.*\r\n.*red\r\n.*1 tokens, .*first after.*> ")
         person.type(f"/reset\n/image {paths[1]}\n")
         person.see("goes with the next question.*> ")
         person.type("Which colour?\n")
