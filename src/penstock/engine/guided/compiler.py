@@ -17,8 +17,10 @@ from penstock.core.errors import invalid
 
 from .added_tokens import AddedTokens
 from .backend import Backend, Grammar
+from .bounded_guide import BoundedGrammar, TokenClasses
 from .compile_process import STACK_SIZE, CompileProcess, CompileResult
 from .errors import UnsupportedError, first_line
+from .structural_tag import allows_free_text
 from .vocabulary import check_no_added_tokens, load_tokenizer, read_added_tokens
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._added_tokens: AddedTokens | None = None
         """None until the backend has the vocabulary."""
+        self._token_classes: TokenClasses | None = None
         self._vocabulary_failure: Failure | None = None
         """Why the backend cannot use the vocabulary."""
         self._vocabulary_lock = threading.Lock()
@@ -154,7 +157,11 @@ class GrammarCompiler:
             raise self._unsupported(field, result.error)
         if result.error:
             raise invalid(field, f"is wrong: {result.error}")
-        return backend.grammar(request, result)
+        grammar = backend.grammar(request, result)
+        if not params.is_json:
+            return grammar
+        assert self._token_classes
+        return BoundedGrammar(grammar, self._token_classes, bounds_strings=not allows_free_text(params))
 
     def _compile_in_process(self, request: bytes, future: Future[Grammar], timeout: float | None) -> CompileResult:
         assert self._process
@@ -182,6 +189,7 @@ class GrammarCompiler:
                 added_tokens = read_added_tokens(self._vocabulary)
                 tokenizer = load_tokenizer(self._vocabulary, self._vocab_size)
                 self._process = self._backend.result().set_vocabulary(self._vocabulary, tokenizer, added_tokens)
+                self._token_classes = TokenClasses(tokenizer)
             except PenstockError as error:
                 self._vocabulary_failure = error.failure
             else:

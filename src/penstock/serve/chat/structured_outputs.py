@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
-from penstock.core.guided import check_schema, disallow_additional_properties, schema_to_json
+from penstock.core.guided import check_schema, clean_schema, disallow_additional_properties, schema_to_json
 from penstock.text import ToolCallFormat, forced_call_tag
 
 from .request import ChatRequest, GenerationRequest, NamedTool, ResponseFormat
@@ -57,14 +57,15 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         return None
     known = {}
     for i, tool in enumerate(request.tools or ()):
-        parameters = {"type": "object"} | (tool.function.parameters or {})
+        field = f"tools[{i}].function.parameters"
+        parameters = {"type": "object"} | clean_schema(field, tool.function.parameters or {})
         if tool.function.strict:
-            parameters = _restrict(f"tools[{i}].function.parameters", {"properties": {}} | parameters)
+            parameters = _restrict(field, {"properties": {}} | parameters)
         if parameters["type"] != "object":
-            raise invalid(f"tools[{i}].function.parameters.type", "must be object where a call is forced")
+            raise invalid(f"{field}.type", "must be object where a call is forced")
         if tool.function.name in known:
             raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} comes twice")
-        check_schema(f"tools[{i}].function.parameters", parameters)
+        check_schema(field, parameters)
         known[tool.function.name] = parameters
     if not known:
         raise invalid("tool_choice", "requires tools")

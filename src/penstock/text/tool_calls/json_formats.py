@@ -171,7 +171,7 @@ KIMI_K2 = JSONFormat(
     template_markers=("<|tool_calls_section_begin|>",),
     start_markers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     name_pattern=re.compile(
-        r"\s*(<\|tool_call_begin\|>\s*)?(?P<id>(functions\.)?(?P<name>[^\s{}<>|:]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
+        r"\s*(<\|tool_call_begin\|>\s*)?(?P<id>(functions\.)?(?P<name>[^\s{}<>|]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
     ),
     end_markers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     marker_tokens=(

@@ -13,14 +13,16 @@ from .format import Schemas, ToolCallFormat
 from .parser import ToolCallParser
 from .values import literal
 
-NAME = r"[A-Za-z_][\w.-]{0,127}"
+NAME = r"[\w.:/-]{1,128}"
+"""A tool's name: all that requests may use (``TOOL_NAME``), not Python's identifiers alone."""
+KEY_NAME = r"[^\s<>\"'=(),\[\]{}]{1,128}"
 SPACE = r"\s{0,64}"
-CALL = re.compile(rf"{SPACE}({NAME})\({SPACE}(?=\)|{NAME}{SPACE}=[^=])", re.ASCII)
+CALL = re.compile(rf"{SPACE}({NAME})\({SPACE}(?=\)|{KEY_NAME}{SPACE}=[^=])", re.ASCII)
 """The beginning of a call up to its first argument."""
-CALL_SO_FAR = re.compile(rf"{SPACE}({NAME}(\({SPACE}({NAME}({SPACE}=?)?)?)?)?", re.ASCII)
+CALL_SO_FAR = re.compile(rf"{SPACE}({NAME}(\({SPACE}({KEY_NAME}({SPACE}=?)?)?)?)?", re.ASCII)
 """What may become one."""
-KEY = re.compile(rf"{SPACE}({NAME}){SPACE}=\s*", re.ASCII)
-KEY_SO_FAR = re.compile(rf"{SPACE}({NAME}{SPACE})?", re.ASCII)
+KEY = re.compile(rf"{SPACE}({KEY_NAME}){SPACE}=\s*", re.ASCII)
+KEY_SO_FAR = re.compile(rf"{SPACE}({KEY_NAME}{SPACE})?", re.ASCII)
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -40,7 +42,7 @@ class PythonicFormat(ToolCallFormat):
             name: {"type": "tag", "begin": f"{name}=", "content": json_format(part, schema), "end": ""}
             for name, part in schema.get("properties", {}).items()
         }
-        return arguments_sequence(schema, elements, ", ")
+        return arguments_sequence(schema, elements, ", ", re.compile(KEY_NAME))
 
 
 class _PythonicCallParser(ToolCallParser):

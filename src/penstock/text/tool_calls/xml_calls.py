@@ -10,12 +10,12 @@ from typing import Any
 
 from penstock.text.markers import split_at_marker
 
-from .forced_values import arguments_sequence, text_without, value_format
+from .forced_values import arguments_sequence, value_format
 from .format import Schemas, ToolCallFormat
 from .parser import ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
-NAME = re.compile(r"[^\s<>\"'=/]{1,256}")
+NAME = re.compile(r"[^\s<>\"'=]{1,256}")
 MAX_KEY_LENGTH = 512
 
 
@@ -49,7 +49,7 @@ class XMLFormat(ToolCallFormat):
         around = "\n" if self.trim_newlines else ""
         elements = {}
         for name, part in schema.get("properties", {}).items():
-            value = value_format(part, schema, text_without(self.value_end))
+            value = value_format(part, schema, self.value_end)
             elements[name] = {
                 "type": "tag",
                 "begin": f"{begin}{name}{key_end}{before}{around}",
