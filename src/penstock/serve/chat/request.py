@@ -41,10 +41,18 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
+    """OpenAI's response format, with the forms of llama-server, Text Generation Inference and vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None
+    """llama-server's: the schema of json_object or json_schema."""
     value: dict[str, Any] | str | None = None
-    """Of Text Generation Inference: the schema of ``json`` or ``json_object``, the expression of ``regex``."""
+    """Text Generation Inference's: the schema of json or json_object, the expression of regex."""
+    pattern: str | None = None
+    """The expression of regex."""
+    grammar: str | None = None
+    """The grammar of the type grammar, in Lark's or GBNF's notation."""
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
@@ -131,6 +139,14 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     """Free text with tagged parts that follow a schema."""
     structured_outputs: StructuredOutputs | None = None
     """The fields guided_*, under vLLM's newer name."""
+    json_schema: str | dict[str, Any] | None = None
+    """llama-server's and SGLang's name of guided_json."""
+    regex: str | None = None
+    """SGLang's name of guided_regex."""
+    grammar: str | None = None
+    """llama-server's name of guided_grammar."""
+    ebnf: str | None = None
+    """SGLang's name of guided_grammar."""
 
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None

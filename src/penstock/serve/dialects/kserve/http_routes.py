@@ -308,7 +308,7 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
     for name, value in result.items():
         if name not in known:
-            unknown.ignore("", name, known)
+            unknown.ignore("", name, known, value=value)
         elif not isinstance(value, known[name]):
             raise invalid(name, f"must be {known[name].__name__}")
     inputs, at = [], 0

@@ -95,7 +95,7 @@ def sampling_fields(options: Mapping[str, Any], unknown: UnknownFields) -> dict[
             if value not in NEUTRAL[name]:
                 raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported", name)
         else:
-            unknown.ignore("options.", name, OPTIONS)
+            unknown.ignore("options.", name, OPTIONS, value=value)
     return fields
 
 
