@@ -1,4 +1,4 @@
-"""Fields that constrain an answer: each dialect follows or refuses every one of them, whichever dialect it comes from."""
+"""Fields that constrain an answer: each dialect follows or refuses every one, whichever dialect it comes from."""
 
 from __future__ import annotations
 
@@ -58,8 +58,14 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", COMMON | {"prompt": "x"}),
     "messages": ("/v1/messages", COMMON | {"messages": ASKED}),
     "responses": ("/v1/responses", {"input": "x", "max_output_tokens": 20, "temperature": 0}),
-    "ollama chat": ("/api/chat", {"model": "default", "messages": ASKED, "stream": False, "options": {"num_predict": 20}}),
-    "ollama generate": ("/api/generate", {"model": "default", "prompt": "x", "stream": False, "options": {"num_predict": 20}}),
+    "ollama chat": (
+        "/api/chat",
+        {"model": "default", "messages": ASKED, "stream": False, "options": {"num_predict": 20}},
+    ),
+    "ollama generate": (
+        "/api/generate",
+        {"model": "default", "prompt": "x", "stream": False, "options": {"num_predict": 20}},
+    ),
     "llama-server": ("/completion", {"prompt": "x", "n_predict": 20}),
     "tgi": ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 20}}),
     "vllm": ("/generate", COMMON | {"prompt": "x"}),

@@ -714,6 +714,18 @@ def test_refusals_come_before_any_token(client: openai.OpenAI, stream: bool) -> 
     assert ask(client, extra_body={"guided_choice": ["ok"]}) == "ok"
 
 
+def test_refused_schema_names_pattern_and_tool(client: openai.OpenAI) -> None:
+    pattern = {"type": "string", "pattern": "(?=ab)c"}
+    with pytest.raises(openai.BadRequestError, match=r"guided_json: .*\(\?=ab\)c .*look-around"):
+        ask(client, extra_body={"guided_json": pattern})
+    tools = [tool("roll", sides={"enum": [6]}), tool("look_up", text=pattern)]
+    with pytest.raises(openai.BadRequestError, match=r"tools: .*\(\?=ab\)c .*look-around.*look_up") as caught:
+        ask(client, tools=tools, tool_choice="required")
+    assert "\n" not in str(caught.value.body["message"])
+    with pytest.raises(openai.BadRequestError, match=r"guided_regex: .*\[a .*unclosed"):
+        ask(client, extra_body={"guided_regex": "x[a"})
+
+
 def test_it_can_be_switched_off() -> None:
     off = LLM(num_gpu_blocks_override=100, guided_decoding_backend="off")
     with pytest.raises(PenstockError, match="guided_decoding_backend"):

@@ -117,6 +117,37 @@ def allows_free_text(params: GuidedDecodingParams) -> bool:
     return bool(params.structural_tag) and _has_free_text(parse_structural_tag(params))
 
 
+def json_parts(params: GuidedDecodingParams) -> list[tuple[str, dict[str, Any]]]:
+    """The schemas in a structural tag, each with the fixed text before it; empty for other constraints, and for a
+    structural tag that is malformed."""
+    if params.structural_tag is None:
+        return []
+    try:
+        return _schemas(parse_structural_tag(params), "")
+    except (ValueError, RecursionError):
+        return []
+
+
+def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str, dict[str, Any]]]:
+    match part:
+        case JSONSchemaFormat(schema):
+            return [(before, schema)]
+        case SequenceFormat(parts):
+            found = []
+            for inner in parts:
+                if isinstance(inner, ConstStringFormat):
+                    before = inner.text or before
+                found += _schemas(inner, before)
+            return found
+        case OrFormat(parts):
+            return [one for inner in parts for one in _schemas(inner, before)]
+        case RepeatFormat(inner):
+            return _schemas(inner, before)
+        case TriggeredTagsFormat(tags):
+            return [one for tag in tags for one in _schemas(tag.content, tag.begin)]
+    return []
+
+
 def _has_free_text(part: Format | TriggeredTagsFormat) -> bool:
     match part:
         case SequenceFormat(parts) | OrFormat(parts):

@@ -109,9 +109,7 @@ def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
         return {}
     constraint, fields = RESPONSE_FORMATS[form.type]
     given = {
-        name: value
-        for name in form.__struct_fields__
-        if name != "type" and (value := getattr(form, name)) is not None
+        name: value for name in form.__struct_fields__ if name != "type" and (value := getattr(form, name)) is not None
     }
     if other := next((name for name in given if name not in fields), None):
         raise invalid(f"response_format.{other}", f"does not go with the type {form.type}")
