@@ -414,6 +414,20 @@ def test_string_of_a_looping_model_ends(llm: LLM) -> None:
     assert len(output.token_ids) > 128
 
 
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "string"}], ids=["digits", "letters"])
+def test_bounds_are_the_same_with_drafts(llm: LLM, backend: str, schema: dict[str, Any]) -> None:
+    """N-grams guess that a loop goes on, so that drafts reach beyond the bound."""
+    drafting = LLM(
+        num_gpu_blocks_override=100,
+        guided_decoding_backend=backend,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2},
+    )
+    form = guided(json={"type": "array", "items": schema, "minItems": 2, "maxItems": 2})
+    text = "9" if schema["type"] == "integer" else "z"
+    expected, drafted = (loop(one, form, text, max_tokens=400) for one in (llm, drafting))
+    assert drafted.token_ids == expected.token_ids and expected.finish_reason == "stop"
+
+
 LEAST = -(2**63)
 
 
