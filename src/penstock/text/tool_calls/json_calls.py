@@ -10,7 +10,7 @@ from typing import Any
 
 from .brace_scanner import BraceScanner
 from .format import Schemas, ToolCallFormat
-from .parser import ToolCall, ToolCallParser
+from .parser import ToolCallParser
 from .values import is_text
 
 NAME_AND_ARGUMENTS = re.compile(
@@ -101,13 +101,13 @@ class _JSONCallParser(ToolCallParser):
         self._scanned += length
         if not ended:
             if last:  # an unclosed object is content as a whole; searching it again would take quadratic time
-                self._content += self._gap + self._marker + self._held
+                self._add_content(self._gap + self._marker + self._held)
                 self._held, self._step = "", self._read_content
             return False
         call = _call(ahead[: self._scanned])
         if call is None:
             return self._reject()
-        self.calls.append(ToolCall(self._new_id(), *call))
+        self._start_call(*call)
         self._held, self._step = ahead[self._scanned :], self._read_end
         return True
 

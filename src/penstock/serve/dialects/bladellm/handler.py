@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import TypeVar
 
-import msgspec
 from msgspec import UNSET
 
 from penstock.frontend.outputs import RequestOutput
@@ -37,13 +36,7 @@ class BladeCompletionHandler:
         choices = []
         for i, output in sorted(last.items()):
             for completion in output.outputs:
-                choice = await self._openai.choice(i, output, completion)
-                reason = choice.finish_reason or ""
-                choices.append(
-                    CompletionChoice(
-                        index=choice.index, text=choice.text, logprobs=choice.logprobs, finish_reason=reason
-                    )
-                )
+                choices.append(_choice(await self._openai.choice(i, output, completion)))
         yield encode(self._response(choices, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -55,16 +48,9 @@ class BladeCompletionHandler:
                 for completion in output.outputs:
                     so_far = progress.setdefault((i, completion.index), SequenceCursor())
                     added = await self._openai.added(i, output, completion, so_far)
-                    for choice in self._chunks(added) if added else ():
-                        yield event(self._response([choice], last))
+                    for choice in added.chunks() if added else ():
+                        yield event(self._response([_choice(choice)], last))
         yield DONE
-
-    def _chunks(self, choice: OpenAIChoice) -> Iterator[CompletionChoice]:
-        """The chunks for a choice: the new text, and a last chunk with the finish reason."""
-        if choice.text or choice.logprobs:
-            yield CompletionChoice(index=choice.index, text=choice.text, logprobs=choice.logprobs)
-        if choice.finish_reason:
-            yield CompletionChoice(index=choice.index, text="", finish_reason=choice.finish_reason)
 
     def _response(self, choices: list[CompletionChoice], last: dict[int, RequestOutput]) -> CompletionResponse:
         usage = Usage.of(list(last.values()))
@@ -116,15 +102,20 @@ class BladeChatHandler:
         """The chunks for new choices: the first has the role, and the last one the finish reason alone."""
         for choice in added:
             if begins:
-                choice.delta = msgspec.structs.replace(choice.delta, role="assistant")
-            if choice.delta != ChatDelta() or choice.logprobs:
-                yield ChatChoice(index=choice.index, delta=_adapt(choice.delta), logprobs=choice.logprobs)
-            if choice.finish_reason:
-                yield ChatChoice(
-                    index=choice.index,
-                    delta=_adapt(ChatDelta(content="")),
-                    finish_reason=choice.finish_reason,
-                )
+                choice.delta.role, begins = "assistant", False
+            if choice.delta == ChatDelta():
+                choice.delta.content = ""
+            yield ChatChoice(
+                index=choice.index,
+                delta=_adapt(choice.delta),
+                logprobs=choice.logprobs,
+                finish_reason=choice.finish_reason or "",
+            )
+
+
+def _choice(choice: OpenAIChoice) -> CompletionChoice:
+    reason = choice.finish_reason or ""
+    return CompletionChoice(index=choice.index, text=choice.text, logprobs=choice.logprobs, finish_reason=reason)
 
 
 def _adapt(choice: T) -> T:
