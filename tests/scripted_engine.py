@@ -11,7 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
 import httpx
+import httpx2
+import openai
+from prometheus_client import REGISTRY
 
 from penstock import demo
 from penstock.config.options import Configuration, ModelOptions, ServerOptions
@@ -28,6 +32,12 @@ from penstock.serve.models.messages import ServedModel
 from penstock.serve.models.served_models import ServedModels
 
 READY = Ready(1, 1 << 20, 8192, 1 << 16, 16, "scripted", True, {})
+
+
+def clear_registry() -> None:
+    """Remove all metrics of this process, so that another application can be built in it."""
+    for collector in list(REGISTRY._collector_to_names):
+        REGISTRY.unregister(collector)
 
 
 class ScriptedEngines(EnginePool):
@@ -69,9 +79,10 @@ class ScriptedEngines(EnginePool):
 
 
 class ScriptedServer:
-    """The server: ``http`` sends requests to it, ``engines`` has the script."""
+    """The server: ``http``, ``openai`` and ``anthropic`` are its clients, ``engines`` has the script."""
 
     def __init__(self, model: str, options: ModelOptions, server_options: ServerOptions) -> None:
+        clear_registry()
         self.input_processor = InputProcessor(model, options)
         gateway = Gateway((), self.input_processor)
         gateway.engine_pool = self.engines = ScriptedEngines(gateway)
@@ -81,13 +92,18 @@ class ScriptedServer:
         served_models.add(served, gateway)
         self._gateway = gateway
         app: Any = build(served_models, ModelRepository(served_models, ModelManager(served_models, io.BytesIO())))
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://scripted", timeout=60)
+        transport: dict[str, Any] = {"base_url": "http://scripted", "timeout": 60}
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), **transport)
+        http2 = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), **transport)
+        self.openai = openai.AsyncOpenAI(base_url="http://scripted/v1", api_key="none", http_client=self.http)
+        self.anthropic = anthropic.AsyncAnthropic(base_url="http://scripted", api_key="none", http_client=http2)
 
     def encode(self, text: str) -> list[int]:
         return self.input_processor.tokenizer.encode(text, add_special_tokens=False)
 
     async def close(self) -> None:
         await self.http.aclose()
+        await self.anthropic.close()
         await self._gateway.close()
 
 

@@ -35,7 +35,10 @@ class ToolCallParser(ABC):
         self._step = self._read_start if allow_unmarked else self._read_content
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
-        """Parse a piece; returns the content and the calls that begin in it, in order. With ``last`` nothing is held back any more."""
+        """Parse a piece; returns the content and the calls that begin in it, in order.
+
+        With ``last`` nothing is held back any more.
+        """
         self._held += text
         self._parts = []
         while self._step(last):

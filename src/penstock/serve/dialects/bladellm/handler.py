@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -84,33 +84,33 @@ class BladeChatHandler:
         yield encode(CompletionResponse(id=self._id, choices=choices, object="chat.completion", usage=usage))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        cursor: dict[int, StreamCursor] = {}
+        cursors: dict[int, StreamCursor] = {}
+        begun: set[int] = set()
         async with aclosing(self._openai.outputs()) as outputs:
             async for output in outputs:
                 usage = Usage.of([output])
                 for completion in output.outputs:
-                    begins = completion.index not in cursor
-                    added = self._openai.added(completion, cursor.setdefault(completion.index, StreamCursor()))
-                    for choice in self._chunks(added, begins):
+                    cursor = cursors.setdefault(completion.index, StreamCursor())
+                    for choice in self._openai.added(completion, cursor):
+                        if choice.index not in begun:  # the first chunk has the role
+                            begun.add(choice.index)
+                            choice.delta.role = "assistant"
                         chunk = CompletionResponse(
-                            id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage
+                            id=self._id, choices=[_chunk(choice)], object="chat.completion.chunk", usage=usage
                         )
                         yield event(chunk)
         yield DONE
 
-    def _chunks(self, added: list[ChunkChoice], begins: bool) -> Iterator[ChatChoice]:
-        """The chunks for new choices: the first has the role, and the last one the finish reason alone."""
-        for choice in added:
-            if begins:
-                choice.delta.role, begins = "assistant", False
-            if choice.delta == ChatDelta():
-                choice.delta.content = ""
-            yield ChatChoice(
-                index=choice.index,
-                delta=_adapt(choice.delta),
-                logprobs=choice.logprobs,
-                finish_reason=choice.finish_reason or "",
-            )
+
+def _chunk(choice: ChunkChoice) -> ChatChoice:
+    if choice.delta == ChatDelta():
+        choice.delta.content = ""
+    return ChatChoice(
+        index=choice.index,
+        delta=_adapt(choice.delta),
+        logprobs=choice.logprobs,
+        finish_reason=choice.finish_reason or "",
+    )
 
 
 def _choice(choice: OpenAIChoice) -> CompletionChoice:
