@@ -30,6 +30,7 @@ from penstock.serve.metrics import Metrics
 from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.messages import ServedModel
 from penstock.serve.models.served_models import ServedModels
+from penstock.serve.process.api_server import open_storage
 
 READY = Ready(1, 1 << 20, 8192, 1 << 16, 16, "scripted", True, {})
 
@@ -91,12 +92,24 @@ class ScriptedServer:
         served_models.set_models((served,))
         served_models.add(served, gateway)
         self._gateway = gateway
-        app: Any = build(served_models, ModelRepository(served_models, ModelManager(served_models, io.BytesIO())))
+        repository = ModelRepository(served_models, ModelManager(served_models, io.BytesIO()))
+        storage = open_storage(Configuration(server=server_options), served_models)
+        app: Any = build(served_models, repository, storage=storage)
         transport: dict[str, Any] = {"base_url": "http://scripted", "timeout": 60}
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), **transport)
         http2 = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), **transport)
         self.openai = openai.AsyncOpenAI(base_url="http://scripted/v1", api_key="none", http_client=self.http)
         self.anthropic = anthropic.AsyncAnthropic(base_url="http://scripted", api_key="none", http_client=http2)
+
+    def say(self, *steps: str, finished: FinishReason = FinishReason.STOP) -> None:
+        """Answer with these texts, one in each step."""
+        self.engines.steps, self.engines.finished = [self.encode(step) for step in steps], finished
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of the last request."""
+        token_ids = self.engines.requests[-1].prompt
+        return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
         return self.input_processor.tokenizer.encode(text, add_special_tokens=False)

@@ -31,7 +31,7 @@ from penstock.text.encoding import Texts
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 
 from .generation_config import read_generation_config
-from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, split_media
+from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, move_tool_media, split_media
 from .multimodal.kwargs import image_kwargs, merge_media_kwargs, video_kwargs
 from .multimodal.processor import read_image_processor
 from .multimodal.prompts import Crops, spread_crops
@@ -299,11 +299,14 @@ class InputProcessor:
         """Render and encode a chat; ``options`` are keyword arguments of ``ChatTemplate.render``."""
         messages, sources = split_media(messages)
         self.check_media(sources)
-        text = self.render(messages, options)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        try:
+            text, token_ids = self._render_chat(messages, sources, options)
+        except PenstockError:  # perhaps the template shows no images in the results of tools
+            if (moved := move_tool_media(messages)) is None:
+                raise
+            text, token_ids = self._render_chat(moved, sources, options)
         images: tuple[ImageInput, ...] = ()
         if sources:
-            self.check_placeholders(token_ids, sources)
             token_ids, images = self.place_media(token_ids, text, self._load_all(sources))
         return {
             "prompt": text,
@@ -311,6 +314,16 @@ class InputProcessor:
             "images": images,
             "parser_config": self.parser_config(text, messages, options, bool(options.get("tools"))),
         }
+
+    def _render_chat(
+        self, messages: Messages, sources: Sequence[MediaSource], options: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """The text of a chat and its tokens, with a placeholder for each image and video."""
+        text = self.render(messages, options)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if sources:
+            self.check_placeholders(token_ids, sources)
+        return text, token_ids
 
     def parser_config(
         self,

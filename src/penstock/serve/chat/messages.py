@@ -16,7 +16,9 @@ from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart
 
 TEXT = {"text": "text"}
-"""Content parts of OpenAI's chats."""
+"""Types of content parts that hold text, each with the field that has it."""
+CHAT_TEXT = {"text": "text", "refusal": "refusal"}
+"""Likewise in OpenAI's chats."""
 
 
 class ContentPart(Protocol):
@@ -95,7 +97,7 @@ def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, A
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool_result(call_id: str, content: str) -> dict[str, Any]:
+def tool_result(call_id: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
     """The message that holds a tool's result."""
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
@@ -158,7 +160,8 @@ def messages_of(messages: list[Message], images: bool = False) -> list[dict[str,
     """Messages as chat templates read them: content as one text, arguments of calls as objects.
 
     Args:
-        images: whether a user's messages may have images and videos; the content of one with these is its parts.
+        images: whether messages may have images and videos; the content of one with these is its parts. The chat
+            template decides in which roles it shows them.
 
     Raises ``PenstockError`` (``unsupported``) for content that is not text, an image or a video.
     """
@@ -170,7 +173,7 @@ def _message(message: Message, path: str, images: bool) -> dict[str, Any]:
         raise invalid(f"{path}.role", f"{message.role[:50]!r} is not one of {', '.join(ROLES)}")
     result: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _content(message, path, images and message.role == "user"),
+        "content": _content(message, path, images),
     }
     if message.tool_calls:
         result["tool_calls"] = [
@@ -190,8 +193,8 @@ def _content(message: Message, path: str, images: bool) -> str | list[dict[str, 
             raise invalid(f"{path}.content", f"is missing, and a {message.role} message is nothing without")
         return ""
     if images:
-        return content_of(message.content, f"{path}.content", _media)
-    return text_of(message.content, f"{path}.content")
+        return content_of(message.content, f"{path}.content", _media, CHAT_TEXT)
+    return text_of(message.content, f"{path}.content", CHAT_TEXT)
 
 
 MEDIA_FIELDS = {"image_url": "image_url", "video_url": "video_url", "video": "video"}
