@@ -19,8 +19,8 @@ from scripted_engine import ScriptedServer, scripted_server
 
 NATIVE = (
     "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}{{ tools }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}{{ tools }}"
     "{# <tool_call> #}[assistant]"
 )
 TEXT_ONLY = NATIVE.replace(
@@ -111,8 +111,7 @@ def test_images_of_tools_are_seen(colours: str, template: str) -> None:
             for dialect in DIALECTS:
                 await dialect(server)
                 request = server.engines.requests[-1]
-                (image,) = request.images
-                assert request.prompt.count(PLACEHOLDER) == 9, dialect.__name__
+                assert len(request.images) == 1 and request.prompt.count(PLACEHOLDER) == 9, dialect.__name__
                 shown = (
                     "[tool]a screen<|vision_start|>" if template == "native" else "[tool]a screen[user]<|vision_start|>"
                 )

@@ -23,6 +23,7 @@ from penstock.text import (
     ReasoningStage,
     Tokenizer,
     ToolCallFormat,
+    continued_text,
     initial_stage,
     reasoning_format,
     tool_call_format,
@@ -344,7 +345,7 @@ class InputProcessor:
         tools, reasoning = self.response_formats(template)
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
-            stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
+            stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
         schemas = _schemas(options.get("tools")) if allow_tool_calls else {}
         return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None, schemas)
 

@@ -1,7 +1,7 @@
 """Text and tokens: tokenizers, incremental detokenization, stop strings, chat templates, and parsers of answers. No
 torch."""
 
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, continued_text
 from .detokenizer import Detokenizer
 from .message import Message, MessagePart, TextPart, ToolCall
 from .reasoning import ReasoningFormat, ReasoningStage, initial_stage, reasoning_format
@@ -25,6 +25,7 @@ __all__ = [
     "ToolCall",
     "ToolCallFormat",
     "ToolCallParser",
+    "continued_text",
     "forced_call_tag",
     "initial_stage",
     "reasoning_format",

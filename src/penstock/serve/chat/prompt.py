@@ -64,7 +64,7 @@ class ChatPrompt:
         self._messages = messages_of(request.messages, service.sees_images)
         self._options = template_options(request, self.tools is not None) | self._template_variables(request, unknown)
         self.echoed = ""
-        """Text of the last message that the answer repeats (``echo``)."""
+        """Text of the last message that the answer repeats (``echo``); as the prompt has it, once it is rendered."""
         last = self._messages[-1] if self._messages else {}
         if request.echo and (last.get("role") == "assistant" or not self._options["add_generation_prompt"]):
             self.echoed = last.get("content", "")
@@ -95,6 +95,8 @@ class ChatPrompt:
                 bool(request.add_special_tokens),
                 merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {}),
             )
+            if request.continue_final_message and not prompt["prompt"].endswith(self.echoed):
+                self.echoed = self.echoed.rstrip()  # as the template does, so that the answer brings the space
         else:
             input_processor = gateway.input_processor
             end = input_processor.tokenizer.decode(

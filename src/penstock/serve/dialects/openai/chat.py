@@ -53,7 +53,6 @@ class ChatHandler:
         self._request = request
         self._chat = ChatGeneration(service, record, request, size)
         self.sampling = self._chat.sampling
-        self._echoed = self._chat.prompt.echoed
         self._vocabulary = service.gateway.input_processor.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}
         """Cache of token id → bytes as a list of integers, for logprobs."""
@@ -96,8 +95,8 @@ class ChatHandler:
                         )
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
-                        if self._echoed:
-                            echoed = ChatDelta(content=self._echoed)
+                        if self._chat.prompt.echoed:
+                            echoed = ChatDelta(content=self._chat.prompt.echoed)
                             chunks.append(ChunkChoice(index=completion.index, delta=echoed))
                     chunks += self.added(completion, cursor[completion.index])
                     for chunk in chunks:
@@ -150,7 +149,9 @@ class ChatHandler:
     async def choice(self, completion: CompletionOutput, prompt_token_ids: list[int]) -> ChatChoice:
         read = self._chat.message(completion)
         only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
-        message = ChatMessage(content=self._echoed or None if only_else else self._echoed + read.content)
+        message = ChatMessage(
+            content=self._chat.prompt.echoed or None if only_else else self._chat.prompt.echoed + read.content
+        )
         if read.reasoning_content:
             message.reasoning = message.reasoning_content = read.reasoning_content
         if read.tool_calls:
