@@ -20,7 +20,8 @@ from scripted_engine import ScriptedServer, scripted_server
 NATIVE = (
     "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}{{ tools }}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{{ tools }}"
     "{# <tool_call> #}[assistant]"
 )
 TEXT_ONLY = NATIVE.replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -339,15 +340,19 @@ class InputProcessor:
         Args:
             prompt: the rendered prompt, or its end.
             messages, options: what it was rendered from; ``tools`` among the options give arguments their types.
-            allow_tool_calls: whether tools may be called.
+            allow_tool_calls: whether calls are recognized; without ``tools`` among the options, those that begin with
+                a marker.
             template: the chat template that was used; None is the model's own.
         """
         tools, reasoning = self.response_formats(template)
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
             stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
-        schemas = _schemas(options.get("tools")) if allow_tool_calls else {}
-        return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None, schemas)
+        if not allow_tool_calls:
+            return ParserConfig(reasoning, stage, continued)
+        if tools and tools.allow_unmarked and not options.get("tools"):  # JSON is an answer where no tools are shown
+            tools = replace(tools, allow_unmarked=False)
+        return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``."""

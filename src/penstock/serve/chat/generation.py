@@ -68,17 +68,21 @@ class ChatGeneration:
                 yield output, cursor.delta(self.message(completion)) if advanced else []
 
     def message(self, completion: CompletionOutput) -> Message:
-        """A sequence's message: without reasoning where ``include_reasoning`` is false, and with the first call alone
-        where ``parallel_tool_calls`` is false."""
+        """A sequence's message: without reasoning where ``include_reasoning`` is false, without calls where
+        ``tool_choice`` is none, and with the first call alone where ``parallel_tool_calls`` is false."""
         read, request = completion.message, self._request
         assert read is not None
-        with_reasoning, one_call = request.include_reasoning is not False, request.parallel_tool_calls is False
-        if with_reasoning and not one_call:
+        with_reasoning, max_calls = request.include_reasoning is not False, len(read.parts)
+        if request.tool_choice == "none":
+            max_calls = 0
+        elif request.parallel_tool_calls is False:
+            max_calls = 1
+        if with_reasoning and max_calls == len(read.parts):
             return read
         message = Message()
         for part in read.parts:
             if isinstance(part, ToolCall):
-                if not (one_call and message.tool_calls):
+                if len(message.tool_calls) < max_calls:
                     message.parts.append(part)
             elif with_reasoning or part.kind == "content":
                 message.add_text(part.kind, part.text)

@@ -35,8 +35,6 @@ class TemplateFields(Protocol):
     """The fields of a request that a chat template is rendered with."""
 
     @property
-    def tools(self) -> list[Tool] | None: ...
-    @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
     @property
     def add_generation_prompt(self) -> bool | None: ...
@@ -129,10 +127,11 @@ def effort_fields(effort: str | None, variables: Collection[str]) -> dict[str, A
     return {"reasoning_effort": "xhigh" if effort == "max" else effort}
 
 
-def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, Any]:
+def template_options(request: TemplateFields, tools: Sequence[Tool] | None, calls_tools: bool) -> dict[str, Any]:
     """Keyword arguments of ``ChatTemplate.render`` besides the messages.
 
     Args:
+        tools: those that the prompt shows.
         calls_tools: whether the chat template has a known tool call format.
 
     Raises ``PenstockError``: ``invalid`` for reserved names in ``chat_template_kwargs``, ``unsupported`` for tools that
@@ -142,10 +141,10 @@ def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, An
     reserved = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
     if wrong := [name for name in reserved if name in options]:
         raise invalid("chat_template_kwargs", f"{wrong[0]} cannot be given there")
-    if request.tools:
+    if tools:
         if not calls_tools:
             raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them", "tools")
-        options["tools"] = [msgspec.to_builtins(tool) for tool in request.tools]
+        options["tools"] = [msgspec.to_builtins(tool) for tool in tools]
         for tool in options["tools"]:
             tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
     goes_on = bool(request.continue_final_message)

@@ -60,9 +60,12 @@ class ChatPrompt:
         input_processor = self._gateway.input_processor
         self.tools = input_processor.response_formats(request.chat_template).tools
         """The model's tool call format; None where it has none."""
-        self._calls = bool(request.tools) and request.tool_choice != "none"
+        self._calls = bool(request.tools)
+        shown = request.tools if request.tool_choice != "none" else None
         self._messages = messages_of(request.messages, service.sees_images)
-        self._options = template_options(request, self.tools is not None) | self._template_variables(request, unknown)
+        self._options = template_options(request, shown, self.tools is not None) | self._template_variables(
+            request, unknown
+        )
         self.echoed = ""
         """Text of the last message that the answer repeats (``echo``); as the prompt has it, once it is rendered."""
         last = self._messages[-1] if self._messages else {}
