@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .markers import split_at_marker
+from .markers import partial_match_length, split_at_marker
 from .message import MessagePart, TextKind, TextPart, ToolCall
 from .reasoning import ReasoningStage
 
@@ -73,12 +73,15 @@ class HarmonyParser:
                     break
                 continue
             split = split_at_marker(self._held, ENDS, last, space="")
-            self._held = split.rest
+            self._held, text = split.rest, split.before
+            if last and not split.marker:  # "<|" begins markers alone; one that was cut off is no text
+                cut = max(partial_match_length(text, marker) for marker in ENDS)
+                text = text[:-cut] if cut > 1 else text
             if self._call:
-                self._call.arguments += split.before
+                self._call.arguments += text
             else:
                 kind: TextKind = "reasoning" if self.in_reasoning else "content"
-                parts.append(TextPart(kind, self._separated(kind, split.before)))
+                parts.append(TextPart(kind, self._separated(kind, text)))
             if split.marker is None:
                 break
             self._in_header, self._first = True, False

@@ -68,9 +68,16 @@ class ToolCallParser(ABC):
     def _add_content(self, text: str) -> None:
         self._parts.append(TextPart("content", text))
 
-    def _drop_head(self) -> bool:
-        """At the end of the text: drop the head of a call that was cut off before its arguments."""
-        self._held, self._step = "", self._read_content
+    def _wait_for_head(self, last: bool) -> bool:
+        """Wait for the rest of a call's head. At the end of the text, what there is of it is dropped: it was cut off."""
+        if last and not self._marker and not self.calls:  # it may as well be an answer in JSON
+            return self._reject()
+        return self._wait_for_end(last)
+
+    def _wait_for_end(self, last: bool) -> bool:
+        """Wait for the rest of a marker after a call. At the end of the text, what there is of it is dropped."""
+        if last:
+            self._held, self._step = "", self._read_content
         return False
 
     def _reject(self) -> bool:
