@@ -69,7 +69,7 @@ class ToolCallParser(ABC):
         self._parts.append(TextPart("content", text))
 
     def _wait_for_head(self, last: bool) -> bool:
-        """Wait for the rest of a call's head. At the end of the text, what there is of it is dropped: it was cut off."""
+        """Wait for the rest of a call's head. At the end of the text it is dropped, as it was cut off."""
         if last and not self._marker and not self.calls:  # it may as well be an answer in JSON
             return self._reject()
         return self._wait_for_end(last)
