@@ -66,7 +66,7 @@ def _refuse(name: str, path: str, stored: bool) -> NoReturn:
     if stored:
         message = f"there is no item {name[:160]!r}; send the item itself (items of responses with store: false, and "
         raise PenstockError(Code.NOT_FOUND, f"{path}: {message}expired ones, are not kept)", path)
-    message = f"the item {name[:160]!r} cannot be looked up, as the server keeps no state; send the item itself "
+    message = f"the item {name[:160]!r} cannot be looked up, as nothing is stored here; send the item itself "
     raise PenstockError(
-        Code.UNSUPPORTED, f"{path}: {message}(clients do with store: false), or start it with --storage-dir", path
+        Code.UNSUPPORTED, f"{path}: {message}(AI SDK does with store: false), or start the server with --storage-dir", path
     )
