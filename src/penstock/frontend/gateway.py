@@ -22,7 +22,7 @@ from penstock.text.template_process import RenderRequest
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor, Messages, Prompt
-from .multimodal import IMAGE, split_media
+from .multimodal import IMAGE, MediaSource, move_tool_media, split_media
 from .outputs import RequestOutput
 from .request_templates import SandboxedTemplateRenderer
 
@@ -169,17 +169,17 @@ class Gateway:
         self.input_processor.check_chats()
         messages, sources = split_media(messages)
         self.input_processor.check_media(sources)
-        if template is None:
-            text = await self.prepare(size, lambda: self.input_processor.render(messages, options))
-        else:
-            special = self.input_processor.tokenizer.special
-            text = await self._template_renderer.render(RenderRequest(template, special, list(messages), dict(options)))
-        token_ids = await self.encode(text, add_special_tokens)
+        render = partial(self._render, sources, size, options, template, add_special_tokens)
+        try:
+            text, token_ids = await render(messages)
+        except PenstockError:  # perhaps the template shows no images in the results of tools
+            if (moved := move_tool_media(messages)) is None:
+                raise
+            text, token_ids = await render(moved)
         parser_config = self.input_processor.parser_config(text, messages, options, allow_tool_calls, template)
         prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         if not sources:
             return prompt
-        self.input_processor.check_placeholders(token_ids, sources)
         loop, load = asyncio.get_running_loop(), self.input_processor.load_media
         num_images = sum(source.kind == IMAGE for source in sources)
         loading = [
@@ -190,6 +190,26 @@ class Gateway:
         place = partial(self.input_processor.place_media, token_ids, text, media, add_special_tokens)
         token_ids, images = await self.prepare(max(size, len(text)), place)
         return prompt | {"prompt_token_ids": token_ids, "images": images}
+
+    async def _render(
+        self,
+        sources: Sequence[MediaSource],
+        size: int,
+        options: Mapping[str, Any],
+        template: str | None,
+        add_special_tokens: bool,
+        messages: Messages,
+    ) -> tuple[str, list[int]]:
+        """The text of a chat and its tokens, with a placeholder for each image and video."""
+        if template is None:
+            text = await self.prepare(size, lambda: self.input_processor.render(messages, options))
+        else:
+            special = self.input_processor.tokenizer.special
+            text = await self._template_renderer.render(RenderRequest(template, special, list(messages), dict(options)))
+        token_ids = await self.encode(text, add_special_tokens)
+        if sources:
+            self.input_processor.check_placeholders(token_ids, sources)
+        return text, token_ids
 
     async def generate(
         self,

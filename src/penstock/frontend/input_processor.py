@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ from penstock.text import (
     ReasoningStage,
     Tokenizer,
     ToolCallFormat,
+    continued_text,
     initial_stage,
     reasoning_format,
     tool_call_format,
@@ -31,7 +33,7 @@ from penstock.text.encoding import Texts
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 
 from .generation_config import read_generation_config
-from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, split_media
+from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, move_tool_media, split_media
 from .multimodal.kwargs import image_kwargs, merge_media_kwargs, video_kwargs
 from .multimodal.processor import read_image_processor
 from .multimodal.prompts import Crops, spread_crops
@@ -299,11 +301,14 @@ class InputProcessor:
         """Render and encode a chat; ``options`` are keyword arguments of ``ChatTemplate.render``."""
         messages, sources = split_media(messages)
         self.check_media(sources)
-        text = self.render(messages, options)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        try:
+            text, token_ids = self._render_chat(messages, sources, options)
+        except PenstockError:  # perhaps the template shows no images in the results of tools
+            if (moved := move_tool_media(messages)) is None:
+                raise
+            text, token_ids = self._render_chat(moved, sources, options)
         images: tuple[ImageInput, ...] = ()
         if sources:
-            self.check_placeholders(token_ids, sources)
             token_ids, images = self.place_media(token_ids, text, self._load_all(sources))
         return {
             "prompt": text,
@@ -311,6 +316,16 @@ class InputProcessor:
             "images": images,
             "parser_config": self.parser_config(text, messages, options, bool(options.get("tools"))),
         }
+
+    def _render_chat(
+        self, messages: Messages, sources: Sequence[MediaSource], options: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """The text of a chat and its tokens, with a placeholder for each image and video."""
+        text = self.render(messages, options)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if sources:
+            self.check_placeholders(token_ids, sources)
+        return text, token_ids
 
     def parser_config(
         self,
@@ -325,15 +340,19 @@ class InputProcessor:
         Args:
             prompt: the rendered prompt, or its end.
             messages, options: what it was rendered from; ``tools`` among the options give arguments their types.
-            allow_tool_calls: whether tools may be called.
+            allow_tool_calls: whether calls are recognized; without ``tools`` among the options, those that begin with
+                a marker.
             template: the chat template that was used; None is the model's own.
         """
         tools, reasoning = self.response_formats(template)
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
-            stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
-        schemas = _schemas(options.get("tools")) if allow_tool_calls else {}
-        return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None, schemas)
+            stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
+        if not allow_tool_calls:
+            return ParserConfig(reasoning, stage, continued)
+        if tools and tools.allow_unmarked and not options.get("tools"):  # JSON is an answer where no tools are shown
+            tools = replace(tools, allow_unmarked=False)
+        return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``."""

@@ -190,6 +190,7 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: str | MediaURL | None = None
     video_url: str | MediaURL | None = None
     video: str | MediaURL | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, TypeVar
@@ -14,6 +15,11 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from .unknown_fields import UnknownFields
+
+JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a text that is not JSON, or not of the type asked for."""
+HALF_AT_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}$")
+"""An escape of the first half of a surrogate pair, so near the end that msgspec takes the text for truncated."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
@@ -56,12 +62,32 @@ async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
     return b"".join([part async for part in body_parts(request, max_size, timeout)])
 
 
+def decode_json(data: bytes, field: str) -> Any:
+    """The value of a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``)."""
+    try:
+        return msgspec.json.decode(without_mark(data))
+    except JSON_ERRORS as error:
+        raise invalid(field, f"is not JSON: {json_problem(data, error)}") from error
+
+
+def without_mark(data: bytes) -> bytes:
+    """A text without the byte order mark of UTF-8, which some editors and clients write."""
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def json_problem(data: bytes, error: Exception) -> str:
+    """Why a text is not JSON."""
+    message = str(error)
+    if "surrogate" in message or ("truncated" in message and HALF_AT_END.search(data[-16:])):
+        at = re.search(r"byte \d+", message)
+        where = at[0] if at else "at the end"
+        return f"an escape from \\ud800 to \\udfff is half of a pair, and the other half is missing ({where})"
+    return message
+
+
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body, whatever its content type. Raises ``PenstockError`` (``invalid``) where it is none."""
-    try:
-        result = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("body", f"is not JSON: {error}") from error
+    result = decode_json(body, "body")
     if not isinstance(result, dict):
         raise invalid("body", "is not a JSON object")
     return result

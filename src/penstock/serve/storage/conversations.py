@@ -108,6 +108,17 @@ class ConversationStore:
 
         return await self._database.run(transaction)
 
+    async def find(self, owner: str, items: list[str]) -> dict[str, Item]:
+        """The items of the owner's conversations that have one of these ids; others are left out."""
+
+        def transaction(connection: Connection) -> dict[str, Item]:
+            kept, conversations = CONVERSATION_ITEMS.c, CONVERSATIONS.c
+            query = select(kept.id, kept.document).join(CONVERSATIONS, conversations.id == kept.conversation)
+            mine = (conversations.owner == owner, conversations.expires >= time.time(), kept.id.in_(items))
+            return {row.id: row.document for row in connection.execute(query.where(*mine))}
+
+        return await self._database.run(transaction) if items else {}
+
     async def delete_item(self, owner: str, name: str, item: str) -> Conversation:
         """Raises as ``item``."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ MAX_CHAIN = 1000
 LOST_AFTER = 30.0
 """Seconds without one after which it has failed: its process has ended."""
 PENDING = ("queued", "in_progress")
+ITEM_ID = re.compile(r"(?:rs|msg|fc|in)_(.{1,128})_[0-9]{1,9}")
+"""Id of an item of the response ``resp_`` and what the group matches."""
 LOST = {"code": "server_error", "message": "the process that computed the response has ended; send the request again"}
 
 Item = dict[str, Any]
@@ -105,6 +108,21 @@ class ResponseStore:
 
         return await self._database.run(transaction)
 
+    async def items(self, owner: str, names: list[str]) -> dict[str, Item]:
+        """The items of the owner's responses, input and output, that have one of these ids; others are left out."""
+        wanted = set(names)
+        responses = {f"resp_{match[1]}" for name in names if (match := ITEM_ID.fullmatch(name))}
+
+        def transaction(connection: Connection) -> dict[str, Item]:
+            found: dict[str, Item] = {}
+            for name in sorted(responses):
+                row = connection.execute(select(RESPONSES).where(*_kept(owner, name))).first()
+                items = [*row.input, *row.document["output"]] if row else []
+                found |= {item["id"]: item for item in items if item["id"] in wanted}
+            return found
+
+        return await self._database.run(transaction) if responses else {}
+
     async def delete(self, owner: str, name: str) -> None:
         """Raises as ``get``."""
 
@@ -152,9 +170,12 @@ def _pending(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
     return RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
 
 
+def _kept(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
+    return RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.expires >= time.time()
+
+
 def _row(connection: Connection, owner: str, name: str, field: str) -> Row[Any]:
-    where = (RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.expires >= time.time())
-    if (row := connection.execute(select(RESPONSES).where(*where)).first()) is None:
+    if (row := connection.execute(select(RESPONSES).where(*_kept(owner, name))).first()) is None:
         raise PenstockError(Code.NOT_FOUND, f"{field}: there is no response {name[:160]!r}", field)
     return row
 

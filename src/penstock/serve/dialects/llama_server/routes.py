@@ -96,7 +96,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request, size = await read_request(raw_request, TemplateRequest)
         service = served_models.find(request.model)
         gateway = service.gateway
-        options = template_options(request, gateway.input_processor.response_formats().tools is not None)
+        options = template_options(request, request.tools, gateway.input_processor.response_formats().tools is not None)
         conversation = await gateway.chat_prompt(messages_of(request.messages, service.sees_images), size, options)
         return JSONResponse({"prompt": conversation["prompt"]})
 

@@ -94,8 +94,8 @@ class CompletionHandler:
                 usage = usage_of([output], self._num_hidden_tokens) if always else None if with_usage else UNSET
                 for completion in output.outputs:
                     choice = await self.added(i, output, completion, progress[i * self.sampling.n + completion.index])
-                    if choice:
-                        events.append(event(self._response([choice], usage=usage)))
+                    for chunk in choice.chunks() if choice else ():
+                        events.append(event(self._response([chunk], usage=usage)))
                 if events:
                     yield b"".join(events)
         if with_usage:

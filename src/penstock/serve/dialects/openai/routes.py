@@ -215,7 +215,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if request.messages is not None:
-            options = template_options(request, gateway.input_processor.response_formats().tools is not None)
+            options = template_options(
+                request, request.tools, gateway.input_processor.response_formats().tools is not None
+            )
             conversation = await gateway.chat_prompt(messages_of(request.messages, service.sees_images), size, options)
             tokens = await gateway.encode(conversation)
         else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +27,7 @@ from . import conversations
 from .events import Events
 from .handler import Document, ResponseHandler
 from .parse import read, to_chat_request
+from .references import resolve_references
 from .requests import (
     ConversationRequest,
     ConversationUpdate,
@@ -38,6 +40,8 @@ from .stored import Background, Keeper, Stores, input_items, with_conversation
 
 if TYPE_CHECKING:  # what it imports may not be installed
     from penstock.serve.storage.responses import ResponseStore
+
+T = TypeVar("T", bound=CountTokensRequest)
 
 SCHEMAS = (ResponsesRequest, CountTokensRequest, ConversationRequest, ConversationUpdate, ItemsRequest)
 SCHEMA_PREFIX = "responses."
@@ -97,7 +101,8 @@ class ResponsesRoutes:
         request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
         error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
         service = self._served_models.find(request.model)
-        keeper, size = self._keeper(record, request), len(body)
+        request, size = await self._with_items(request, len(body), record)
+        keeper = self._keeper(record, request)
         stored = keeper is not None and keeper.stores_response
         if stores:
             if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
@@ -116,19 +121,29 @@ class ResponsesRoutes:
         body = await self._served_models.read_body(raw_request)
         record = record_of(raw_request.scope)
         request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
-        service, size = self._served_models.find(request.model), len(body)
+        service = self._served_models.find(request.model)
+        request, size = await self._with_items(request, len(body), record)
         if self._stores:
             request, size = await with_conversation(request, size, self._stores, record.tenant)
         chat = to_chat_request(request, service.template_variables, service.sees_images)
         count = await count_tokens(service, chat, size, record.unknown)
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
+    async def _with_items(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
+        """The request with the items that its input refers to, and about how many characters it has then."""
+        if isinstance(given := request.input, str):
+            return request, size
+        items = await resolve_references(given, self._stores, record.tenant, "input")
+        if items is given:
+            return request, size
+        return msgspec.structs.replace(request, input=items), size + len(msgspec.json.encode(items))
+
     def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
         """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""
         conversation, stores_response = conversation_of(request), request.store is not False
         if self._stores is None or not (stores_response or conversation):
             return None
-        items = input_items(request, record.request_id)
+        items = input_items(request)
         return Keeper(self._stores, record.tenant, items, stores_response, conversation)
 
 
@@ -185,7 +200,7 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
         routes.add(path, endpoint, method="POST", summary=summary, described=described)
     if stores is None:
         return
-    conversations.add_routes(routes, served_models, stores.conversations, SCHEMA_PREFIX)
+    conversations.add_routes(routes, served_models, stores, SCHEMA_PREFIX)
     stored = StoredRoutes(stores.responses, endpoints.background)
     add = partial(routes.add, described=operation(OBJECT, reference(ErrorResponse)))
     add("/v1/responses/{name}", stored.retrieve, summary="A stored response")

@@ -34,17 +34,14 @@ class Stores(NamedTuple):
     conversations: ConversationStore
 
 
-def input_items(request: CountTokensRequest, name: str) -> list[Document]:
-    """The items of a request's own input, with ids."""
+def input_items(request: CountTokensRequest) -> list[Document]:
+    """The items of a request's own input, without ids."""
     given = request.input
     if isinstance(given, str):
         parts = [{"type": "input_text", "text": given}]
         given = [msgspec.convert({"role": "user", "content": parts}, Item)]
     items: list[Document] = msgspec.to_builtins(given)
-    return [
-        {key: value for key, value in item.items() if value is not None} | {"id": f"in_{name}_{i}"}
-        for i, item in enumerate(items)
-    ]
+    return [{key: value for key, value in item.items() if value is not None and key != "id"} for item in items]
 
 
 async def with_conversation(request: T, size: int, stores: Stores, owner: str) -> tuple[T, int]:
@@ -66,7 +63,7 @@ async def with_conversation(request: T, size: int, stores: Stores, owner: str) -
         return request, size
 
     def joined() -> tuple[T, int]:
-        items = [*before, *input_items(request, "")]
+        items = [*before, *input_items(request)]
         whole = msgspec.structs.replace(request, input=msgspec.convert(items, list[Item]))
         return whole, size + len(msgspec.json.encode(before))
 
@@ -106,7 +103,9 @@ class Keeper:
         return True
 
     async def add(self, document: Document) -> None:
-        await self.store.add(self.owner, document, self._items)
+        name = document["id"].removeprefix("resp_")
+        items = [item | {"id": f"in_{name}_{i}"} for i, item in enumerate(self._items)]
+        await self.store.add(self.owner, document, items)
 
     async def extend(self, document: Document) -> None:
         """Add the request's input and a response's output to the conversation, if it has one."""

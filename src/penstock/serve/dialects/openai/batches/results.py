@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, BatchResult
+from penstock.serve.http.body import JSON_ERRORS, json_problem, without_mark
 
 PREFIX = "batch_req_"
 BEGINNING = f'{{"id":"{PREFIX}'.encode()
@@ -37,9 +38,10 @@ def requests(path: Path) -> Iterator[BatchLine | BatchError]:
             if not text.strip():
                 continue
             try:
-                line = _line(text)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                yield BatchError(code="invalid_line", message=f"line {number}: {error}", line=number)
+                line = _line(without_mark(text))
+            except JSON_ERRORS as error:
+                message = f"line {number}: {json_problem(text, error)}"
+                yield BatchError(code="invalid_line", message=message, line=number)
                 continue
             first = seen.setdefault(line.custom_id, number)
             if first == number:
