@@ -57,7 +57,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     bytes_known = any(piece.kind is Kind.BYTE for piece in pieces)
     unknown = next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN)
     algorithm: Any
-    if _number(trainer, 3, 1) == BPE:
+    if is_bpe := _number(trainer, 3, 1) == BPE:
         algorithm = models.BPE(
             {piece.text: i for i, piece in enumerate(pieces)},
             _merges(pieces),
@@ -67,7 +67,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
             ignore_merges=bool(user_defined),
         )
     else:
-        algorithm = models.Unigram([(p.text, _score(p)) for p in pieces], unk_id=unknown, byte_fallback=bytes_known)
+        algorithm = models.Unigram([(p.text, p.score) for p in pieces], unk_id=unknown, byte_fallback=bytes_known)
     tokenizer = Tokenizer(algorithm)
     prefixed = bool(_number(normalizer, 3, 1))
     steps: list[Any] = []
@@ -82,7 +82,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     else:  # as transformers does it: only this step knows where the text starts
         scheme = "first" if prefixed else "never"
         splits.append(pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False))
-    if user_defined:  # which are never parts of other pieces
+    if user_defined and is_bpe:  # never parts of other pieces; a unigram model chooses them by their score
         pattern = "|".join(re.escape(text) for text in sorted(user_defined, key=len, reverse=True))
         splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     if splits:
@@ -93,11 +93,6 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     special = [piece.text for piece in pieces if piece.kind in (Kind.CONTROL, Kind.UNKNOWN)]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     return tokenizer
-
-
-def _score(piece: Piece) -> float:
-    """The score of a piece of a unigram model. That of a user-defined one exceeds any sum of its parts' scores."""
-    return float(len(piece.text) ** 2) if piece.kind is Kind.USER_DEFINED else piece.score
 
 
 def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
