@@ -96,15 +96,16 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
 
 
 def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE: any two pieces that form a piece, the best first."""
-    rank = {piece.text: i for i, piece in enumerate(pieces) if piece.kind is Kind.NORMAL}
+    """The merges of SentencePiece's BPE: any two pieces that form a piece, the best first, of equal ones (runs of
+    spaces, which some makers add) that of the lowest id."""
+    normal = {piece.text for piece in pieces if piece.kind is Kind.NORMAL}
     result = []
-    for piece in pieces:
+    for i, piece in enumerate(pieces):
         if piece.kind is not Kind.NORMAL:
             continue
         halves = ((piece.text[:cut], piece.text[cut:]) for cut in range(1, len(piece.text)))
-        result += [(-piece.score, rank[a], rank[b], a, b) for a, b in halves if a in rank and b in rank]
-    return [(a, b) for *_, a, b in sorted(result)]
+        result += [(-piece.score, i, left, right) for left, right in halves if left in normal and right in normal]
+    return [(left, right) for *_, left, right in sorted(result)]
 
 
 # --- Protocol buffers: just what is read above -----------------------------------------------------------------------
