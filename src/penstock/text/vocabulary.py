@@ -25,12 +25,12 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     A text is the concatenation of its tokens' bytes, decoded as UTF-8. Added tokens pass through the decoder like all
     others, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Decoding steps that depend on a token's position in
-    the text are not applied: a text keeps the space that encoding puts before it (SentencePiece), and a space before
-    each word (WordPiece).
+    the text are not applied: a text keeps the space that encoding puts before it (SentencePiece), and the one
+    before its first word (WordPiece).
 
     Raises ``PenstockError``: ``unsupported`` for a decoder whose tokens have no fixed bytes, ``invalid`` for a huge id.
     """
-    steps = _token_steps(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {"type": "nothing"})
+    steps = _token_steps(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else [_word]
     tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokens |= {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     if (last := max(tokens, default=-1)) >= MAX_TOKENS:
@@ -104,6 +104,11 @@ def _replace(old: str, new: str, token: str) -> str:
 
 def _word_piece(prefix: str, token: str) -> str:
     return token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+
+
+def _word(token: str) -> str:
+    """A token of a tokenizer without a decoder, which joins tokens with spaces."""
+    return f" {token}"
 
 
 def _strip(content: str, start: int, stop: int, token: str) -> str:
