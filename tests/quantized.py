@@ -215,8 +215,10 @@ def fp8_tensors(name: str, rows: int, columns: int, shape: Callable[[Tensor], Te
     return tensors, weights
 
 
-def fp8_kind(rows: int, columns: int, shape: Callable[[Tensor], Tensor] = lambda x: x, **config: Any) -> Kind:
-    name = "weight_scale_inv" if columns else "weight_scale"
+def fp8_kind(
+    rows: int, columns: int, shape: Callable[[Tensor], Tensor] = lambda x: x, name: str = "", **config: Any
+) -> Kind:
+    name = name or ("weight_scale_inv" if columns else "weight_scale")
     config = {"quant_method": "fp8"} | ({"weight_block_size": [rows, columns]} if columns else {}) | config
     return Kind(config, *fp8_tensors(name, rows, columns, shape), ("fp8", columns))
 
@@ -312,6 +314,18 @@ KINDS: dict[str, Kind] = {
     ),
     "fp8 one scale": fp8_kind(0, 0, lambda x: x.reshape(()), activation_scheme="static"),
     "fp8 a scale an output": fp8_kind(1, 0, quant_method="fbgemm_fp8"),
+    "fp8 one inverse scale": fp8_kind(
+        0,
+        0,
+        lambda x: x.reshape(()).to(torch.bfloat16),
+        "weight_scale_inv",
+        activation_scheme="static",
+        weight_block_size=None,
+    ),
+    "fp8 one inverse scale, blocks elsewhere": fp8_kind(
+        0, 0, lambda x: x.reshape(1), "weight_scale_inv", weight_block_size=[128, 128]
+    ),
+    "fp8 an inverse scale an output": fp8_kind(1, 0, lambda x: x, "weight_scale_inv"),
     "fp8 blocks": fp8_kind(32, 32, activation_scheme="dynamic", fmt="e4m3"),
     "fp8 blocks of 128": fp8_kind(128, 128),
     "fp8 blocks, ue8m0": fp8_kind(32, 32, lambda x: x.to(torch.float8_e8m0fnu), scale_fmt="ue8m0"),

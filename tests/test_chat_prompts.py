@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from serving import Served, Servers, descendants
+from transformers import AutoTokenizer
+
+from penstock import demo
+from penstock.config.options import ModelOptions
+from penstock.core import PenstockError
+from penstock.frontend.input_processor import InputProcessor
 
 ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
 ANSWER = "The capital of Canada is Ottawa."
@@ -204,3 +213,68 @@ def test_no_template_does_harm(trusting: Served) -> None:
         ended.set()
         probing.join()
     assert len(descendants(trusting.pid)) <= 4, "engine, API, one that compiles grammars, and one that renders"
+
+
+# --- Templates by name ------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+NAMED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+RAG = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + NAMED
+
+
+@pytest.fixture(scope="module", params=["tokenizer_config.json", "files"])
+def several_templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model with a template for chats without tools, its own for chats with tools, and one for RAG."""
+    folder = shutil.copytree(demo.CHAT, tmp_path_factory.mktemp("named") / "model")
+    own = (folder / "chat_template.jinja").read_text()
+    if request.param == "files":
+        (folder / "chat_template.jinja").write_text(NAMED)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(own)
+        (folder / "additional_chat_templates" / "rag.jinja").write_text(RAG)
+    else:
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        templates = {"default": NAMED, "tool_use": own, "rag": RAG}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(several_templates)
+    processor = InputProcessor(several_templates, ModelOptions())
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(ASKED, tools=tools, add_generation_prompt=True, tokenize=False)
+        assert processor.render(ASKED, {"tools": tools}) == expected
+    assert processor.response_formats().tools is not None
+    by_name = InputProcessor(several_templates, ModelOptions(chat_template="rag"))
+    documents = [{"text": "Ottawa."}]
+    expected = theirs.apply_chat_template(
+        ASKED, documents=documents, chat_template="rag", add_generation_prompt=True, tokenize=False
+    )
+    assert by_name.render(ASKED, {"documents": documents}) == expected
+    with pytest.raises(PenstockError, match="tools: this model's chat template has no form for them"):
+        by_name.render(ASKED, {"tools": TOOLS})
+    with pytest.raises(PenstockError, match="rage cannot be read"):
+        InputProcessor(several_templates, ModelOptions(chat_template="rage"))
+
+
+@pytest.mark.parametrize("several_templates", ["files"], indirect=True)
+def test_template_for_tools_is_chosen_over_http(several_templates: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(several_templates)
+
+    def expected(**options: Any) -> list[int]:
+        rendered = theirs.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False, **options)
+        return theirs.encode(rendered, add_special_tokens=False)
+
+    with Served("--model", str(several_templates), "--num-gpu-blocks-override", "100") as server:
+        assert ask(server)["ids"] == expected()
+        assert ask(server, tools=TOOLS)["ids"] == expected(tools=TOOLS)
+        documents = [{"text": "Ottawa."}]
+        found = ask(server, documents=documents, chat_template="rag")["ids"]
+        assert found == expected(documents=documents, chat_template="rag")
+        with pytest.raises(openai.BadRequestError, match="does not read it"):
+            ask(server, documents=documents)
+        with pytest.raises(openai.BadRequestError, match="trust_request_chat_template"):
+            ask(server, chat_template="another")

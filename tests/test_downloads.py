@@ -292,7 +292,7 @@ def test_patterns(hub: Hub, command: Command) -> None:
     assert set(contents(folder)) == {
         "config.json", "generation_config.json", "1_Pooling/config.json", "original/params.json"
     }  # fmt: skip
-    assert "none of the 15 files of org/chat is wanted" in command.refused("org/chat", "--include", "*.gguf")
+    assert "none of the 17 files of org/chat is wanted" in command.refused("org/chat", "--include", "*.gguf")
 
 
 @pytest.mark.parametrize(

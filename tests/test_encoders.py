@@ -152,8 +152,22 @@ def run_all(engine: Engine, groups: list[list[EngineRequest]]) -> dict[str, byte
     return found
 
 
-def test_files_of_sentence_transformers_are_read(tmp_path: Path) -> None:
-    """Pooling, dense layers, norm, lower case, maximum length, and prompts."""
+def move_transformer(folder: Path, inner: str) -> None:
+    """Move the files of the module Transformer to a folder of its own."""
+    modules = json.loads((folder / "modules.json").read_text())
+    assert modules[0]["path"] == ""
+    modules[0]["path"] = inner
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / inner).mkdir()
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in ("modules.json", "config_sentence_transformers.json", "README.md"):
+            path.rename(folder / inner / path.name)
+    (folder / "config.json").write_text('{"__version__": "0.2.5"}')
+
+
+@pytest.mark.parametrize("inner", ["", "0_Transformer"])
+def test_files_of_sentence_transformers_are_read(tmp_path: Path, inner: str) -> None:
+    """Pooling, dense layers, norm, lower case, maximum length, and prompts; also as older versions laid them out."""
     from sentence_transformers import SentenceTransformer, models
 
     save_encoder(BertConfig(**SIZES, max_position_embeddings=128), tmp_path / "encoder")
@@ -169,6 +183,8 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path) -> None:
     prompts = {"query": "where is the ", "document": ""}
     library = SentenceTransformer(modules=parts, device="cpu", prompts=prompts, default_prompt_name="query")
     library.save_pretrained(str(tmp_path / "whole"))
+    if inner:
+        move_transformer(tmp_path / "whole", inner)
     llm = LLM(tmp_path / "whole", dtype="float32", **OPTIONS)
     assert llm.engine.max_model_len == 24
     texts = ["The RIVER", "late train", "a cat in the light"]

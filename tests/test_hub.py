@@ -34,7 +34,9 @@ WANTED = {
     "tokenizer.model": b"\x0a\x0b",
     "chat_template.jinja": b"{{ messages }}",
     "merges.txt": b"a b\n",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
+    "2_Dense/pytorch_model.bin": b"dense",
     WEIGHTS: os.urandom(200_000),
 }
 UNWANTED = {

@@ -71,8 +71,8 @@ def huge_template(folder: Path) -> None:
 
 
 HOSTILE: dict[Callable[[Path], None], str] = {
-    token_of_huge_id: "has a token of id 1000000000; 4194304 are allowed",
-    token_of_huge_id_in_the_configuration: "has a token of id 1000000000; 4194304 are allowed",
+    token_of_huge_id: "has an added token of id 1000000000; 4194304 are allowed",
+    token_of_huge_id_in_the_configuration: "has an added token of id 1000000000; 4194304 are allowed",
     growing_text: REFUSED,
     huge_file: r"tokenizer.json has 1048576 MiB; 128 MiB are allowed",
     huge_configuration: r"tokenizer_config.json has 1024 MiB; 16 MiB are allowed",

@@ -32,6 +32,7 @@ from penstock.planning.model_size import model_size_of, quantization_config_of
 from penstock.quant import Matrix, read_quantization_config
 
 CPU = torch.device("cpu")
+MATRICES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -58,6 +59,26 @@ def test_weights_are_what_the_format_defines(kind: str, tmp_path: Path) -> None:
         for first, end in ((0, 8), (outputs // 2, outputs), (5, 21)):
             assert torch.equal(read(first, end), expected[first:end])
     assert found == 14
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [(kind, "quantize_config.json") for kind in KINDS if kind.startswith(("awq", "gptq"))]
+    + [(kind, "quant_config.json") for kind in KINDS if kind.startswith("awq")],
+)
+def test_quantization_is_found_in_the_files_of_autogptq_and_autoawq(kind: str, file: str, tmp_path: Path) -> None:
+    quantize(tmp_path, KINDS[kind])
+    expected = {name: open_checkpoint(tmp_path).format_of(name) for name in MATRICES}
+    config = json.loads((tmp_path / "config.json").read_text())
+    given = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del given["quant_method"]
+    (tmp_path / file).write_text(json.dumps(given))
+    assert read_config(tmp_path).quantization_config == {"quant_method": kind.split()[0], **given}
+    assert {name: open_checkpoint(tmp_path).format_of(name) for name in MATRICES} == expected
+    (tmp_path / file).write_text("[")
+    with pytest.raises(PenstockError, match=f"{file} is not JSON"):
+        read_config(tmp_path)
 
 
 def draw(seed: int, length: int) -> list[int]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock import demo
 from penstock.core import PenstockError
-from penstock.text import ChatTemplate, StopStrings, Tokenizer
+from penstock.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
 from penstock.text.vocabulary import token_bytes
 
 SPOKEN = "the river runs to the sea 河流入海 über façade 🙂🙃 naïve\n\n  two  spaces"
@@ -72,10 +72,56 @@ def test_sentencepiece_vocabularies_have_bytes_too() -> None:
     assert any(tokenizer.id_to_token(i).startswith("<0x") for i in ids)
 
 
-def test_other_makes_are_refused_by_name() -> None:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.decoder = decoders.CTC()
-    with pytest.raises(PenstockError, match="decodes with CTC"):
+DECODERS: dict[str, Any] = {
+    "ByteLevel": decoders.ByteLevel(),
+    "Metaspace": decoders.Metaspace(),
+    "Metaspace, no prefix": decoders.Metaspace(prepend_scheme="never"),
+    "Llama": decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "Gemma": decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "replaced text": decoders.Sequence([decoders.Replace("ab", "c"), decoders.Fuse(), decoders.Replace("b", "x")]),
+    "stripped tokens": decoders.Sequence([decoders.Strip("a", 2, 0), decoders.Fuse()]),
+    "WordPiece": decoders.WordPiece(cleanup=False),
+    "none": None,
+    "BPEDecoder": decoders.BPEDecoder(),
+    "CTC": decoders.CTC(),
+    "replaced pattern": decoders.Replace(tokenizers.Regex(" +"), " "),
+    "replaced across tokens": decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+}
+REFUSED = ("BPEDecoder", "CTC", "replaced pattern", "replaced across tokens")
+TOKEN = st.text(st.sampled_from("ab\u2581 Ġéß#<>0x41_河\n"), min_size=1, max_size=6) | st.sampled_from(
+    ["\u2581\u2581", "\u2581" * 4, "<0x41>", "##ab", "</w>", "<\u2581mask>", "Ġ", "\n\n"]
+)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in REFUSED])
+@given(data=st.data())
+def test_every_token_passes_the_decoder_as_in_the_library(name: str, data: st.DataObject) -> None:
+    """Tokens of the model and added ones with any flags, decoded at once and one after the other."""
+    plain = ["w", *data.draw(st.lists(TOKEN, min_size=1, max_size=6, unique=True))]
+    added = data.draw(st.lists(TOKEN, max_size=6, unique=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(plain)}, []))
+    flag = st.booleans()
+    for content in added:
+        token = tokenizers.AddedToken(content, normalized=data.draw(flag), lstrip=data.draw(flag))
+        (tokenizer.add_special_tokens if data.draw(flag) else tokenizer.add_tokens)([token])
+    if DECODERS[name]:
+        tokenizer.decoder = DECODERS[name]
+    ids = [0, *data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=8))]  # after a first word
+    skip = data.draw(flag)
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and skip}
+    detokenizer = Detokenizer(token_bytes(tokenizer), special)
+    parts = [detokenizer.add([token_id]) for token_id in ids] + [detokenizer.add([], last=True)]
+    assert "".join(parts) == Detokenizer(token_bytes(tokenizer), special).add(ids, last=True)
+    assert "".join(parts).removeprefix(" ") == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_decoder_is_refused_by_name(name: str) -> None:
+    tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.decoder = DECODERS[name]
+    with pytest.raises(PenstockError, match="the tokenizer decodes with (BPEDecoder|CTC|Replace), which is not"):
         token_bytes(tokenizer)
 
 

@@ -13,6 +13,7 @@ from penstock import demo
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
 from penstock.planning.engine_config import UNFINISHED
+from penstock.planning.sentence_transformers import transformer_folder
 
 from .gguf_folder import checkpoint_folder, gguf_in
 
@@ -96,6 +97,8 @@ def _checkpoint_at(path: Path) -> Path:
             raise invalid("model", words)
     if file := gguf_in(path):
         return checkpoint_folder(file)
+    if (inner := transformer_folder(path)) != path:
+        return inner
     check_checkpoint(path)
     return path
 

@@ -31,6 +31,7 @@ from penstock.text import (
 )
 from penstock.text.encoding import Texts
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
+from penstock.text.side_files import choose_template, read_side_files
 
 from .generation_config import read_generation_config
 from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, move_tool_media, split_media
@@ -94,7 +95,8 @@ class InputProcessor:
         self._options = options
         self.default_max_tokens = min(MAX_TOKENS, max_output_len or MAX_TOKENS)
         """``max_tokens`` of a completion that does not give it."""
-        source, template = Path(options.tokenizer or folder), _template(options.chat_template)
+        source = Path(options.tokenizer or folder)
+        template = _template(options.chat_template, source)
         self.tokenizer: Tokenizer
         if isolated:
             self.tokenizer = IsolatedTokenizer(source, template)
@@ -196,9 +198,16 @@ class InputProcessor:
             token_ids = tokenizer.encode(spread_crops(text, marker, media), add_special_tokens)
         return placeholders.place(token_ids, media)
 
-    def response_formats(self, template: str | None = None) -> ResponseFormats:
-        """The formats of tool calls and reasoning under a chat template; None is the model's own."""
-        return _response_formats(self._options, self.tokenizer.template_source or "" if template is None else template)
+    def response_formats(self, template: str | None = None, tools: bool = True) -> ResponseFormats:
+        """The formats of tool calls and reasoning under a chat template.
+
+        Args:
+            template: None is the model's own.
+            tools: of the model's own, choose that for chats with tools.
+        """
+        if template is None:
+            template = choose_template(self.tokenizer.templates, tools) or ""
+        return _response_formats(self._options, template)
 
     def default_sampling(self) -> SamplingParams:
         """The sampling parameters of ``generation_config.json``, with ``override_generation_config`` applied."""
@@ -344,7 +353,7 @@ class InputProcessor:
                 a marker.
             template: the chat template that was used; None is the model's own.
         """
-        tools, reasoning = self.response_formats(template)
+        tools, reasoning = self.response_formats(template, options.get("tools") is not None)
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
             stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
@@ -355,9 +364,15 @@ class InputProcessor:
         return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
-        """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``."""
+        """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``.
+
+        Raises ``PenstockError``: ``invalid`` for wrong options or messages, ``unsupported`` for tools that the chat
+        template does not read.
+        """
         if wrong := options.keys() & {"messages", "self"}:
             raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
+        if options.get("tools") and "tools" not in self.tokenizer.template_for(tools=True).variables:
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them", "tools")
         return self.tokenizer.render(messages, **options)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
@@ -436,13 +451,15 @@ def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     return {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}
 
 
-def _template(given: str | None) -> str | None:
-    """The text of a chat template, from a file unless it is given itself (it contains ``{``)."""
+def _template(given: str | None, folder: Path) -> str | None:
+    """The text of a chat template: given itself (it contains ``{``), in a file, or one that the checkpoint names."""
     if not given or "{" in given:
         return given
     try:
         return Path(given).read_text(encoding="utf-8")
     except OSError as error:
+        if (template := read_side_files(folder).templates.get(given)) is not None:
+            return template
         raise invalid("chat_template", f"{given} cannot be read: {error.strerror}") from error
 
 

@@ -12,7 +12,7 @@ from penstock.core import Code, PenstockError, PoolingParams
 from penstock.core.errors import invalid
 from penstock.core.pooling import PoolingType
 from penstock.planning.encoders import encoder_prefix, is_classifier, num_labels
-from penstock.planning.sentence_transformers import read_modules, read_object
+from penstock.planning.sentence_transformers import model_folder, read_modules, read_object
 from penstock.text import Tokenizer
 
 MODES: Mapping[str, PoolingType] = {
@@ -105,7 +105,7 @@ def read_pooler(folder: Path, options: ModelOptions, tokenizer: Tokenizer) -> Po
     """
     config = read_object(folder / "config.json")
     sbert = read_object(folder / "sentence_bert_config.json")
-    given = read_object(folder / "config_sentence_transformers.json")
+    given = read_object(model_folder(folder) / "config_sentence_transformers.json")
     task, classifies = options.pooling_task, is_classifier(config)
     shared: dict[str, Any] = {
         "token_types": encoder_prefix(config) in ("bert", "roberta", "gte")

@@ -15,7 +15,10 @@ from penstock.planning.config_json import CONFIG
 from penstock.planning.engine_config import UNFINISHED
 
 FIELD = "output_dir"
-MODEL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "1_*/*.json")
+MODEL_FILES = (
+    *("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "1_*/*.json"),
+    "additional_chat_templates/*.jinja",
+)
 LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PART = ".part"

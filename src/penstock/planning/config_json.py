@@ -13,6 +13,8 @@ from .config_bounds import out_of_bounds
 from .speech import with_decoder_fields
 
 CONFIG = "config.json"
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
+"""Files of AutoGPTQ and AutoAWQ, which describe the quantization where ``config.json`` does not."""
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
@@ -20,13 +22,11 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     number in it is out of bounds (``config_bounds.py``)."""
     path = folder / CONFIG
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = _read_object(path)
     except OSError as error:
         raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint") from error
-    except (ValueError, RecursionError) as error:
-        raise invalid("model", f"{path} is not JSON: {error}") from error
-    if not isinstance(result, dict):
-        raise invalid("model", f"{path} does not hold an object")
+    if not result.get("quantization_config") and not result.get("compression_config"):
+        result |= _quantization_of_side_file(folder)
     try:
         sentence = next(out_of_bounds(result), "")
         merged = with_decoder_fields(merge_text_config(result))
@@ -35,3 +35,25 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if sentence:
         raise invalid("model", f"{path}: {sentence}")
     return merged
+
+
+def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
+    """``quantization_config`` from the first file that describes the quantization; empty without any."""
+    for name in QUANTIZATION_FILES:
+        if not (folder / name).is_file():
+            continue
+        found = _read_object(folder / name)
+        is_awq = name == QUANTIZATION_FILES[1] or "w_bit" in found or "zero_point" in found
+        return {"quantization_config": {"quant_method": "awq" if is_awq else "gptq", **found}}
+    return {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ``OSError``, and ``PenstockError`` (``invalid``) where the file does not hold one."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise invalid("model", f"{path} is not JSON: {error}") from error
+    if not isinstance(result, dict):
+        raise invalid("model", f"{path} does not hold an object")
+    return result

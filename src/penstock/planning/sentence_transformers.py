@@ -11,7 +11,9 @@ from typing import Any
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-KNOWN = ("Transformer", "Pooling", "Normalize", "Dense")
+MODULES = "modules.json"
+TRANSFORMER = "Transformer"
+KNOWN = (TRANSFORMER, "Pooling", "Normalize", "Dense")
 FUNCTIONS = {
     "Identity": "",
     "Tanh": "tanh",
@@ -46,15 +48,15 @@ class DenseModule:
 def read_modules(folder: Path) -> list[Module] | None:
     """The modules of a checkpoint, in their order; None where it is not of sentence-transformers.
 
+    Args:
+        folder: the model's, or that of its Transformer.
+
     Raises ``PenstockError``: ``invalid`` where the file is broken, ``unsupported`` for a module that is not known.
     """
-    path = folder / "modules.json"
-    if (given := read_json(path)) is None:
+    folder = model_folder(folder)
+    if (modules := _listed_modules(folder)) is None:
         return None
-    try:
-        modules = [Module(str(entry["type"]).rpartition(".")[2], folder / str(entry["path"])) for entry in given]
-    except (KeyError, TypeError) as error:
-        raise invalid("model", f"{path} does not list modules by type and path") from error
+    path = folder / MODULES
     for module in modules:
         if module.kind not in KNOWN:
             raise PenstockError(Code.UNSUPPORTED, f"{path} has a module {module.kind}", "pooling_type")
@@ -63,10 +65,35 @@ def read_modules(folder: Path) -> list[Module] | None:
     return modules
 
 
+def transformer_folder(folder: Path) -> Path:
+    """The folder of a model's Transformer, which older checkpoints have in ``0_Transformer``; ``folder`` itself where
+    ``modules.json`` names no other one."""
+    found = (module.folder for module in _listed_modules(folder) or () if module.kind == TRANSFORMER)
+    inner = next(found, folder)
+    is_inside = inner.resolve().is_relative_to(folder.resolve())
+    return inner if is_inside and inner != folder and (inner / "config.json").is_file() else folder
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder with ``modules.json``: the parent of a Transformer's folder, ``folder`` itself of other models."""
+    parent = folder.parent
+    return parent if (parent / MODULES).is_file() and transformer_folder(parent) == folder else folder
+
+
+def _listed_modules(folder: Path) -> list[Module] | None:
+    """The modules as listed; None without ``modules.json``. Raises ``PenstockError`` (``invalid``)."""
+    path = folder / MODULES
+    if (given := read_json(path)) is None:
+        return None
+    try:
+        return [Module(str(entry["type"]).rpartition(".")[2], folder / str(entry["path"])) for entry in given]
+    except (KeyError, TypeError) as error:
+        raise invalid("model", f"{path} does not list modules by type and path") from error
+
+
 def read_dense_modules(folder: Path) -> list[DenseModule]:
     """The linear layers after pooling, in their order. Raises ``PenstockError`` as ``read_modules``."""
-    modules = read_modules(folder) if (folder / "modules.json").exists() else None
-    return [_dense(module.folder) for module in modules or () if module.kind == "Dense"]
+    return [_dense(module.folder) for module in read_modules(folder) or () if module.kind == "Dense"]
 
 
 def _dense(folder: Path) -> DenseModule:

@@ -47,8 +47,8 @@ def read_fp8(
 
 
 class FP8:
-    """``CheckpointFormat`` of ``<name>.weight`` in e4m3, and ``weight_scale_inv``, a scale a block, or
-    ``weight_scale``, one a matrix or an output. In spite of its name, weights are multiplied by the former, too."""
+    """``CheckpointFormat`` of ``<name>.weight`` in e4m3 with scales ``weight_scale_inv`` or ``weight_scale``: one a
+    block, an output or a matrix, by their shape. Weights are multiplied by the former, too, in spite of its name."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         scheme = str(config.get("activation_scheme") or "dynamic").lower()
@@ -65,20 +65,24 @@ class FP8:
 
     def format_of(self, source: TensorSource, name: str) -> Format:
         """As ``CheckpointFormat.format_of``: what the checkpoint has scales of is quantized."""
-        if self._blocks and source.has(f"{name}.weight_scale_inv"):
+        if not (scales := _scales(source, name)):
+            return UNQUANTIZED
+        shape = source.shape(scales)
+        if self._blocks and len(shape) == 2 and scales.endswith("_inv"):
             return Format(8, self._blocks[1], 8, floating=True, rows_per_scale=self._blocks[0])
-        if source.has(f"{name}.weight_scale"):
-            several = source.shape(f"{name}.weight_scale") not in ((), (1,), (1, 1))
-            return Format(8, 0, 8, floating=True, rows_per_scale=1 if several else 0)
-        return UNQUANTIZED
+        return Format(8, 0, 8, floating=True, rows_per_scale=0 if shape in ((), (1,), (1, 1)) else 1)
 
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:
         """As ``CheckpointFormat.read``."""
-        format = self.format_of(source, name)
-        scales = f"{name}.weight_scale_inv" if format.group_size else f"{name}.weight_scale"
-        return read_fp8(source, name, scales, outputs, inputs, rows, format)
+        return read_fp8(source, name, _scales(source, name), outputs, inputs, rows, self.format_of(source, name))
+
+
+def _scales(source: TensorSource, name: str) -> str:
+    """The name of a matrix's scales; empty where there are none."""
+    names = (f"{name}.weight_scale_inv", f"{name}.weight_scale")
+    return next((scales for scales in names if source.has(scales)), "")
 
 
 def block_size(size: Any) -> tuple[int, int]:

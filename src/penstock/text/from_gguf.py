@@ -15,14 +15,14 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.gguf_file import GGUFFile
 
+from . import tiktoken_formats as patterns
 from .from_sentencepiece import BPE, Kind
-from .from_tiktoken import WORDS
-from .tokenizer_files import CONFIG, TEMPLATE
+from .side_files import CONFIG, TEMPLATE
+from .vocabulary import SPACE
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "tokenizer.ggml."
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -50,19 +50,19 @@ class PreTokenizer(NamedTuple):
     nfc: bool = False
 
 
-LLAMA3 = PreTokenizer((WORDS % "{1,3}",), ignore_merges=True, add_bos=True)
-QWEN2 = PreTokenizer((WORDS % "",), nfc=True)
-DIGITS = PreTokenizer((r"\p{N}", GPT2))
+LLAMA3 = PreTokenizer((patterns.GPT4,), ignore_merges=True, add_bos=True)
+QWEN2 = PreTokenizer((patterns.QWEN2,), nfc=True)
+DIGITS = PreTokenizer((r"\p{N}", patterns.GPT2))
 PRE_TOKENIZERS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA3),
     "smaug-bpe": LLAMA3._replace(ignore_merges=False, add_bos=False),
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2._replace(nfc=False),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-2": PreTokenizer((GPT2,)),
+    "gpt-2": PreTokenizer((patterns.GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), DIGITS),
     "deepseek-coder": PreTokenizer(CODER),
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", patterns.GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 """By ``tokenizer.ggml.pre``, of the architectures that are served. Expressions are those of the models' makers."""
 BY_ARCHITECTURE = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
@@ -188,6 +188,11 @@ class GGUFTokenizer:
         normalizer += _number(4, self._file.get(f"{PREFIX}remove_extra_whitespaces", bool, False))
         add_bos = self._file.get(f"{PREFIX}add_bos_token", bool, True)
         config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, False)) | {"legacy": True}
+        config["added_tokens_decoder"] = {  # which llama.cpp finds first, unlike SentencePiece
+            str(i): {"content": text, "special": False}
+            for i, text in enumerate(self._tokens)
+            if self._kinds[i] is Kind.USER_DEFINED and not {" ", SPACE} & set(text)
+        }
         model = pieces + _field(2, _number(3, BPE)) + _field(3, normalizer)
         return {"tokenizer.model": model, CONFIG: json.dumps(config, indent=2).encode()}
 

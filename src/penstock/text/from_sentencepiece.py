@@ -6,10 +6,11 @@ The file is a protocol buffer, of which the pieces and a few settings are read: 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -39,26 +40,31 @@ class Piece:
     kind: Kind
 
 
-def convert(data: bytes, legacy: bool) -> Tokenizer:
+def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     """The tokenizer of a serialized model.
 
     Args:
         legacy: a space is put before the text after each special token, not only at the start; where it is not, also
             none before a text that has one.
+        names: names of pieces by id that replace those in the model.
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
+    pieces = [replace(piece, text=names.get(i, piece.text)) for i, piece in enumerate(pieces)]
+    pieces = [replace(p, text=p.text.replace(" ", SPACE)) if p.kind is Kind.USER_DEFINED else p for p in pieces]  # GGUF
+    user_defined = [piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED]
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
     bytes_known = any(piece.kind is Kind.BYTE for piece in pieces)
     unknown = next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN)
     algorithm: Any
-    if _number(trainer, 3, 1) == BPE:
+    if is_bpe := _number(trainer, 3, 1) == BPE:
         algorithm = models.BPE(
             {piece.text: i for i, piece in enumerate(pieces)},
             _merges(pieces),
             unk_token=pieces[unknown].text,
             fuse_unk=True,
             byte_fallback=bytes_known,
+            ignore_merges=bool(user_defined),
         )
     else:
         algorithm = models.Unigram([(p.text, p.score) for p in pieces], unk_id=unknown, byte_fallback=bytes_known)
@@ -70,33 +76,36 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
     if _number(normalizer, 4, 1):
         # Spaces alone, as SentencePiece has it: a strip would take other white space, too.
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    splits: list[Any] = []
     if legacy:
         steps += [normalizers.Prepend(SPACE)] * prefixed + [normalizers.Replace(" ", SPACE)]
     else:  # as transformers does it: only this step knows where the text starts
         scheme = "first" if prefixed else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+        splits.append(pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False))
+    if user_defined and is_bpe:  # never parts of other pieces; a unigram model chooses them by their score
+        pattern = "|".join(re.escape(text) for text in sorted(user_defined, key=len, reverse=True))
+        splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    if splits:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.normalizer = normalizers.Sequence(steps)
     parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * prefixed)
-    for piece in pieces:
-        token = AddedToken(piece.text, normalized=False)
-        if piece.kind in (Kind.CONTROL, Kind.UNKNOWN):
-            tokenizer.add_special_tokens([token])
-        elif piece.kind is Kind.USER_DEFINED:
-            tokenizer.add_tokens([token])
+    special = [piece.text for piece in pieces if piece.kind in (Kind.CONTROL, Kind.UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     return tokenizer
 
 
 def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE: any two pieces that form a piece, the best first."""
-    rank = {piece.text: i for i, piece in enumerate(pieces) if piece.kind in (Kind.NORMAL, Kind.USER_DEFINED)}
+    """The merges of SentencePiece's BPE: any two pieces that form a piece, the best first, of equal ones (runs of
+    spaces, which some makers add) that of the lowest id."""
+    normal = {piece.text for piece in pieces if piece.kind is Kind.NORMAL}
     result = []
-    for piece in pieces:
+    for i, piece in enumerate(pieces):
         if piece.kind is not Kind.NORMAL:
             continue
         halves = ((piece.text[:cut], piece.text[cut:]) for cut in range(1, len(piece.text)))
-        result += [(-piece.score, rank[a], rank[b], a, b) for a, b in halves if a in rank and b in rank]
-    return [(a, b) for *_, a, b in sorted(result)]
+        result += [(-piece.score, i, left, right) for left, right in halves if left in normal and right in normal]
+    return [(left, right) for *_, left, right in sorted(result)]
 
 
 # --- Protocol buffers: just what is read above -----------------------------------------------------------------------

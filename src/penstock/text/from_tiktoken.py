@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from .tiktoken_formats import TiktokenFormat
 from .vocabulary import byte_alphabet
 
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Pre-tokenization of GPT-4 and later. The file does not contain it; the length of digit groups is inferred."""
 
+def convert(data: bytes, form: TiktokenFormat) -> Tokenizer:
+    """The tokenizer of a tiktoken file.
 
-def convert(data: bytes) -> Tokenizer:
-    """The tokenizer of a tiktoken file, with GPT-4's pre-tokenization. Digits are grouped by up to three where some
-    token is a number of several digits, else not at all."""
+    Args:
+        form: what the file does not contain.
+    """
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines() if line)}
+    return from_ranks(ranks, form)
+
+
+def from_ranks(ranks: dict[bytes, int], form: TiktokenFormat, before: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer of tokens with their ranks.
+
+    Args:
+        before: tokens whose ids come before those of the ranks.
+    """
     spelled = {byte: character for character, byte in byte_alphabet().items()}
 
     def decode_token(token: bytes) -> str:
@@ -26,14 +35,14 @@ def convert(data: bytes) -> Tokenizer:
 
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
-        if len(token) > 1:
-            left, right = _last_merge(ranks, token)
-            merges.append((decode_token(left), decode_token(right)))
-    vocabulary = {decode_token(token): rank for token, rank in ranks.items()}
+        merges += [(decode_token(left), decode_token(right)) for left, right in _last_merges(ranks, token)]
+    vocabulary = {token: i for i, token in enumerate(before)}
+    vocabulary |= {decode_token(token): len(before) + rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    digits = "{1,3}" if any(len(token) > 1 and token.isdigit() for token in ranks) else ""
+    if form.nfc:
+        tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [
-        pre_tokenizers.Split(Regex(WORDS % digits), "isolated"),
+        pre_tokenizers.Split(Regex(form.pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -41,14 +50,15 @@ def convert(data: bytes) -> Tokenizer:
     return tokenizer
 
 
-def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """The last merge that forms a token: merge by lower ranks until two parts are left."""
+def _last_merges(ranks: dict[bytes, int], token: bytes) -> list[tuple[bytes, bytes]]:
+    """The pairs that can be merged to a token: the one that is left by merges of lower rank, or else, for a token that
+    these do not form, all pairs of tokens."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [(ranks.get(parts[i] + parts[i + 1], ranks[token]), i) for i in range(len(parts) - 1)]
         rank, at = min(joined)
         if rank >= ranks[token]:
-            raise ValueError(f"token {token!r} of rank {ranks[token]} is no merge of two others")
+            halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+            return [(left, right) for left, right in halves if left in ranks and right in ranks]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    left, right = parts
-    return left, right
+    return [(parts[0], parts[1])] if len(parts) == 2 else []

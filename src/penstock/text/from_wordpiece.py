@@ -17,19 +17,22 @@ SPECIAL = {
 """Special tokens by their role, where ``tokenizer_config.json`` names no others."""
 
 
-def convert(data: bytes, config: Mapping[str, Any]) -> Tokenizer:
+def convert(
+    data: bytes, config: Mapping[str, Any], named: Mapping[str, str]
+) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer of a ``vocab.txt``: WordPiece (Wu et al., 2016) as BERT has it. A token's id is the number of its
-    line.
+    line. With it come its special tokens by role.
 
     Args:
-        config: ``tokenizer_config.json``, of which ``do_lower_case``, ``strip_accents``, ``tokenize_chinese_chars`` and
-            the special tokens count.
+        config: ``tokenizer_config.json``, of which ``do_lower_case``, ``strip_accents`` and ``tokenize_chinese_chars``
+            are read.
+        named: special tokens by role that the files name.
 
     Raises ``ValueError`` where the file lacks a special token that encoding adds.
     """
     lines = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocabulary = {token: number for number, token in enumerate(lines)}
-    special = {name: _content(config.get(name) or default) for name, default in SPECIAL.items()}
+    special = {**SPECIAL, **named}
     unknown, begin, end = (special[name] for name in ("unk_token", "cls_token", "sep_token"))
     if missing := [token for token in (unknown, begin, end) if token not in vocabulary]:
         raise ValueError(f"it lacks {', '.join(missing)}")
@@ -47,8 +50,4 @@ def convert(data: bytes, config: Mapping[str, Any]) -> Tokenizer:
         special_tokens=[(token, vocabulary[token]) for token in (begin, end)],
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special.values() if token in vocabulary])
-    return tokenizer
-
-
-def _content(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+    return tokenizer, special

@@ -27,7 +27,7 @@ import tokenizers
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 
-from . import tokenizer_files as files
+from . import side_files, tokenizer_files
 from .encoding import Encoded, Texts
 from .tokenizer import Tokenizer
 
@@ -42,6 +42,7 @@ PROBES = (
 )
 """Texts that a tokenizer's regular expressions must process in time."""
 PROBE_MESSAGES = ({"role": "user", "content": "Hello!"},)
+PROBE_TOOLS = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ class Loaded(msgspec.Struct, frozen=True):
     tokens: list[str] = []
     special_ids: list[int] = []
     special: dict[str, str] = {}
-    template_source: str | None = None
+    templates: dict[str, str] = {}
 
 
 def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
@@ -108,7 +109,7 @@ class IsolatedTokenizer(Tokenizer):
         self._loaded = self._process.loaded
         self._ids = {token: token_id for token_id, token in enumerate(self._loaded.tokens) if token}
         self.special = self._loaded.special
-        self.template_source = self._loaded.template_source
+        self.templates = self._loaded.templates
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.encode_texts(Texts(text, add_special_tokens=add_special_tokens)).token_ids
@@ -198,9 +199,9 @@ class _Process:
 def _passed_marker(folder: Path, chat_template: str | None) -> Path:
     """The file whose presence says that this content has passed."""
     digest = hashlib.sha256(f"{tokenizers.__version__} {Limits()} {chat_template!r}".encode())
-    for path in files.paths(folder):
+    for path in tokenizer_files.paths(folder):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        digest.update(files.read(path))
+        digest.update(side_files.read(path))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "penstock" / "tokenizers" / digest.hexdigest()
 
@@ -230,13 +231,13 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
         vocabulary = tokenizer.vocabulary
         for text in PROBES:
             tokenizer.encode(text)
-        if tokenizer.template_source is not None:
-            _try_template(tokenizer)
+        for tools in (None, PROBE_TOOLS):
+            _try_template(tokenizer, tools)
         if not load.keep_running:
             return tokenizer, Loaded()
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(len(vocabulary))]
         facts = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)
-        return tokenizer, Loaded(None, *facts, tokenizer.special, tokenizer.template_source)
+        return tokenizer, Loaded(None, *facts, tokenizer.special, tokenizer.templates)
     except PenstockError as error:
         return None, Loaded(error.failure)
     except MemoryError:
@@ -246,10 +247,10 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
         return None, Loaded(invalid("model", message).failure)
 
 
-def _try_template(tokenizer: Tokenizer) -> None:
+def _try_template(tokenizer: Tokenizer, tools: Any) -> None:
     """Render a probe conversation. The template may refuse it; running out of memory is an error."""
     try:
-        tokenizer.render(PROBE_MESSAGES)
+        tokenizer.render(PROBE_MESSAGES, tools=tools)
     except PenstockError as error:
         if isinstance(error.__cause__, MemoryError):
             raise error.__cause__ from error

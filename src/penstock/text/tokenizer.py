@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,22 +9,21 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import tokenizer_files as files
+from . import tokenizer_files
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
 from .encoding import Encoded, Texts, encode_texts
+from .side_files import CONFIG, DEFAULT, choose_template, read_side_files
 from .vocabulary import token_bytes
-
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, from ``tokenizer.json`` or a SentencePiece, tiktoken or WordPiece file, and its chat
-    template.
+    """A checkpoint's tokenizer, from ``tokenizer.json`` or another vocabulary file (``tokenizer_files``), and its chat
+    templates.
 
     Args:
         folder: the checkpoint.
-        chat_template: a template to use instead of the checkpoint's.
+        chat_template: a template to use instead of the checkpoint's, for all chats.
 
     Raises ``PenstockError`` (``invalid``) where a file is missing or cannot be read.
     """
@@ -34,20 +32,19 @@ class Tokenizer:
     """Whether another process encodes."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        config = _read_json(folder / files.CONFIG)
         self._spelled: dict[int, str] = {}
         try:
-            self._tokenizer = files.load(folder, config)
-            self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
-            """Special tokens by their role, ``bos_token`` and so on."""
-            self.template_source = chat_template or _chat_template(folder, config)
-            """The chat template's text; None where there is none."""
+            side_files = read_side_files(folder)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            words = f"{folder / files.CONFIG} or its chat template has a value of the wrong kind"
-            raise invalid("tokenizer", f"{words}: {error!r:.200}") from error
+            message = f"{folder}: {CONFIG}, another file of the tokenizer, or a chat template has a value of a wrong type"
+            raise invalid("tokenizer", f"{message}: {error!r:.200}") from error
+        self._tokenizer, self.special = tokenizer_files.load(folder, side_files)
+        """Special tokens by their role, ``bos_token`` and so on."""
+        self.templates = {DEFAULT: chat_template} if chat_template else side_files.templates
+        """Chat templates by name."""
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.info = config | {"chat_template": self.template_source}
+        self.info = side_files.config | {"chat_template": self.template_source}
         """``tokenizer_config.json``, with the chat template that is used."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -104,17 +101,36 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
-    @cached_property
+    @property
+    def template_source(self) -> str | None:
+        """The text of the chat template for chats without tools; None where there is none."""
+        return choose_template(self.templates, tools=False)
+
+    @property
     def template(self) -> ChatTemplate:
-        """The checkpoint's chat template. Raises ``PenstockError`` (``invalid``) where it has none."""
-        if self.template_source is None:
-            raise invalid("chat_template", "this model has none: name one, or use plain completions")
-        return ChatTemplate(self.template_source, self.special)
+        """The chat template for chats without tools. Raises ``PenstockError`` (``invalid``) where there is none."""
+        return self.template_for(tools=False)
+
+    def template_for(self, tools: bool) -> ChatTemplate:
+        """The chat template for chats with or without tools. Raises ``PenstockError`` (``invalid``) where there is
+        none."""
+        source = choose_template(self.templates, tools)
+        if source is None:
+            names = f", only others: {', '.join(self.templates)}"[:200] if self.templates else ""
+            raise invalid("chat_template", f"this model has none{names}: name one, or use plain completions")
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source, self.special)
+        return self._compiled[source]
+
+    @cached_property
+    def _compiled(self) -> dict[str, ChatTemplate]:
+        return {}
 
     def check_template(self) -> None:
         """Raises ``PenstockError`` (``invalid``) for a chat template that does not compile."""
-        if self.template_source is not None:
-            _ = self.template
+        for tools in (False, True):
+            if choose_template(self.templates, tools) is not None:
+                self.template_for(tools)
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token, with U+FFFD for incomplete characters; empty for an unknown id."""
@@ -125,32 +141,4 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render a chat, see ``ChatTemplate.render``."""
-        return self.template.render(messages, **options)
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template from ``chat_template.jinja``, or ``tokenizer_config.json``."""
-    path = folder / files.TEMPLATE
-    if path.exists():
-        return files.read(path).decode()
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source
-
-
-def _content(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        result = json.loads(files.read(path))
-        json.dumps(result, ensure_ascii=False).encode()  # raises for unpaired surrogates
-    except (ValueError, RecursionError) as error:
-        raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
-    if not isinstance(result, dict):
-        raise invalid("tokenizer", f"{path} does not hold an object")
-    return result
+        return self.template_for(tools=options.get("tools") is not None).render(messages, **options)

@@ -1,99 +1,150 @@
-"""Loading a checkpoint's tokenizer from whichever file holds it."""
+"""Loading a checkpoint's tokenizer from whichever file holds its vocabulary."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from penstock.core.errors import PenstockError, invalid
 
-from . import from_sentencepiece, from_tiktoken, from_wordpiece
-from .vocabulary import MAX_TOKENS
+from . import from_bpe_files, from_sentencepiece, from_tekken, from_tiktoken, from_wordpiece
+from .side_files import SideFiles, read, side_paths
+from .tiktoken_formats import tiktoken_format
 
-CONFIG = "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"
+FULL = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+TEKKEN = "tekken.json"
+BPE_VOCABULARY, BPE_MERGES = "vocab.json", "merges.txt"
 WORDPIECE = "vocab.txt"
-MAX_BYTES = 128 * 2**20
-"""Maximum size of a tokenizer file; the largest known have 33 MB."""
-MAX_SIDE_BYTES = 16 * 2**20
-"""Maximum size of its configuration and chat template."""
+PLACEHOLDER = "<|unused_{}|>"
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
-def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Load ``tokenizer.json``, or else a SentencePiece model, a tiktoken file, or BERT's ``vocab.txt``.
+class Loaded(NamedTuple):
+    """A tokenizer, and its special tokens by role."""
 
-    Args:
-        config: the contents of ``tokenizer_config.json``.
+    tokenizer: Tokenizer
+    special: dict[str, str]
 
-    Raises ``PenstockError`` (``invalid``) where there is none, or one that cannot be read.
+
+def load(folder: Path, side_files: SideFiles) -> Loaded:
+    """Load ``tokenizer.json``, or else a SentencePiece model, a tiktoken file, ``tekken.json``, ``vocab.json`` with
+    ``merges.txt``, or BERT's ``vocab.txt``.
+
+    Raises ``PenstockError``: ``invalid`` where there is none, or one that cannot be read, and ``unsupported`` where the
+    files do not say how texts are split.
     """
-    path = _find(folder)
+    path, *others = _vocabulary_files(folder)
     try:
-        if path.suffix == ".json":
-            return Tokenizer.from_buffer(read(path))
-        data = read(path)
-        if path.name == WORDPIECE:
-            return from_wordpiece.convert(data, config)
-        if TIKTOKEN_LINE.match(data):
-            tokenizer, add_bos = from_tiktoken.convert(data), False
-        else:
-            tokenizer, add_bos = from_sentencepiece.convert(data, bool(config.get("legacy", True))), True
+        return _load(path, others, side_files)
     except (PenstockError, MemoryError):
         raise
     except Exception as error:  # the library raises nothing more precise
         raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
-    _add_tokens(tokenizer, config.get("added_tokens_decoder", {}))
-    _add_special_tokens(tokenizer, config, add_bos)
-    return tokenizer
 
 
 def paths(folder: Path) -> list[Path]:
-    """The files of a tokenizer. Raises ``PenstockError`` (``invalid``) where there is none."""
-    return [_find(folder), *(path for path in (folder / CONFIG, folder / TEMPLATE) if path.exists())]
+    """The files of a tokenizer. Raises ``PenstockError`` (``invalid``) where it has no vocabulary."""
+    return [*_vocabulary_files(folder), *side_paths(folder)]
 
 
-def read(path: Path) -> bytes:
-    """Read a file. Raises ``PenstockError`` (``invalid``) where it exceeds its maximum size."""
-    limit = MAX_SIDE_BYTES if path.name in (CONFIG, TEMPLATE) else MAX_BYTES
-    if (size := path.stat().st_size) > limit:
-        raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; {limit // 2**20} MiB are allowed", limit)
-    return path.read_bytes()
+def _load(path: Path, others: list[Path], side_files: SideFiles) -> Loaded:
+    data, config, special = read(path), side_files.config, side_files.special
+    added, placeholder = side_files.added, PLACEHOLDER
+    bos: tuple[str, ...] = ()
+    if path.name == FULL:
+        tokenizer = Tokenizer.from_buffer(data)
+        _add_tokens(tokenizer, added, placeholder)
+        _mark_special(tokenizer, (*special.values(), *side_files.extra))
+        return Loaded(tokenizer, special)
+    if path.name == WORDPIECE:
+        tokenizer, special = from_wordpiece.convert(data, config, special)
+    elif path.name == BPE_VOCABULARY:
+        tokenizer, special = from_bpe_files.convert(data, read(others[0]), side_files)
+    elif path.name == TEKKEN:
+        tokenizer, special = from_tekken.convert(data, special)
+        bos = (special["bos_token"],)
+    elif TIKTOKEN_LINE.match(data):
+        form = tiktoken_format(config, side_files.model_type, path.name)
+        tokenizer, bos, placeholder = from_tiktoken.convert(data, form), form.prefix, form.placeholder
+        if not added:
+            first = tokenizer.get_vocab_size()
+            added = {first + i: AddedToken(token, special=True) for i, token in enumerate(form.special)}
+    else:
+        names = {token_id: token.content for token_id, token in added.items()}
+        tokenizer = from_sentencepiece.convert(data, config.get("legacy") is not False, names)
+        for token in added.values():  # found in texts before spaces are replaced
+            token.normalized = False
+        special = {"bos_token": "<s>", "eos_token": "</s>"} | special
+        bos = (special["bos_token"],)
+    _add_tokens(tokenizer, added, placeholder)
+    _mark_special(tokenizer, (*special.values(), *side_files.extra))
+    _add_bounds(tokenizer, config, special, bos)
+    return Loaded(tokenizer, special)
 
 
-def _find(folder: Path) -> Path:
-    named = [folder / name for name in ("tokenizer.json", "tokenizer.model")]
-    for path in (*named, *sorted(folder.glob("*tiktoken*")), folder / WORDPIECE):
-        if path.exists():
-            return path
-    raise invalid("tokenizer", f"{folder} has no tokenizer.json, tokenizer.model, *.tiktoken or {WORDPIECE}")
+def _vocabulary_files(folder: Path) -> list[Path]:
+    """The file of the vocabulary, and those that belong to it."""
+    tiktoken = sorted((*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")))
+    for path in (folder / FULL, folder / SENTENCEPIECE, *tiktoken, folder / TEKKEN):
+        if path.is_file():
+            return [path]
+    for names in ((BPE_VOCABULARY, BPE_MERGES), (WORDPIECE,)):
+        found = [folder / name for name in names]
+        if all(path.is_file() for path in found):
+            return found
+    raise invalid(
+        "tokenizer",
+        f"{folder} has no {FULL}, {SENTENCEPIECE}, *.tiktoken, {TEKKEN}, {BPE_VOCABULARY} with {BPE_MERGES}, or "
+        f"{WORDPIECE}",
+    )
 
 
-def _add_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the tokens of ``tokenizer_config.json`` that the file lacks, under their ids."""
-    for token_id, token in sorted((int(token_id), token) for token_id, token in added.items()):
-        if token_id >= MAX_TOKENS:
-            raise invalid("tokenizer", f"{CONFIG} has a token of id {token_id}; {MAX_TOKENS} are allowed", MAX_TOKENS)
-        while tokenizer.get_vocab_size() < token_id:
-            tokenizer.add_tokens([f"<|unused_{tokenizer.get_vocab_size()}|>"])
-        token_to_add = AddedToken(token["content"], normalized=False, special=bool(token.get("special", False)))
-        (tokenizer.add_special_tokens if token_to_add.special else tokenizer.add_tokens)([token_to_add])
+def _add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], placeholder: str) -> None:
+    """Add tokens under their ids. A token whose id the vocabulary gives to another one is left out.
+
+    Args:
+        placeholder: name of an id between the known tokens, with ``{}`` for the id.
+    """
+    known = tokenizer.get_added_tokens_decoder()
+    for token_id, token in added.items():
+        if token_id in known and known[token_id].__getstate__() == token.__getstate__():
+            continue
+        if (size := tokenizer.get_vocab_size()) > token_id and tokenizer.id_to_token(token_id) != token.content:
+            continue
+        tokenizer.add_tokens([placeholder.format(i) for i in range(size, token_id)])
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
 
 
-def _add_special_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], add_bos: bool) -> None:
-    """The special tokens that encoding puts before and after a text."""
-    bos_and_eos = []
-    for name, default in (("bos", add_bos), ("eos", False)):
-        token = config.get(f"{name}_token") or ("<s>" if name == "bos" else "</s>")
-        token = token if isinstance(token, str) else token["content"]
-        added = config.get(f"add_{name}_token", default) and tokenizer.token_to_id(token) is not None
-        bos_and_eos.append([token] if added else [])
-    if any(bos_and_eos):
-        before, after = bos_and_eos
-        known = [(token, tokenizer.token_to_id(token)) for token in before + after]
-        tokenizer.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=known)
+def _mark_special(tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
+    """Make known tokens special ones: they are found in texts, and are skipped in answers."""
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [token for token in dict.fromkeys(tokens) if token not in special]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in missing if tokenizer.token_to_id(token) is not None]
+    )
+
+
+def _add_bounds(
+    tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], bos: tuple[str, ...]
+) -> None:
+    """Let encoding put special tokens before and after a text.
+
+    Args:
+        bos: tokens before a text where ``add_bos_token`` is absent.
+    """
+    before, after = bos, ()
+    if "add_bos_token" in config:
+        before = (special.get("bos_token", ""),) if config["add_bos_token"] else ()
+    if config.get("add_eos_token"):
+        after = (special.get("eos_token", ""),)
+    known = {token: tokenizer.token_to_id(token) for token in (*before, *after)}
+    before, after = ([token for token in part if known[token] is not None] for part in (before, after))
+    if before or after:
+        tokens = [(token, token_id) for token, token_id in known.items() if token_id is not None]
+        tokenizer.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -16,64 +17,106 @@ MAX_TOKENS = 2**22
 """Maximum size of a vocabulary; the largest known have 262,144."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"  # how SentencePiece writes a space
+Step = Callable[[str], str | bytes]
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each token id; empty for ids without a token.
 
-    A text is the concatenation of its tokens' bytes, decoded as UTF-8, for byte-level BPE (GPT-2's printable
-    alphabet) and for SentencePiece's BPE and unigram models (a mark for the space, ``<0x0A>`` for single bytes).
-    There a text decoded from its start loses the space that encoding put before it; tokens alone keep it. Of WordPiece,
-    which no model that generates has, words come with a space before them.
+    A text is the concatenation of its tokens' bytes, decoded as UTF-8. Added tokens pass through the decoder like all
+    others, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Decoding steps that depend on a token's position in
+    the text are not applied: a text keeps the space that encoding puts before it (SentencePiece), and the one
+    before its first word (WordPiece).
 
-    Raises ``PenstockError``: ``unsupported`` for tokenizers of another make, ``invalid`` for a huge id.
+    Raises ``PenstockError``: ``unsupported`` for a decoder whose tokens have no fixed bytes, ``invalid`` for a huge id.
     """
-    kinds = set(_types(json.loads(tokenizer.decoder.__getstate__()))) if tokenizer.decoder else set()
-    decode_token: Callable[[str], bytes]
-    if "ByteLevel" in kinds:
-        # What is not of the alphabet is made something that Latin-1 cannot have.
-        alphabet = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in byte_alphabet().items()}
-
-        def decode_token(token: str) -> bytes:
-            try:
-                return token.translate(alphabet).encode("latin-1")
-            except UnicodeEncodeError:
-                return token.encode()
-
-    elif kinds & {"Metaspace", "ByteFallback"}:
-
-        def decode_token(token: str) -> bytes:
-            byte = BYTE_TOKEN.fullmatch(token)
-            return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
-
-    elif type(tokenizer.model).__name__ == "WordPiece":
-        prefix = tokenizer.model.continuing_subword_prefix
-
-        def decode_token(token: str) -> bytes:
-            return token.removeprefix(prefix).encode() if token.startswith(prefix) else f" {token}".encode()
-
-    else:
-        raise PenstockError(
-            Code.UNSUPPORTED,
-            f"the tokenizer decodes with {', '.join(sorted(kinds)) or 'nothing'}; "
-            "known are byte-level BPE, SentencePiece's models and WordPiece",
-        )
-    added = {token_id: token.content.encode() for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    if (last := max(vocabulary.values(), default=-1)) >= MAX_TOKENS:
+    steps = _token_steps(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else [_word]
+    tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
+    tokens |= {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    if (last := max(tokens, default=-1)) >= MAX_TOKENS:
         raise invalid("tokenizer", f"it has a token of id {last}; {MAX_TOKENS} are allowed", MAX_TOKENS)
     spelled = [b""] * (last + 1)
-    for token, token_id in vocabulary.items():
-        spelled[token_id] = added.get(token_id) or decode_token(token)
+    for token_id, token in tokens.items():
+        text: str | bytes = token
+        for step in steps:
+            if isinstance(text, str):
+                text = step(text)
+        spelled[token_id] = text if isinstance(text, bytes) else text.encode()
     return spelled
 
 
-def _types(part: Any) -> Iterator[str]:
-    """The types of a decoder and of all decoders nested in it."""
-    if isinstance(part, dict):
-        yield part["type"]
-        for inner in part.get("decoders", ()):
-            yield from _types(inner)
+def _token_steps(decoder: Mapping[str, Any]) -> list[Step]:
+    """The steps that a decoder applies to each token. A step returns text, or bytes, which no further step changes.
+
+    Raises ``PenstockError`` (``unsupported``) for a decoder that is unknown or does not treat tokens separately.
+    """
+    steps: list[Step] = []
+    fused = False
+    for part in _flattened(decoder):
+        kind = part["type"]
+        if kind == "ByteLevel":
+            steps.append(_byte_level)
+        elif kind == "ByteFallback":
+            steps.append(_byte_fallback)
+        elif kind == "Metaspace":
+            steps.append(partial(_replace, part.get("replacement", SPACE), " "))
+        elif kind == "Replace" and (old := part["pattern"].get("String")) and (not fused or len(old) == 1):
+            steps.append(partial(_replace, old, part["content"]))
+        elif kind == "WordPiece":
+            steps.append(partial(_word_piece, part["prefix"]))
+        elif kind == "Strip" and not fused:
+            steps.append(partial(_strip, part["content"], part["start"], part["stop"]))
+        elif kind == "Fuse":
+            fused = True
+        elif kind != "Strip":  # after Fuse, it concerns the ends of the text only
+            raise PenstockError(
+                Code.UNSUPPORTED,
+                f"the tokenizer decodes with {kind}, which is not supported here; supported are ByteLevel, Metaspace, "
+                "ByteFallback, Replace of a string, Strip, Fuse and WordPiece",
+            )
+    return steps
+
+
+def _flattened(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The parts of a decoder in order, without sequences."""
+    if decoder["type"] != "Sequence":
+        yield decoder
+    for inner in decoder.get("decoders", ()):
+        yield from _flattened(inner)
+
+
+def _byte_level(token: str) -> str | bytes:
+    """The bytes of a token in GPT-2's alphabet; a token with other characters is text."""
+    try:
+        return token.translate(BYTE_LEVEL).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> str | bytes:
+    byte = BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token
+
+
+def _replace(old: str, new: str, token: str) -> str:
+    return token.replace(old, new)
+
+
+def _word_piece(prefix: str, token: str) -> str:
+    return token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+
+
+def _word(token: str) -> str:
+    """A token of a tokenizer without a decoder, which joins tokens with spaces."""
+    return f" {token}"
+
+
+def _strip(content: str, start: int, stop: int, token: str) -> str:
+    """Remove up to ``start`` and ``stop`` occurrences of a character from the ends."""
+    before = len(token) - len(token.lstrip(content))
+    token = token[min(before, start) :]
+    after = len(token) - len(token.rstrip(content))
+    return token[: len(token) - min(after, stop)]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -81,3 +124,7 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_LEVEL = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in byte_alphabet().items()}
+"""Translation of GPT-2's alphabet to Latin-1, and of other characters to one that Latin-1 does not have."""

@@ -20,7 +20,8 @@ import msgspec
 from penstock.calibration.options import QuantizeOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.model_size import QUANT_METHOD, quantization_of
+from penstock.planning.config_json import read_config_json
+from penstock.planning.model_size import QUANT_METHOD, quantization_config_of, quantization_of
 
 from ..build_folder import build, described, engine_options
 from ..parser import Parser
@@ -162,7 +163,7 @@ def _configure(file: Path, place: Path, quantization: str) -> None:
     if place.is_symlink() or (place.exists() and not quantization_of(json.loads(place.read_text(encoding="utf-8")))):
         raise invalid("output_dir", f"{place} exists already; name an empty folder")
     config = json.loads(file.read_text(encoding="utf-8"))
-    if config.get("quantization_config"):
+    if quantization_config_of(read_config_json(file.parent)):
         raise invalid("model", f"{file.parent} is quantized already; name the checkpoint that it was made from")
     config["quantization_config"] = {"quant_method": QUANT_METHOD, "format": quantization}
     place.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

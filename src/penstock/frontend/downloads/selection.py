@@ -11,12 +11,14 @@ from penstock.core.errors import invalid
 
 from .remote import RemoteFile
 
-SMALL = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt")
-"""Configuration, tokenizer and chat template. Code is never downloaded."""
-WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin",))
+SMALL = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt", "[1-9]_*/*")
+"""Configuration, tokenizer, chat templates and small modules. Code is never downloaded."""
+WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin", "0_*/pytorch_model*.bin"))
 """Weights, in order of preference: of several kinds of the same weights one is enough."""
-UNNEEDED = ("[!1]*/*", "1[!_]*/*", "consolidated*", "*.onnx.json", "training_args.bin")
-"""The same weights for other programs. ``1_Pooling`` (sentence-transformers) is kept."""
+UNNEEDED = ("*/*", "consolidated*", "*.onnx.json", "training_args.bin")
+"""The same weights for other programs."""
+NEEDED = ("[0-9]_*/*", "additional_chat_templates/*.jinja")
+"""Files in folders that are needed nevertheless: of modules of sentence-transformers, and chat templates."""
 NO_GGUF_MODEL = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)
 """GGUF files beside a model's: projectors of images, importance matrices."""
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
@@ -62,7 +64,7 @@ class Selection:
         return chosen
 
     def _checkpoint(self, files: Sequence[RemoteFile], source: str) -> list[RemoteFile]:
-        known = [file for file in files if not _matches(file.path, UNNEEDED)]
+        known = [file for file in files if _matches(file.path, NEEDED) or not _matches(file.path, UNNEEDED)]
         chosen = [file for file in known if _matches(file.path, SMALL)]
         if not self.weights:
             return chosen

@@ -54,11 +54,14 @@ class ChatPrompt:
                 raise invalid(given[0], "cannot be combined with prompt_token_ids")
         elif not request.messages:
             raise invalid("messages", "must hold at least one, or there must be prompt_token_ids")
-        if request.chat_template is not None and not service.options.trust_request_chat_template:
+        input_processor = self._gateway.input_processor
+        own = input_processor.tokenizer.templates
+        self._template = own.get(request.chat_template or "", request.chat_template)
+        """The chat template that the request gives or names; None for the model's default."""
+        if self._template not in (None, *own.values()) and not service.options.trust_request_chat_template:
             message = "chat_template: this server takes none from requests (trust_request_chat_template)"
             raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
-        input_processor = self._gateway.input_processor
-        self.tools = input_processor.response_formats(request.chat_template).tools
+        self.tools = input_processor.response_formats(self._template).tools
         """The model's tool call format; None where it has none."""
         self._calls = bool(request.tools)
         shown = request.tools if request.tool_choice != "none" else None
@@ -94,7 +97,7 @@ class ChatPrompt:
                 self._size,
                 self._options,
                 self._calls,
-                request.chat_template,
+                self._template,
                 bool(request.add_special_tokens),
                 merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {}),
             )
@@ -129,8 +132,9 @@ class ChatPrompt:
         are refused, and an effort, which clients send to any model, is ignored as an unknown field."""
         fields = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         given = {name: value for name, value in fields.items() if value is not None}
-        if request.chat_template is None:
-            for name in given.keys() - self._gateway.input_processor.tokenizer.template.variables:
+        if self._template is None:
+            template = self._gateway.input_processor.tokenizer.template_for(tools=bool(request.tools))
+            for name in given.keys() - template.variables:
                 if name == "documents" or unknown.strict:
                     message = f"{name}: this model's chat template does not read it"
                     raise PenstockError(Code.UNSUPPORTED, message, name)

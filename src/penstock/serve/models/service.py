@@ -49,9 +49,10 @@ class ModelService:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the model's chat template reads."""
+        """Names that the model's chat templates read, with or without tools."""
         self.gateway.input_processor.check_chats()
-        return self.gateway.input_processor.tokenizer.template.variables
+        tokenizer = self.gateway.input_processor.tokenizer
+        return tokenizer.template.variables | tokenizer.template_for(tools=True).variables
 
     @property
     def sees_images(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.config.options import Configuration
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
+from penstock.text.side_files import TOOL_USE
 from penstock.version import __version__
 
 from .handler import settings_of
@@ -30,6 +31,7 @@ def props(served_models: ServedModels, service: ModelService) -> dict[str, Any]:
         "model_path": _configuration(served_models, service).engine.model or service.name,
         "modalities": {"vision": service.sees_images, "audio": False},
         "chat_template": tokenizer.template_source or "",
+        **({"chat_template_tool_use": tokenizer.templates[TOOL_USE]} if TOOL_USE in tokenizer.templates else {}),
         "bos_token": tokenizer.special.get("bos_token", ""),
         "eos_token": tokenizer.special.get("eos_token", ""),
         "build_info": f"penstock {__version__}",

@@ -1,0 +1,82 @@
+"""Conversion of ``vocab.json`` and ``merges.txt``, which do not contain the pre-tokenizer, to the ``tokenizers``
+library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from penstock.core import Code, PenstockError
+
+from .side_files import SideFiles
+from .tiktoken_formats import QWEN2
+
+GPT2, QWEN, ROBERTA = "GPT-2", "Qwen2", "RoBERTa"
+BY_CLASS = {
+    **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer", "WhisperTokenizer"), GPT2),
+    "Qwen2Tokenizer": QWEN,
+    **dict.fromkeys(("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer"), ROBERTA),
+}
+"""By ``tokenizer_class`` of ``tokenizer_config.json``, without ``Fast``."""
+BY_MODEL_TYPE = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "codegen", "phi", "starcoder2", "whisper"), GPT2),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl"), QWEN),
+    **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA),
+}
+"""By ``model_type`` of ``config.json``, where no class is named."""
+DEFAULTS: Mapping[str, Mapping[str, str]] = {
+    GPT2: dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    QWEN: dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    ROBERTA: {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "sep_token": "</s>",
+        "cls_token": "<s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+}
+"""Special tokens that the files need not name."""
+
+
+def convert(vocabulary: bytes, merges: bytes, side_files: SideFiles) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and its special tokens by role.
+
+    Raises ``PenstockError`` (``unsupported``) for an unknown tokenizer class.
+    """
+    family, config = _family(side_files), side_files.config
+    special = {**DEFAULTS[family], **side_files.special}
+    pairs = [line.split(" ") for line in merges.decode().splitlines() if line and not line.startswith("#version")]
+    tokenizer = Tokenizer(models.BPE(json.loads(vocabulary), [(left, right) for left, right in pairs]))
+    prefix = bool(config.get("add_prefix_space"))
+    if family == QWEN:
+        tokenizer.normalizer = normalizers.NFC()
+        split: list[Any] = [pre_tokenizers.Split(Regex(QWEN2), "isolated")]
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, bytes_only])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    if family == ROBERTA:
+        ids = [(special[role], tokenizer.token_to_id(special[role])) for role in ("sep_token", "cls_token")]
+        tokenizer.post_processor = processors.RobertaProcessing(*ids, add_prefix_space=prefix)
+    return tokenizer, special
+
+
+def _family(side_files: SideFiles) -> str:
+    name = str(side_files.config.get("tokenizer_class") or "").removesuffix("Fast")
+    if name in BY_CLASS:
+        return BY_CLASS[name]
+    if side_files.model_type in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[side_files.model_type]
+    raise PenstockError(
+        Code.UNSUPPORTED,
+        f"tokenizer: vocab.json and merges.txt do not contain how texts are split, and the tokenizer is unknown "
+        f"(tokenizer_class {name[:60] or 'absent'}, model_type {side_files.model_type[:60] or 'absent'}): "
+        "add its tokenizer.json",
+        "tokenizer",
+    )

@@ -1,0 +1,162 @@
+"""A tokenizer's files besides its vocabulary: settings, special and added tokens, chat templates.
+
+They are read in the order of transformers. Old checkpoints have ``special_tokens_map.json`` and ``added_tokens.json``,
+which count where ``tokenizer_config.json`` has no ``added_tokens_decoder``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken
+
+from penstock.core.errors import invalid
+
+from .vocabulary import MAX_TOKENS
+
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
+"""Folder of further templates, ``NAME.jinja``."""
+PROCESSOR_TEMPLATE = "chat_template.json"
+PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
+"""A checkpoint with one of these files has a processor, whose template comes before the tokenizer's."""
+MODEL_CONFIG = "config.json"
+NAMES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, TEMPLATE, PROCESSOR_TEMPLATE, *PROCESSOR_CONFIGS, MODEL_CONFIG)
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates: that of plain chats, and that of chats with tools."""
+MAX_BYTES = 128 * 2**20
+"""Maximum size of a vocabulary file; the largest known have 33 MB."""
+MAX_SIDE_BYTES = 16 * 2**20
+"""Maximum size of any other file."""
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class SideFiles(NamedTuple):
+    """What the files say."""
+
+    config: dict[str, Any]
+    """``tokenizer_config.json``."""
+    special: dict[str, str]
+    """Special tokens by their role: ``bos_token``, ``image_token`` …"""
+    extra: tuple[str, ...]
+    """Special tokens without a role."""
+    added: dict[int, AddedToken]
+    """Added tokens by id."""
+    templates: dict[str, str]
+    """Chat templates by name."""
+    model_type: str
+    """``model_type`` of ``config.json``; empty where it is absent."""
+
+
+def read_side_files(folder: Path) -> SideFiles:
+    """Raises ``PenstockError`` (``invalid``) for a file that is too large or not JSON, and ``AttributeError``,
+    ``KeyError``, ``TypeError`` or ``ValueError`` for a value of the wrong type."""
+    config = read_object(folder / CONFIG)
+    named = dict(config)
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        named |= read_object(folder / SPECIAL_TOKENS)
+    special = {
+        role: _content(token)
+        for role, token in named.items()
+        if role.endswith("_token") and isinstance(token, (str, Mapping)) and _content(token)
+    }
+    extras: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = named.get(key) or []
+        if isinstance(tokens, Mapping):  # by role
+            special |= {role: _content(token) for role, token in tokens.items()}
+        else:
+            extras += tokens
+    extra = tuple(_content(token) for token in extras)
+    if declared is None:
+        specials = {*special.values(), *extra}
+        ids = read_object(folder / ADDED_TOKENS)
+        declared = {
+            token_id: {"content": token, "special": token in specials, "normalized": token not in specials}
+            for token, token_id in ids.items()
+        }
+    added = {int(token_id): _added_token(token) for token_id, token in declared.items()}
+    if (last := max(added, default=0)) >= MAX_TOKENS:
+        raise invalid("tokenizer", f"{folder} has an added token of id {last}; {MAX_TOKENS} are allowed", MAX_TOKENS)
+    model_type = str(read_object(folder / MODEL_CONFIG).get("model_type") or "")
+    return SideFiles(config, special, extra, dict(sorted(added.items())), _templates(folder, config), model_type)
+
+
+def side_paths(folder: Path) -> list[Path]:
+    """The files that ``read_side_files`` reads, those that exist."""
+    paths = [folder / name for name in NAMES] + _additional(folder)
+    return [path for path in paths if path.is_file()]
+
+
+def read(path: Path) -> bytes:
+    """Read a file. Raises ``PenstockError`` (``invalid``) where it exceeds its maximum size."""
+    limit = MAX_SIDE_BYTES if path.name in NAMES or path.suffix == ".jinja" else MAX_BYTES
+    if (size := path.stat().st_size) > limit:
+        raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; {limit // 2**20} MiB are allowed", limit)
+    return path.read_bytes()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is missing. Raises ``PenstockError`` (``invalid``) where it is none."""
+    if not path.is_file():
+        return {}
+    try:
+        result = json.loads(read(path))
+        json.dumps(result, ensure_ascii=False).encode()  # raises for unpaired surrogates
+    except (ValueError, RecursionError) as error:
+        raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
+    if not isinstance(result, dict):
+        raise invalid("tokenizer", f"{path} does not hold an object")
+    return result
+
+
+def choose_template(templates: Mapping[str, str], tools: bool) -> str | None:
+    """The template of a chat with or without tools; None where there is none."""
+    return templates.get(TOOL_USE if tools and TOOL_USE in templates else DEFAULT)
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates of the first source that has any; a default that it lacks is that of the next."""
+    named = config.get("chat_template") or {}
+    if isinstance(named, str):
+        named = {DEFAULT: named}
+    elif not isinstance(named, Mapping):
+        named = {entry["name"]: entry["template"] for entry in named}
+    files = {path.stem: read(path).decode() for path in _additional(folder)}
+    if (folder / TEMPLATE).is_file():
+        files[DEFAULT] = read(folder / TEMPLATE).decode()
+    has_processor = any((folder / name).is_file() for name in PROCESSOR_CONFIGS)
+    processor = _processor_templates(folder)
+    sources = [processor, files, named] if has_processor else [files, named, processor]
+    found = [source for source in sources if source]
+    default = {name: text for source in reversed(found) for name, text in source.items() if name == DEFAULT}
+    templates = default | (found[0] if found else {})
+    return {str(name): str(text) for name, text in templates.items()}
+
+
+def _processor_templates(folder: Path) -> dict[str, str]:
+    for path in (folder / PROCESSOR_CONFIGS[0], folder / PROCESSOR_TEMPLATE):
+        if template := read_object(path).get("chat_template"):
+            return dict(template) if isinstance(template, Mapping) else {DEFAULT: template}
+    return {}
+
+
+def _additional(folder: Path) -> list[Path]:
+    return sorted((folder / TEMPLATES).glob("*.jinja"))
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _added_token(token: str | Mapping[str, Any]) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token)
+    return AddedToken(token["content"], **{flag: bool(token[flag]) for flag in FLAGS if flag in token})

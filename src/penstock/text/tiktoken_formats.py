@@ -1,0 +1,144 @@
+"""How models split text whose vocabulary is a tiktoken file: the file does not contain the pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from penstock.core import Code, PenstockError
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
+"""Each digit separately."""
+QWEN3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Combining marks belong to words."""
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Words are also split before capitals, and keep their contraction ("don't" is one word)."""
+_NO_HAN = r"&&[^\p{Han}]"
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]*[{_LOWER}{_NO_HAN}]+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]+[{_LOWER}{_NO_HAN}]*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""As GPT-4o, and Chinese characters separately from other letters."""
+
+
+class TiktokenFormat(NamedTuple):
+    """What a tiktoken file does not contain."""
+
+    pattern: str
+    """Regular expression of the parts that are encoded separately."""
+    nfc: bool = False
+    """Texts are normalized to NFC first."""
+    special: tuple[str, ...] = ()
+    """Special tokens after the last rank, where ``tokenizer_config.json`` has none."""
+    placeholder: str = "<|unused_{}|>"
+    """Name of an id between the known tokens."""
+    prefix: tuple[str, ...] = ()
+    """Tokens before each text, where ``tokenizer_config.json`` does not say (``add_bos_token``)."""
+
+
+_KIMI = TiktokenFormat(KIMI, placeholder="<|reserved_token_{}|>")
+_LLAMA3 = TiktokenFormat(
+    GPT4,
+    special=(
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+        *("<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+        *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
+        *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
+    ),
+    prefix=("<|begin_of_text|>",),
+)
+_GLM4 = TiktokenFormat(GPT4, prefix=("[gMASK]", "<sop>"))
+_EXTRAS = tuple(f"<|extra_{i}|>" for i in range(205))
+_QWEN = TiktokenFormat(QWEN2, nfc=True, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRAS))
+_QWEN3_5 = TiktokenFormat(QWEN3_5, nfc=True)
+_HUNYUAN = TiktokenFormat(
+    QWEN2,
+    nfc=True,
+    special=("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *_EXTRAS[:204]),
+    prefix=("<|startoftext|>",),
+)
+_GPT4, _GPT4O, _GPT2 = TiktokenFormat(GPT4), TiktokenFormat(GPT4O), TiktokenFormat(GPT2)
+
+BY_CLASS = {
+    "TikTokenTokenizer": _KIMI,
+    "QWenTokenizer": _QWEN,
+    "Qwen2Tokenizer": _QWEN,
+    "Qwen2TokenizerFast": _QWEN,
+    "Qwen3_5Tokenizer": _QWEN3_5,
+    "HYTokenizer": _HUNYUAN,
+    "ChatGLM4Tokenizer": _GLM4,
+    "Phi3SmallTokenizer": _GPT4,
+    "GPT2Tokenizer": _GPT2,
+    "GPT2TokenizerFast": _GPT2,
+}
+"""By the tokenizer's class (``auto_map`` or ``tokenizer_class`` of ``tokenizer_config.json``)."""
+BY_MODEL_TYPE = {
+    **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "kimi_vl"), _KIMI),
+    **dict.fromkeys(("llama", "mllama"), _LLAMA3),
+    **dict.fromkeys(("qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"), _QWEN),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "qwen3_next"), _QWEN),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
+    **dict.fromkeys(("hunyuan", "hunyuan_v1_moe"), _HUNYUAN),
+    **dict.fromkeys(("chatglm", "glm", "glm4", "glm4_moe"), _GLM4),
+    **dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), _GPT4O),
+    "phi3small": _GPT4,
+    "gpt2": _GPT2,
+}
+"""By ``model_type`` of ``config.json``, where the class is a general one."""
+BY_FILE = {
+    "qwen.tiktoken": _QWEN,
+    "hy.tiktoken": _HUNYUAN,
+    "cl100k_base.tiktoken": _GPT4,
+    "o200k_base.tiktoken": _GPT4O,
+    **dict.fromkeys(("gpt2.tiktoken", "r50k_base.tiktoken", "p50k_base.tiktoken"), _GPT2),
+}
+"""By the file's name."""
+
+
+def tiktoken_format(config: Mapping[str, Any], model_type: str, file_name: str) -> TiktokenFormat:
+    """The format of a model's tiktoken file, by the most specific statement of its files.
+
+    Args:
+        config: ``tokenizer_config.json``.
+        model_type: of ``config.json``; empty where it is absent.
+
+    Raises ``PenstockError`` (``unsupported``) for an unknown model: another pattern would give other tokens than the
+    model was trained with.
+    """
+    classes = [_mapped_class(config), str(config.get("tokenizer_class") or "")]
+    named = ((BY_CLASS, name) for name in classes)
+    for formats, name in (*named, (BY_MODEL_TYPE, model_type), (BY_FILE, file_name)):
+        if name in formats:
+            return formats[name]
+    found = ", ".join([*(name[:60] for name in classes if name), *([f"model_type {model_type[:60]}"] if model_type else [])])
+    raise PenstockError(
+        Code.UNSUPPORTED,
+        f"tokenizer: {file_name} does not contain the pattern that splits texts, and the model is unknown "
+        f"({found or 'no tokenizer_class, no model_type'}): add its tokenizer.json",
+        "tokenizer",
+    )
+
+
+def _mapped_class(config: Mapping[str, Any]) -> str:
+    """The class that ``auto_map`` names (``module.Class``, a list of slow and fast, or a dictionary of these)."""
+    mapped = config.get("auto_map")
+    if isinstance(mapped, Mapping):
+        mapped = mapped.get("AutoTokenizer")
+    if isinstance(mapped, list):
+        mapped = next((name for name in mapped if name), None)
+    return mapped.rpartition(".")[2] if isinstance(mapped, str) else ""
