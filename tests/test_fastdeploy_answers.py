@@ -94,7 +94,8 @@ def test_whole_answers_have_every_field(served: Served, path: str, with_ids: boo
     assert usage.keys() == fields(
         "prompt_tokens total_tokens completion_tokens prompt_tokens_details completion_tokens_details"
     )
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 0, "video_tokens": 0}
+    media = 0 if chat else None
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": media, "video_tokens": media}
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0, "image_tokens": 0}
 
 

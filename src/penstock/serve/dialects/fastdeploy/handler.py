@@ -65,14 +65,6 @@ class _Answer:
         found = await prompt_logprobs_of(output, self._service.gateway.fair_queue)
         return None if found is UNSET else found
 
-    def _whole_usage(self, outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Usage:
-        """Token counts of a whole answer. Those of images and videos are 0, and null where the model sees images, as
-        they are not counted apart."""
-        usage = Usage.of(outputs, num_hidden_tokens)
-        counted = None if self._service.sees_images else 0
-        usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = counted
-        return usage
-
 
 class FastDeployChat(_Answer):
     """One chat."""
@@ -92,7 +84,7 @@ class FastDeployChat(_Answer):
                 created=self._created,
                 model=self._openai.model,
                 choices=choices,
-                usage=self._whole_usage([last]),
+                usage=self._usage(last),
             )
         )
 
@@ -113,6 +105,14 @@ class FastDeployChat(_Answer):
         if self._with_usage:
             yield self._chunk([], Usage.of([output]))
         yield DONE
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        """Token counts of a whole answer. Those of images and videos are 0, and null where the model sees images, as
+        they are not counted apart."""
+        usage = Usage.of([output])
+        counted = None if self._service.sees_images else 0
+        usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = counted
+        return usage
 
     async def _choice(self, output: RequestOutput, completion: CompletionOutput) -> ChatChoice:
         choice = await self._openai.choice(completion, output.prompt_token_ids)
@@ -187,13 +187,15 @@ class FastDeployCompletions(_Answer):
             for i, output in enumerate(result)
             for completion in output.outputs
         ]
+        usage = Usage.of(result, self._openai.num_hidden_tokens)
+        usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = None
         yield encode(
             Completion(
                 id=self._openai.id,
                 created=self._created,
                 model=self._openai.model,
                 choices=choices,
-                usage=self._whole_usage(result, self._openai.num_hidden_tokens),
+                usage=usage,
             )
         )
 
