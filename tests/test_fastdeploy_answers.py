@@ -99,6 +99,7 @@ def test_whole_answers_have_every_field(served: Served, path: str, with_ids: boo
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0, "image_tokens": 0}
 
 
+@pytest.mark.row("fastdeploy", "stream_options")
 @pytest.mark.parametrize(("path", "with_ids", "logprobs"), itertools.product(CHUNK, (False, True), (False, True)))
 def test_chunks_have_what_fastdeploy_sets(served: Served, path: str, with_ids: bool, logprobs: bool) -> None:
     chat = path == "chat/completions"
@@ -197,6 +198,7 @@ def test_metadata_has_parameters_that_the_request_lacks(served: Served) -> None:
     assert "raw_request" in refused["error"]["message"]
 
 
+@pytest.mark.row("fastdeploy", "fields of chats in completions")
 def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
     plain = {**PROMPT, "max_tokens": 4, "temperature": 0}
     expected = post(served, "completions", plain | {"logprobs": 1})["choices"]

@@ -145,6 +145,7 @@ class Stream:
         return "".join(piece["choices"][0]["text"] for piece in pieces), error
 
 
+@pytest.mark.row("fastdeploy", "/registered_number")
 def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
     expected = [answer(deployment.prefill, *request) for request in REQUESTS]
     with ThreadPoolExecutor(len(REQUESTS)) as threads:

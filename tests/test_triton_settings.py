@@ -89,6 +89,8 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
 @pytest.mark.row("triton", "--pinned-memory-pool-byte-size", "--buffer-manager-thread-count")
 @pytest.mark.row("triton", "--model-load-thread-count", "--http-thread-count", "--grpc-infer-thread-count")
 @pytest.mark.row("triton", "--allow-gpu-metrics", "--allow-cpu-metrics", "--metrics-interval-ms", "--metrics-config")
+@pytest.mark.row("triton", "--disable-spawn-processes", "--trtllm_llmapi_launch", "-f")
+@pytest.mark.row("triton", "--multimodal_gpu0_cuda_mem_pool_bytes")
 @pytest.mark.row("triton", "--multi-model", "--tritonserver", "--force", "--oversubscribe", "--no-mpi")
 @pytest.mark.parametrize(
     "flag",
@@ -101,12 +103,14 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
         *("--http-thread-count=8", "--grpc-infer-thread-count=2", "--allow-gpu-metrics=false"),
         *("--allow-cpu-metrics=false", "--metrics-interval-ms=2000", "--metrics-config=summary_latencies=true"),
         *("--multi-model", "--tritonserver=/opt/tritonserver", "--force", "--oversubscribe", "--no-mpi"),
+        *("-f", "--disable-spawn-processes", "--trtllm_llmapi_launch", "--multimodal_gpu0_cuda_mem_pool_bytes=64"),
+        "--enable-peer-access=false",
     ],
 )
 def test_a_flag_without_a_meaning_is_told(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, flag: str
 ) -> None:
-    name = flag.partition("=")[0]
+    name = "--force" if flag == "-f" else flag.partition("=")[0]
     assert main(["config", "--compat", "triton", flag]) == 0
     ignored = capsys.readouterr().out.rpartition("\nignored\n")[2]
     underscored = f"--{name[2:].replace('-', '_')}"
@@ -249,6 +253,7 @@ def test_a_name_can_be_few_things(
         ("tensorrt_llm", "stats_check_period_ms", ("100",)),
         ("tensorrt_llm", "multi_block_mode", ("true", "false")),
         ("tensorrt_llm", "cuda_graph_mode", ("false",)),
+        ("tensorrt_llm", "cuda_graph_cache_size", ("0",)),
         ("tensorrt_llm", "enable_context_fmha_fp32_acc", ("true",)),
         ("tensorrt_llm", "cross_kv_cache_fraction", ("0.5",)),
         ("tensorrt_llm", "participant_ids", ("1,2",)),
@@ -260,6 +265,10 @@ def test_a_name_can_be_few_things(
         ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", ("",)),
     ],
 )
+@pytest.mark.row("triton", "gpu_weights_percent", "num_nodes", "speculative_decoding_fast_logits")
+@pytest.mark.row("triton", "participant_ids", "cross_kv_cache_fraction", "cuda_graph_mode", "cuda_graph_cache_size")
+@pytest.mark.row("triton", "multi_block_mode", "enable_context_fmha_fp32_acc", "stats_check_period_ms")
+@pytest.mark.row("triton", "max_num_images", "xgrammar_tokenizer_info_path")
 def test_values_that_change_nothing_are_taken(
     capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path, model: str, key: str, values: tuple[str, ...]
 ) -> None:
@@ -278,6 +287,8 @@ def test_devices_are_those_of_gpus(capsys: pytest.CaptureFixture[str], repositor
         assert (found["device"], found["data_parallel_size"]) == (expected if gpus else "auto", count)
 
 
+@pytest.mark.row("triton", "guided_decoding_backend", "encoder_model_path", "lora_prefetch_dir", "visual_model_path")
+@pytest.mark.row("triton", "multimodal_model_path", "multimodal_encoders_name")
 @pytest.mark.parametrize("value", ["nothing", "0.7"])
 @pytest.mark.parametrize(
     ("model", "key"), [(model, key) for model, known in PARAMETERS.items() for key, one in known.items() if not one.why]
