@@ -109,8 +109,10 @@ def build(
         storage: keeps responses, files and batches; None where nothing is kept.
     """
     blade = BladeLLM(served_models)
-    default = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
-    dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(served_models), default]
+    default: Dialect = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
+    if served_models.options.compat == fastdeploy.NAME:
+        default = fastdeploy.FastDeploy(served_models)
+    dialects = [blade, paddlenlp.PaddleNLP(served_models), default]
     error_formats = ErrorFormats(default.error_format, [blade.error_format_of, anthropic.error_format_of])
     routes = Routes(error_formats)
     add_shared_routes(routes, served_models, dialects, openai.shared_paths())

@@ -550,10 +550,11 @@ def _choose_gpus(options: EngineOptions, replica: int) -> EngineOptions:
     """The options with the first GPU of a replica, whose ranks have one each, behind those of the replicas before."""
     import torch
 
-    if options.device not in ("auto", "cuda") or not torch.cuda.is_available():
+    kind, _, first = options.device.partition(":")
+    if kind not in ("auto", "cuda") or not torch.cuda.is_available():
         return options
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    return msgspec.structs.replace(options, device=f"cuda:{replica * ranks}")
+    return msgspec.structs.replace(options, device=f"cuda:{int(first or 0) + replica * ranks}")
 
 
 def _resident_bytes() -> int:

@@ -30,6 +30,8 @@ MAX_BODY = 2**16
 """Bytes of a registration."""
 STATUS_PATH = "/penstock/instances"
 """GET at a router: its instances, with their statistics."""
+NUMBER_PATH = "/registered_number"
+"""GET at a router, as at FastDeploy's: how many instances of each role are ready."""
 Register = Callable[[str, tuple[str, ...], bool], Awaitable[None]]
 
 
@@ -81,7 +83,14 @@ def add_routes(routes: Routes, served_models: ServedModels, configuration: Confi
         result = [one for service in served_models for one in service.gateway.engine_pool.instances_status]
         return JSONResponse({"version": __version__, "instances": result})
 
+    async def registered_number(_: Request) -> Response:
+        found = [one for service in served_models for one in service.gateway.engine_pool.instances_status]
+        ready = [one["role"] for one in found if one["state"] == "ready"]
+        return JSONResponse({role: ready.count(role) for role in ("mixed", "prefill", "decode")})
+
     routes.append(Route(INSTANCE_PATH, signed(INSTANCE_PATH, instance), methods=["GET"]))
     routes.append(Route(REGISTER_PATH, signed(REGISTER_PATH, registered), methods=["POST"]))
     described = operation(OBJECT, reference(ErrorResponse))
     routes.add(STATUS_PATH, status, summary="The instances of a router, with their statistics", described=described)
+    if engine.role == "router":
+        routes.add(NUMBER_PATH, registered_number, summary="How many instances are ready, by role", described=described)

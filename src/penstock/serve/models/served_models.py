@@ -90,6 +90,10 @@ class ServedModels:
             raise PenstockError(Code.NOT_FOUND, message, "model")
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known or 'none'}", "model")
 
+    def has(self, name: object) -> bool:
+        """Whether a name is that of a served model or adapter, or one that any model answers to."""
+        return isinstance(name, str) and (name in ANY_MODEL or any(service.has(name) for service in self))
+
     def find_or_first(self, name: str | None) -> ModelService:
         """As ``find``, but returns the first model for an unknown name, for dialects that ignore ``model``."""
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()

@@ -48,6 +48,9 @@ Reason = Literal["stop", "length", "tool_calls"] | None
 class ChatHandler:
     """One request, from its messages to its choices."""
 
+    top_logprob = TopLogprob
+    """Schema of alternatives in logprobs."""
+
     def __init__(self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int) -> None:
         self._service = service
         self._request = request
@@ -58,6 +61,16 @@ class ChatHandler:
         """Cache of token id → bytes as a list of integers, for logprobs."""
         self.id = f"chatcmpl-{record.request_id}"
         self._created = int(time.time())
+
+    @property
+    def model(self) -> str:
+        """Name of the model or adapter that answers."""
+        return self._chat.model
+
+    @property
+    def echoed(self) -> str:
+        """Text of the last message with which the answer begins (``echo``)."""
+        return self._echoed
 
     def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         return self._chat.outputs()
@@ -200,7 +213,7 @@ class ChatHandler:
         entries = [
             (
                 p.rank,
-                TopLogprob(
+                self.top_logprob(
                     token=token_of(token_id, p, as_ids),
                     logprob=max(p.logprob, MIN_LOGPROB),
                     bytes=self._bytes(token_id),

@@ -90,11 +90,14 @@ class OpenAIErrorFormat(ErrorFormat):
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
 
+    def response(self, failure: Failure) -> ErrorResponse:
+        return error_of(rename_field(failure, self._names))
+
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(rename_field(failure, self._names)))
+        return encode(self.response(failure))
 
     def stream_error(self, failure: Failure) -> bytes:
-        return event(error_of(rename_field(failure, self._names))) + DONE
+        return event(self.response(failure)) + DONE
 
 
 ERROR_FORMAT = OpenAIErrorFormat(FIELD_NAMES)
@@ -129,7 +132,7 @@ class OpenAI(Dialect):
         record = record_of(raw_request.scope)
         if fields.get("prompt_token_ids"):
             fields.setdefault("prompt", "")  # required by the schema, and not used
-        request = _parse(self._served_models, fields, CompletionRequest, raw_request)
+        request = parse_request(self._served_models, fields, CompletionRequest, raw_request)
         service = self._served_models.find(request.model)
         handler = CompletionHandler(service, record, request)
         self._check(handler.sampling)
@@ -138,14 +141,14 @@ class OpenAI(Dialect):
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         record = record_of(raw_request.scope)
         record.error_format = CHAT_ERROR_FORMAT
-        request = _parse(self._served_models, fields, ChatRequest, raw_request)
+        request = parse_request(self._served_models, fields, ChatRequest, raw_request)
         service = self._served_models.find(request.model)
         handler = ChatHandler(service, record, request, size)
         self._check(handler.sampling)
         return Reply.of(service, handler, CHAT_ERROR_FORMAT, request.stream)
 
 
-def _parse(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
+def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
     """``parse`` with the checks of ``require_model``, and the request's own ``request_id``."""
     if served_models.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
         raise invalid("model", f"is missing; it is {' or '.join(service.name for service in served_models)}")
@@ -166,7 +169,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
         body = await served_models.read_body(raw_request)
-        return _parse(served_models, read_object(body), schema, raw_request), len(body)
+        return parse_request(served_models, read_object(body), schema, raw_request), len(body)
 
     def pooling(schema: type[P], handler: Callable[[ModelService, RequestRecord, P], Answering]) -> Endpoint:
         async def endpoint(raw_request: Request) -> Response:

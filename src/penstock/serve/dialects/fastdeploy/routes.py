@@ -15,13 +15,13 @@ from penstock.engine.modes import KV_CACHE, WEIGHTS
 from penstock.engine.service.control import UpdateWeights
 from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
-from ..http.body import check_supported, convert, read_object
-from ..http.openapi import OBJECT, operation, reference
-from ..http.request_record import record_of
-from ..http.routes import Routes
-from ..models.served_models import ServedModels
-from .openai.responses import ErrorResponse
-from .operations import Operator, is_paused, is_sleeping
+from ...http.body import check_supported, convert, read_object
+from ...http.openapi import OBJECT, operation, reference
+from ...http.request_record import record_of
+from ...http.routes import Routes
+from ...models.served_models import ServedModels
+from ..openai.responses import ErrorResponse
+from ..operations import Operator, is_paused, is_sleeping
 
 PREFIXES = ("chatcmpl-", "cmpl-")
 """Prefixes of response ids, before the request's id."""
