@@ -23,7 +23,7 @@ from ..metrics import Metrics
 from ..spans import end_http, logged
 from .error_formats import ErrorFormats
 from .reply import INTERNAL, refuse
-from .request_record import RequestRecord, record_of
+from .request_record import REFUSED, RequestRecord, record_of
 from .status import STATUS
 from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 
@@ -107,7 +107,12 @@ class RequestLogMiddleware:
 
         with logged(record.span):
             try:
-                await self._app(scope, receive, send_with_headers)
+                if refused := scope.get(REFUSED):
+                    record.failure = refused.failure
+                    status_line = refused.status if refused.status != STATUS[refused.failure.code] else None
+                    await refuse(send_with_headers, refused.failure, self._error_formats.of(scope), status_line)
+                else:
+                    await self._app(scope, receive, send_with_headers)
             except Exception:
                 logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
                 record.failure = INTERNAL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from typing import Protocol
 
 from starlette.responses import Response
@@ -155,5 +155,7 @@ async def refuse(
 
 
 async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Return when the client has disconnected, or the rest of its body is malformed."""
+    with suppress(PenstockError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.types import Scope
 
@@ -16,6 +16,18 @@ from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:
     from penstock.tracing import Span
+
+
+REFUSED = "penstock.refused"
+"""Key of the scope of a request that is refused before it reaches the application: its ``Refused``."""
+
+
+class Refused(NamedTuple):
+    """Why a request's head is refused."""
+
+    failure: Failure
+    status: int
+    """HTTP status."""
 
 
 @dataclass(slots=True)
