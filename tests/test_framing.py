@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import re
 import socket
@@ -98,8 +99,7 @@ READ = {
     "chunks": post("transfer-encoding: Chunked ", length=False) + CHUNKED,
     "chunks and upgrade": post("Transfer-Encoding: chunked", "connection: upgrade", "upgrade: h2c", length=False)
     + CHUNKED,
-    "chunk extensions": post("transfer-encoding: chunked", length=False)
-    + CHUNKED.replace(b"\r\n", b';a="b";c\r\n', 1),
+    "chunk extensions": post("transfer-encoding: chunked", length=False) + CHUNKED.replace(b"\r\n", b';a="b";c\r\n', 1),
     "trailers": post("transfer-encoding: chunked", length=False)
     + CHUNKED[:-2]
     + b"Content-Length: 1\r\nUpgrade: h2c\r\nConnection: upgrade\r\nx:\r\n\r\n",
@@ -219,7 +219,7 @@ def requests(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 def test_no_header_and_no_split_changes_where_a_body_ends(drawn: tuple[bytes, list[int]]) -> None:
     data, splits = drawn
     bounds = [0, *splits, len(data)]
-    done = asyncio.run(exchange([data[at:end] for at, end in zip(bounds, bounds[1:], strict=False)]))
+    done = asyncio.run(exchange([data[at:end] for at, end in itertools.pairwise(bounds)]))
     assert done.requests == [FIRST, AFTER]
 
 

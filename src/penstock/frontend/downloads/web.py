@@ -9,6 +9,7 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
+from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
 from penstock.planning.checkpoint_digest import INDEX
 
@@ -62,7 +63,7 @@ class Web:
         try:
             address = httpx2.URL(name.path)
         except httpx2.InvalidURL as error:
-            raise invalid("model", f"{name.path} is no address ({error})") from error
+            raise invalid("model", f"{public_url(name.path)} is no address ({error})") from error
         self.name = without_secrets(name.path)
         path = address.path
         if path.lower().endswith(ARCHIVES):

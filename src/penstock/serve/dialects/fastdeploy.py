@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.config.settings import SECRET
+from penstock.config.secrets import shown
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.modes import KV_CACHE, WEIGHTS
@@ -59,8 +59,8 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
     routes.describe(SCHEMAS)
 
     async def config_info(_: Request) -> Response:
-        models = {model.name: _shown(model.configuration) for model in served_models.models}
-        first = next(iter(models.values()), {})
+        models = {model.name: shown(model.configuration) for model in served_models.models}
+        first: dict[str, Any] = next(iter(models.values()), {})
         return _json(first | {"models": models} if len(models) > 1 else first)
 
     async def abort_requests(raw_request: Request) -> Response:
@@ -82,8 +82,8 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
         return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
     failure = reference(ErrorResponse)
-    shown = "How the server is configured, but for what is secret"
-    routes.add("/config-info", config_info, summary=shown, described=operation(OBJECT, failure))
+    summary = "How the server is configured, with secrets masked"
+    routes.add("/config-info", config_info, summary=summary, described=operation(OBJECT, failure))
     routes.add(
         "/v1/abort_requests",
         abort_requests,
@@ -167,15 +167,6 @@ def _without_prefix(name: str) -> str:
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
-
-
-def _shown(configuration: msgspec.Struct) -> dict[str, Any]:
-    """The configuration by section, without secrets."""
-    sections: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
-    return {
-        section: {name: value for name, value in options.items() if name not in SECRET}
-        for section, options in sections.items()
-    }
 
 
 def _json(document: dict[str, Any]) -> Response:

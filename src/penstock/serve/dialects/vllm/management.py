@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.config.settings import settings
+from penstock.config.secrets import shown
 from penstock.core.errors import invalid
 from penstock.version import __version__
 
@@ -50,7 +50,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def server_info(raw_request: Request) -> Response:
         config_format = raw_request.query_params.get("config_format", "text")
-        fields = {model.name: _plain(model.configuration) for model in served_models.models}
+        fields = {model.name: shown(model.configuration) for model in served_models.models}
         if config_format not in ("text", "json"):
             raise invalid("config_format", "is neither text nor json")
         config: Any = fields if config_format == "json" else json.dumps(fields)
@@ -94,12 +94,3 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         ),
     ):
         routes.add(path, change, method="POST", summary=summary, described=operation(None, failure, request_schema))
-
-
-def _plain(configuration: msgspec.Struct) -> dict[str, Any]:
-    """The configuration by section, with secrets masked."""
-    result: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
-    for setting in settings().values():
-        if setting.secret and result[setting.section][setting.name]:
-            result[setting.section][setting.name] = "***"
-    return result
