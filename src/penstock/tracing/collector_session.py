@@ -6,6 +6,8 @@ from typing import Any
 
 import requests
 
+from penstock.core.numbers import read_decimal
+
 MAX_ANSWER = 2**14
 """Bytes of an answer that are read, to use the connection again; nothing depends on them."""
 
@@ -18,9 +20,9 @@ class CollectorSession(requests.Session):
 
     def request(self, method: str | bytes, url: str | bytes, *args: Any, **named: Any) -> requests.Response:
         response = super().request(method, url, *args, **{**named, "stream": True, "allow_redirects": False})
-        length = response.headers.get("content-length", "")
-        if response.raw is not None and length.isascii() and length.isdecimal() and len(length) < 6:
-            response.raw.read(min(int(length), MAX_ANSWER))
+        length = read_decimal(response.headers.get("content-length", ""), MAX_ANSWER)
+        if response.raw is not None and length:
+            response.raw.read(length)
         response.close()
         response._content = b""
         if 300 <= response.status_code < 400:

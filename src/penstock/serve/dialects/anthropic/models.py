@@ -12,6 +12,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 from penstock.serve.http.routes import Route, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels
@@ -67,8 +68,8 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
 
 def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
     """The page that ``after_id``, ``before_id`` and ``limit`` select. Raises ``PenstockError`` (``invalid``)."""
-    text = query.get("limit", str(DEFAULT_LIMIT))
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
+    limit = read_decimal(query.get("limit", str(DEFAULT_LIMIT)), MAX_LIMIT)
+    if not limit:
         raise invalid("limit", f"must be a number from 1 to {MAX_LIMIT}", MAX_LIMIT)
     ids = [model.id for model in models]
     after, before = query.get("after_id"), query.get("before_id")
@@ -79,7 +80,7 @@ def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
         models = models[ids.index(after) + 1 :]
     elif before is not None:
         models = models[: ids.index(before)][::-1]
-    page = models[: int(text)]
+    page = models[:limit]
     if after is None and before is not None:
         page = page[::-1]
     first, last = (page[0].id, page[-1].id) if page else (None, None)

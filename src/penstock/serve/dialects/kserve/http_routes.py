@@ -15,6 +15,7 @@ from starlette.types import Message
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 from penstock.serve.http.body import convert, read_body, read_object
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
@@ -301,9 +302,12 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
     """
     head, raw = body, b""
     if header_length is not None:
-        if not header_length.isdecimal() or int(header_length) > len(body):
-            raise invalid(HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]}")
-        head, raw = body[: int(header_length)], body[int(header_length) :]
+        length = read_decimal(header_length, len(body))
+        if length is None:
+            raise invalid(
+                HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]!r}"
+            )
+        head, raw = body[:length], body[length:]
     result = read_object(head)
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
     for name, value in result.items():
