@@ -15,6 +15,7 @@ from penstock.engine.modes import KV_CACHE, WEIGHTS
 from penstock.engine.service.control import UpdateWeights
 from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
+from ..http.access import Access
 from ..http.body import check_supported, convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
@@ -83,10 +84,12 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
 
     failure = reference(ErrorResponse)
     summary = "How the server is configured, with secrets masked"
-    routes.add("/config-info", config_info, summary=summary, described=operation(OBJECT, failure))
+    described = operation(OBJECT, failure)
+    routes.add("/config-info", config_info, access=Access.PRIVATE, summary=summary, described=described)
     routes.add(
         "/v1/abort_requests",
         abort_requests,
+        access=Access.PRIVATE,
         method="POST",
         summary="Cancel requests of this process by id, or all of them",
         described=operation(OBJECT, failure, reference(Abort)),
@@ -148,7 +151,8 @@ def _add_weights(routes: Routes, served_models: ServedModels, operator: Operator
         request_schema = reference(schema) if schema else None
         answer = OBJECT if path.startswith("/v1") else None
         described = operation(answer, failure, request_schema, query=parameters)
-        routes.add(path, endpoint, method=method, summary=summary, described=described)
+        access = Access.INFERENCE if endpoint is paused else Access.CONTROL
+        routes.add(path, endpoint, access=access, method=method, summary=summary, described=described)
 
 
 def _tags(request: Request) -> tuple[str, ...] | None:

@@ -45,6 +45,10 @@ class RequestRecord:
     """Its connection (gRPC), within which one request may stop another."""
     tenant: str = ""
     """Where there are several API keys, a name made of its own: what it may see and stop is its tenant's."""
+    has_key: bool = False
+    """Whether it has a valid API key."""
+    may_control: bool = True
+    """Whether it may change the server for all clients."""
     failure: Failure | None = None
     """The error that was sent to the client, or would have been had it not disconnected."""
     error_format: ErrorFormat | None = None

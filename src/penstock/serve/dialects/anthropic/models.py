@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
+from penstock.serve.http.access import Access
 from penstock.serve.http.routes import Route, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels
@@ -62,8 +63,8 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
         service = served_models.find(name)
         return _json(info(service, service.name if name == DEFAULT_NAME else name))
 
-    routes.append(AnthropicRoute("/v1/models", list_models, methods=["GET"]))
-    routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, methods=["GET"]))
+    routes.append(AnthropicRoute("/v1/models", list_models, access=Access.INFERENCE, methods=["GET"]))
+    routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, access=Access.INFERENCE, methods=["GET"]))
 
 
 def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
