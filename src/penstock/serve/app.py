@@ -107,8 +107,10 @@ def build(
     """
     blade = BladeLLM(served_models)
     default = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
-    dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(served_models), default]
-    error_formats = ErrorFormats(default.error_format, [blade.error_format_of, anthropic.error_format_of])
+    paddle = paddlenlp.PaddleNLP(served_models)
+    dialects: list[Dialect] = [blade, paddle, default]
+    by_head = [blade.error_format_of, paddle.error_format_of, anthropic.error_format_of]
+    error_formats = ErrorFormats(default.error_format, by_head)
     routes = Routes(error_formats)
     add_shared_routes(routes, served_models, dialects, openai.shared_paths())
     anthropic.add_routes(routes, served_models)

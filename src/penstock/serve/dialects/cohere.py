@@ -147,7 +147,8 @@ class EmbedHandler(PoolingHandler):
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add both."""
     routes.describe(SCHEMAS, PREFIX)
-    routes.error_formats.add(ERROR_FORMAT, "/v2/embed")
+    routes.error_formats.add(ERROR_FORMAT, "/v1/embed", "/v2/embed")
+    routes.error_formats.add(routes.error_formats.default, "/v1/embeddings")
 
     def embed(version: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(raw_request: Request) -> Response:

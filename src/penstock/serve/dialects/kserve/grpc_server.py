@@ -26,7 +26,6 @@ from penstock.serve.http.middleware import REQUEST_ID, ApiKeys, Client
 from penstock.serve.http.reply import CLIENT_DISCONNECTED, INTERNAL
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
-from penstock.serve.models.served_models import MIN_BODY_SIZE
 from penstock.serve.spans import end_rpc, logged
 from penstock.version import __version__
 
@@ -345,10 +344,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     def read(self, kind: Any, raw: bytes) -> Any:
         """The message in bytes, or a ``Failure`` where it is none, or too large to be parsed."""
-        try:
-            maximum = self._repository.served_models.max_body_size
-        except PenstockError:  # no engine is ready, as administrative requests do not need one
-            maximum = MIN_BODY_SIZE
+        maximum = self._repository.served_models.max_body_size
         if len(raw) > maximum:
             message = f"body: has {len(raw)} bytes, and at most {maximum} are taken"
             return Failure(Code.TOO_LARGE, message, "body", maximum)

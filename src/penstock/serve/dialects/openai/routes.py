@@ -164,6 +164,7 @@ def _parse(served_models: ServedModels, fields: dict[str, Any], schema: type[T],
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
+    routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # as vLLM; /v2 is KServe's
     routes.describe(SCHEMAS)
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:

@@ -36,6 +36,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add them; vLLM's ``/generate`` is there already."""
     routes.describe(SCHEMAS, PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/generate_stream", "/info")
+    routes.error_formats.add_exact(ERROR_FORMAT, "/")
 
     async def read(raw_request: Request, schema: type[T]) -> T:
         record = record_of(raw_request.scope)
