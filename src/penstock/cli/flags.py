@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import logs
+from penstock.config import logs, secrets
 from penstock.config.profiles import Alias, Profile, load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import Setting, settings
@@ -71,6 +71,7 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
     typed = {name: getattr(args, dest) for name, dest in profile_flags.items() if hasattr(args, dest)}
     aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
     result = read(flags, args.config, profile=profile, aliases=aliases, model_defaults=engine_defaults)
+    secrets.register(result.configuration)
     if process:
         logs.set_up(result.configuration.log, process)
     for name, why in result.ignored.items():

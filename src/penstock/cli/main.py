@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from penstock.config.secrets import mask
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 
@@ -85,7 +86,7 @@ def _main(arguments: list[str] | None) -> int:
             add_profile(parsers[arguments[0]], arguments)
         return _run(parser, parsers, arguments)
     except PenstockError as error:
-        print(f"penstock {arguments[0]}: {error}", file=sys.stderr)
+        print(f"penstock {arguments[0]}: {mask(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -94,8 +95,9 @@ def _main(arguments: list[str] | None) -> int:
 def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.ArgumentParser], arguments: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = did_you_mean(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))
-        print(f"penstock {args.command}: unknown argument {unknown[0]}{hint}", file=sys.stderr)
+        name = unknown[0].partition("=")[0] if unknown[0].startswith("-") else unknown[0]
+        hint = did_you_mean(name, _flags(parsers[args.command], arguments))
+        print(f"penstock {args.command}: unknown argument {name}{hint}", file=sys.stderr)
         return 2
     return int(_module(args.command).run(args))
 

@@ -116,6 +116,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     require_model: Annotated[bool, option("Refuse requests of OpenAI's API without a model.")] = False
     api_server_count: Annotated[int, option("Number of API processes.", ge=1)] = 1
     api_key: Annotated[tuple[str, ...], option("API keys, one of which a request needs; nothing for open access.")] = ()
+    admin_api_key: Annotated[
+        tuple[str, ...],
+        option(
+            "API keys that may also change the server for all clients: log and trace settings, loading models and "
+            "adapters, sleep, pause, prefix cache. Without any, a single api_key may; of several, none may."
+        ),
+    ] = ()
     share_prefix_cache: Annotated[
         bool,
         option(

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
 
 from .downloader import MAX_WORKERS, cannot_write, fetch
@@ -86,7 +87,7 @@ def download(name: ModelName, selection: Selection, options: DownloadOptions, fo
     """
     if is_offline():
         if folder:
-            raise _offline(f"{name.path} cannot be fetched")
+            raise _offline(f"{public_url(name.path)} cannot be fetched")
         return resolve_name(name, selection, options)
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace) and not folder:

@@ -19,8 +19,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NonEmptyText = Annotated[str, msgspec.Meta(min_length=1)]
-REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
-TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+REQUEST_ID = r"^[\x21-\x7e]{1,128}$(?!\n)"
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)"
 """Letters, digits and a few punctuation marks; models' tool call formats allow no others."""
 
 

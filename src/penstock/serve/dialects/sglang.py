@@ -12,6 +12,7 @@ from penstock.core import PenstockError
 from penstock.engine.modes import KV_CACHE, TAGS, PauseMode
 from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
+from ..http.access import Access
 from ..http.body import check_supported, convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
@@ -109,4 +110,5 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         (continue_generation, None, "Compute again"),
     ):
         described = operation(OBJECT, failure, reference(schema) if schema else None, query=("model",))
-        routes.add(f"/{endpoint.__name__}", endpoint, method="POST", summary=summary, described=described)
+        path = f"/{endpoint.__name__}"
+        routes.add(path, endpoint, access=Access.CONTROL, method="POST", summary=summary, described=described)

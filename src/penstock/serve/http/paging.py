@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 
 DEFAULT_LISTED = 20
 """Entries of a page where ``limit`` is not given."""
@@ -26,9 +27,9 @@ def page(raw_request: Request, entries: list[dict[str, Any]], maximum: int) -> d
         entries = entries[::-1]
     if after := query.get("after"):
         entries = entries[next((i + 1 for i, one in enumerate(entries) if one["id"] == after), len(entries)) :]
-    given = query.get("limit", str(DEFAULT_LISTED))
-    if not given.isascii() or not given.isdigit() or len(given) > 9 or not 1 <= int(given) <= maximum:
+    limit = read_decimal(query.get("limit", str(DEFAULT_LISTED)), maximum)
+    if not limit:
         raise invalid("limit", f"must be 1 to {maximum}", maximum)
-    shown = entries[: int(given)]
+    shown = entries[:limit]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return {"object": "list", "data": shown, **ends, "has_more": len(entries) > len(shown)}

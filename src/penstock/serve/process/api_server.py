@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from ..app import Storage, build
 from ..dialects import kserve, paddlenlp
 from ..dialects.openai.batches.routes import Batches
 from ..dialects.openai.batches.worker import BatchWorker
+from ..http.middleware import tenant_of
 from ..http.protocol import protocol
 from ..metrics import Metrics
 from ..models.manager import ModelManager
@@ -31,6 +33,8 @@ from ..models.messages import ApiProcessStart, line
 from ..models.served_models import ServedModels
 from . import metrics_files
 from .loop_watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 ACCEPT_GRACE = 0.2
 """Seconds after SIGTERM during which connections that are established already are still accepted."""
@@ -111,6 +115,9 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
             report.flush()
 
     storage = open_storage(start.configuration, served_models)
+    if storage and len(set(options.api_key)) > 1 and start.number == 0:
+        tenants = [storage.usage.public_name(tenant_of(key.encode())) for key in options.api_key]
+        logger.info("tenants of the metrics, in the order of --api-key: %s", ", ".join(tenants))
     model_manager = ModelManager(served_models, send)
     repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, select, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, literal, select, text
 from sqlalchemy.exc import ArgumentError, DataError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.schema import CreateColumn, CreateIndex, CreateTable
 
@@ -18,7 +19,7 @@ from penstock.config.options import ServerOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .tables import METADATA
+from .tables import METADATA, SECRETS
 
 T = TypeVar("T")
 LOCK_TIMEOUT = 10.0
@@ -52,6 +53,8 @@ class Database:
                     _add_new_columns(connection, table)
                     for index in table.indexes:
                         connection.execute(CreateIndex(index, if_not_exists=True))
+                self.secret = _shared_secret(connection)
+                """Random bytes that all servers of this database share."""
         except (ArgumentError, NoSuchModuleError, ImportError) as error:
             raise invalid(field, f"{error}; it is a URL of SQLAlchemy's, such as postgresql+psycopg://…") from error
         except (SQLAlchemyError, OSError) as error:
@@ -83,6 +86,15 @@ def lock(connection: Connection, number: int) -> None:
     transaction at a time anyway; other databases do without."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(number)))
+
+
+def _shared_secret(connection: Connection) -> bytes:
+    """The random secret of a database, which its first server makes."""
+    name, value = SECRETS.c.name, SECRETS.c.value
+    missing = ~select(name).where(name == "names").exists()
+    made = select(literal("names"), literal(secrets.token_hex(32))).where(missing)
+    connection.execute(SECRETS.insert().from_select([name, value], made))
+    return bytes.fromhex(str(connection.execute(select(value).where(name == "names")).scalar_one()))
 
 
 def _add_new_columns(connection: Connection, table: Table) -> None:

@@ -68,5 +68,7 @@ BATCHES = Table(
     Column("document", JSON, nullable=False),
 )
 """``document`` is the batch object, without its status."""
+SECRETS = Table("secrets", METADATA, Column("name", String(64), primary_key=True), Column("value", String(64)))
+"""Random values that all servers of this database share."""
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that are not finished."""

@@ -194,6 +194,6 @@ def _input(arguments: str) -> Any:
     """The arguments of a call as an object; empty where they are not one."""
     try:
         result = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return result if isinstance(result, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -121,10 +122,12 @@ def fields_of(form: FormData) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | str:
+    """The finite number that a text says; the text itself where it says none, which the schema refuses."""
     try:
-        return float(text)
+        number = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         return text
+    return number if math.isfinite(number) else text
 
 
 def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool = False) -> TranscriptionRequest:

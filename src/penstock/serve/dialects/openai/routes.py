@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock.core.errors import invalid
 from penstock.serve.chat.messages import messages_of, template_options
 from penstock.serve.chat.request import ChatRequest, PromptRequest
 from penstock.serve.dialects.dispatch import Dialect
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.form import read_form
@@ -165,6 +167,7 @@ def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: t
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
+    routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # as vLLM; /v2 is KServe's
     routes.describe(SCHEMAS)
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
@@ -261,7 +264,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         ("/v1/audio/translations", True, "Translate an audio file into English"),
     ):
         described = _described(TranscriptionResponse, None)
-        routes.add(path, audio(translate), method="POST", summary=summary, described=described)
+        routes.add(path, audio(translate), access=Access.INFERENCE, method="POST", summary=summary, described=described)
     score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
     embed, classify = pooling(EmbeddingRequest, EmbeddingHandler), pooling(ClassifyRequest, ClassifyHandler)
     ranked = "Rank documents by their relevance to a query"
@@ -274,15 +277,18 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse, "Token ids of a text or a chat"),
         ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse, "The text of token ids"),
     ):
-        routes.add(path, endpoint, method="POST", summary=summary, described=_described(answer, schema))
+        described = _described(answer, schema)
+        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)
     if served_models.options.allow_runtime_lora_updating:
         for path, update, named, summary in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest, "Load a LoRA adapter"),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest, "Unload a LoRA adapter"),
         ):
-            routes.add(path, update, method="POST", summary=summary, described=_described(None, named))
-    routes.add("/v1/models", list_models, summary="The models and adapters", described=_described(ModelList))
-    routes.add("/v1/models/{name:path}", retrieve_model, summary="A model or adapter", described=_described(Model))
+            described = _described(None, named)
+            routes.add(path, update, access=Access.CONTROL, method="POST", summary=summary, described=described)
+    add = partial(routes.add, access=Access.INFERENCE)
+    add("/v1/models", list_models, summary="The models and adapters", described=_described(ModelList))
+    add("/v1/models/{name:path}", retrieve_model, summary="A model or adapter", described=_described(Model))
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A field that is null is taken as absent."""
 
-    req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")] | None = None
+    req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$(?!\n)")] | None = None
     """The client's id of the request; refused while another request with it is open."""
     model: str | None = None
     """An adapter; any other name is the model that is served."""

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.serve.dialects.openai.responses import ErrorResponse, encode
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.paging import page
@@ -91,11 +92,11 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores, pref
         prefix: of schema names in the OpenAPI document.
     """
     endpoints, failure = ConversationRoutes(served_models, stores), reference(ErrorResponse)
-    add = partial(routes.add, described=operation(OBJECT, failure))
+    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, failure))
 
     def posts(path: str, endpoint: Any, schema: type, summary: str) -> None:
         described = operation(OBJECT, failure, reference(schema, prefix))
-        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+        add(path, endpoint, method="POST", summary=summary, described=described)
 
     whole, items = "/v1/conversations/{name}", "/v1/conversations/{name}/items"
     posts("/v1/conversations", endpoints.create, ConversationRequest, "Begin a conversation")

@@ -14,6 +14,7 @@ from penstock.core import Failure
 from penstock.core.errors import invalid
 from penstock.serve.chat.prompt import count_tokens
 from penstock.serve.dialects.openai.responses import ErrorResponse, encode, error_of
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
@@ -186,6 +187,7 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     routes.describe(SCHEMAS, SCHEMA_PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
     endpoints = ResponsesRoutes(served_models, stores)
+    access = Access.PRIVATE if stores else Access.INFERENCE
     for path, endpoint, request, summary in (
         ("/v1/responses", endpoints.create, ResponsesRequest, "Create a response"),
         (
@@ -197,12 +199,12 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     ):
         schema = reference(request, SCHEMA_PREFIX)
         described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
-        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+        routes.add(path, endpoint, access=access, method="POST", summary=summary, described=described)
     if stores is None:
         return
     conversations.add_routes(routes, served_models, stores, SCHEMA_PREFIX)
     stored = StoredRoutes(stores.responses, endpoints.background)
-    add = partial(routes.add, described=operation(OBJECT, reference(ErrorResponse)))
+    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, reference(ErrorResponse)))
     add("/v1/responses/{name}", stored.retrieve, summary="A stored response")
     add("/v1/responses/{name}", stored.delete, method="DELETE", summary="Delete a stored response")
     add("/v1/responses/{name}/cancel", stored.cancel, method="POST", summary="Cancel a background response")

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from penstock.core.errors import invalid
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.form import read_form
 from penstock.serve.http.openapi import OBJECT, operation, reference
@@ -171,7 +172,7 @@ def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> No
     """Add the endpoints of files and batches."""
     routes.describe(SCHEMAS)
     failure = reference(ErrorResponse)
-    add = partial(routes.add, described=operation(OBJECT, failure))
+    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, failure))
     of_files = FileRoutes(kept.files, kept.max_size, served_models.options.client_timeout)
     add("/v1/files", of_files.upload, method="POST", summary="Upload a file")
     add("/v1/files", of_files.list, summary="The files")
@@ -180,7 +181,7 @@ def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> No
     add("/v1/files/{name}/content", of_files.content, summary="The contents of a file")
     of_batches = BatchRoutes(served_models, kept.files, kept.batches, kept.worker)
     described = operation(OBJECT, failure, reference(BatchRequest))
-    routes.add("/v1/batches", of_batches.create, method="POST", summary="Begin a batch", described=described)
+    add("/v1/batches", of_batches.create, method="POST", summary="Begin a batch", described=described)
     add("/v1/batches", of_batches.list, summary="The batches")
     add("/v1/batches/{name}", of_batches.retrieve, summary="A batch")
     add("/v1/batches/{name}/cancel", of_batches.cancel, method="POST", summary="Cancel a batch")

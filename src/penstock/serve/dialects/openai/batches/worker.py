@@ -112,7 +112,8 @@ class BatchWorker:
             await self._fail(name, [_problem("input_file_not_found", "the input file is not there any more")])
             return
         if document["status"] == "validating":
-            longest = self._served_models.max_body_size  # raises where no engine is ready yet
+            self._served_models.check_alive()
+            longest = self._served_models.max_body_size
             errors, total = await asyncio.to_thread(_check, source, document["endpoint"], longest)
             if errors or not total:
                 await self._fail(name, errors or [_problem("empty_file", "the file has no requests")])
