@@ -70,7 +70,7 @@ class ChatHandler:
     @property
     def echoed(self) -> str:
         """Text of the last message with which the answer begins (``echo``)."""
-        return self._echoed
+        return self._chat.prompt.echoed
 
     def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         return self._chat.outputs()
