@@ -92,6 +92,8 @@ class ScriptedServer:
         served_models.set_models((served,))
         served_models.add(served, gateway)
         self._gateway = gateway
+        self.thinks = self.hides = self.one_call = False
+        """What a test's requests ask for: thinking, none of it in the answer, one tool call at most."""
         repository = ModelRepository(served_models, ModelManager(served_models, io.BytesIO()))
         storage = open_storage(Configuration(server=server_options), served_models)
         app: Any = build(served_models, repository, storage=storage)

@@ -125,7 +125,7 @@ def test_items_are_accepted_by_reference(tmp_path: Path) -> None:
             expected = server.prompt
             ids = [item.id for item in (*listed.data, *first.output)]
             for reference in (lambda name: {"type": "item_reference", "id": name}, lambda name: {"id": name}):
-                second = await create(input=[*map(reference, ids), *results_of(first)], **RESPONSES)
+                second = await create(input=[*map(reference, [*ids, *ids]), *results_of(first)], **RESPONSES)
                 assert server.prompt == expected
             await create(input=[{"role": "user", "content": "Go on."}], previous_response_id=second.id, **RESPONSES)
             assert QUESTION in server.prompt and "First I look." in server.prompt, "stored as what they refer to"

@@ -97,7 +97,9 @@ async def chat(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.openai
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
     asked: dict[str, Any] = {"model": "default", "messages": QUESTION, "tools": tools}
-    whole = await client.chat.completions.create(**asked, extra_body=THINKING)
+    asked["parallel_tool_calls"] = not server.one_call
+    extra = THINKING | {"include_reasoning": not server.hides}
+    whole = await client.chat.completions.create(**asked, extra_body=extra)
     message: Any = whole.choices[0].message
     found = joined(
         [
@@ -108,7 +110,7 @@ async def chat(server: ScriptedServer) -> tuple[Any, Any]:
     )
     parts: list[Part] = []
     reasons, state = [], ChatCompletionStreamState()
-    async for chunk in await client.chat.completions.create(**asked, stream=True, extra_body=THINKING):
+    async for chunk in await client.chat.completions.create(**asked, stream=True, extra_body=extra):
         state.handle_chunk(chunk)
         (choice,) = chunk.choices
         delta: Any = choice.delta
@@ -147,6 +149,10 @@ async def messages(server: ScriptedServer) -> tuple[Any, Any]:
     tools: Any = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
     asked: Any = {"model": "default", "max_tokens": 9999, "messages": QUESTION, "tools": tools}
     asked["thinking"] = {"type": "enabled", "budget_tokens": 9000} if server.thinks else {"type": "adaptive"}
+    if server.hides:
+        asked["thinking"]["display"] = "omitted"
+    if server.one_call:
+        asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
     whole = await client.messages.create(**asked)
     raw: dict[int, str] = {}
     async with client.messages.stream(**asked) as stream:
@@ -178,6 +184,7 @@ async def responses(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.openai
     tools: Any = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in NAMES]
     asked: Any = {"model": "default", "input": QUESTION, "tools": tools, "extra_body": THINKING}
+    asked["parallel_tool_calls"] = not server.one_call
     whole = await client.responses.create(**asked)
     parts: list[Part] = []
     async for event in await client.responses.create(**asked, stream=True):
@@ -292,11 +299,17 @@ def test_streams_have_the_parts_of_whole_answers(form: str) -> None:
         tokens = server.encode(write(parts))
         cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=12)))
         server.engines.steps = [tokens[a:b] for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
-        server.thinks = form == "hermes"
+        server.thinks, server.hides, server.one_call = (
+            form == "hermes",
+            data.draw(st.booleans()),
+            data.draw(st.booleans()),
+        )
         for dialect in DIALECTS:
             whole, streamed = await dialect(server)
             assert streamed == whole, dialect.__name__
-            assert whole["calls"] == [(part.name, part.text) for part in parts if part.kind == "call"]
+            calls = [(part.name, part.text) for part in parts if part.kind == "call"]
+            one_call = server.one_call and dialect in (chat, messages, responses)
+            assert whole["calls"] == (calls[:1] if one_call else calls)
         for name in PLAIN:
             await check_plain(server, name)
 

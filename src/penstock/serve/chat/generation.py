@@ -82,8 +82,9 @@ class ChatGeneration:
         message = Message()
         for part in read.parts:
             if isinstance(part, ToolCall):
-                if len(message.tool_calls) < max_calls:
+                if max_calls:
                     message.parts.append(part)
+                    max_calls -= 1
             elif with_reasoning or part.kind == "content":
                 message.add_text(part.kind, part.text)
         return message

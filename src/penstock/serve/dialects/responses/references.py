@@ -21,7 +21,7 @@ REASONING = "rs_"
 
 
 async def resolve_references(items: list[Item], stores: Stores | None, owner: str, field: str) -> list[Item]:
-    """Replace item references by the stored items.
+    """Replace item references by the stored items, each at its first reference.
 
     A reference to a reasoning item that is not stored is left out: clients send it in every request that follows, and
     the conversation can go on without it.
@@ -52,7 +52,7 @@ async def resolve_references(items: list[Item], stores: Stores | None, owner: st
         if name not in found and not name.startswith(REASONING):
             _refuse(name, path, stores is not None)
     known = msgspec.convert(found, dict[str, Item])
-    resolved = [known.get(item.id or "") if _is_reference(item) else item for item in items]
+    resolved = [known.pop(item.id or "", None) if _is_reference(item) else item for item in items]
     return [item for item in resolved if item is not None]
 
 
@@ -68,5 +68,7 @@ def _refuse(name: str, path: str, stored: bool) -> NoReturn:
         raise PenstockError(Code.NOT_FOUND, f"{path}: {message}expired ones, are not kept)", path)
     message = f"the item {name[:160]!r} cannot be looked up, as nothing is stored here; send the item itself "
     raise PenstockError(
-        Code.UNSUPPORTED, f"{path}: {message}(AI SDK does with store: false), or start the server with --storage-dir", path
+        Code.UNSUPPORTED,
+        f"{path}: {message}(AI SDK does with store: false), or start the server with --storage-dir",
+        path,
     )
