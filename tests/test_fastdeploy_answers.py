@@ -202,8 +202,10 @@ def test_metadata_has_parameters_that_the_request_lacks(served: Served) -> None:
 def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
     plain = {**PROMPT, "max_tokens": 4, "temperature": 0}
     expected = post(served, "completions", plain | {"logprobs": 1})["choices"]
-    found = httpx.post(f"{served.url}/completions", json=plain | {"stop": "", "top_logprobs": 5, "logprobs": True})
+    nothing = {"stop": "", "bad_words": ["", "zebra"], "top_logprobs": 5, "logprobs": True}
+    found = httpx.post(f"{served.url}/completions", json=plain | nothing)
     assert found.json()["choices"] == expected
+    assert post(served, "completions", plain | {"stop": [""], "bad_words": [], "logprobs": 1})["choices"] == expected
     assert found.headers["x-penstock-ignored"] == "top_logprobs"
 
 

@@ -103,13 +103,16 @@ class FastDeploy(Dialect):
     def _read(self, fields: dict[str, Any]) -> None:
         """Replace values that FastDeploy takes otherwise than OpenAI.
 
-        Without ``--served-model-name`` it does not check ``model``; an empty ``stop`` is none.
+        Without ``--served-model-name`` it does not check ``model``; empty texts in ``stop`` and ``bad_words`` are none.
         """
         models = self._served_models
         if not models.options.served_model_name and not models.has(fields.get("model")):
             fields["model"] = None
-        if fields.get("stop") == "":
-            fields["stop"] = None
+        for name in ("stop", "bad_words"):
+            if isinstance(given := fields.get(name), list):
+                fields[name] = [each for each in given if each != ""]
+            elif given == "":
+                fields[name] = None
 
 
 def _include_usage(options: StreamOptions | None) -> None:
