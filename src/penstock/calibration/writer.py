@@ -20,7 +20,7 @@ from penstock.core.quantization import Format
 from penstock.models import ModelConfig
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import INDEX
+from penstock.planning.stored_tensors import INDEX
 from penstock.quant import awq, compressed_tensors, gptq
 
 from .gptq import DAMPING

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 
 from penstock.core import Code, PenstockError
-from penstock.planning.encoders import CLASSIFIER, architecture_name, encoder_prefix, is_classifier, num_labels
+from penstock.planning.config_defaults import CLASSIFIER
+from penstock.planning.encoders import architecture_name, encoder_prefix, is_classifier, num_labels
 from penstock.planning.model_size import (
     max_model_len_of_config,
     quantization_config_of,
     quantization_of,
-    rope_parameters_of,
-    tie_word_embeddings_of,
 )
+from penstock.planning.rope import rope_parameters_of
 
 from .decoder_options import DecoderOptions
 from .encoder_config import EncoderConfig
@@ -143,7 +143,7 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
         "rope_parameters": rope,
-        "tie_word_embeddings": tie_word_embeddings_of(raw),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
         "has_lm_head": has_lm_head,
         "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
         "dtype": dtype_of(raw),
@@ -168,8 +168,7 @@ def options_of(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
 
     Raises ``PenstockError`` (``unsupported``) for an activation that is not known.
     """
-    name = str(raw.get("hidden_activation") or raw.get("hidden_act") or "silu")
-    return DecoderOptions(**{"activation": activation_of(name)} | options)
+    return DecoderOptions(**{"activation": activation_of(str(raw.get("hidden_act") or "silu"))} | options)
 
 
 def activation_of(name: str) -> str:

@@ -29,7 +29,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(
         raw,
         **encoder_fields(raw),
-        options=options_of({"hidden_activation": "gelu", **raw}),
+        options=options_of(raw, activation=activation_of(str(raw.get("hidden_activation") or "gelu"))),
         rms_norm_eps=eps,
         sliding_windows=windows,
         qkv_bias=bool(raw.get("attention_bias")),

@@ -15,6 +15,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from .encoders import encoder_prefix, is_gated, max_encoder_len
 from .gguf_file import TYPES
+from .rope import local_rope_parameters_of, rope_parameters_of
 from .speech import cross_attention_weights, encoder_weights, is_speech
 from .stored_format import stored_format
 from .vision_size import vision_weights
@@ -109,7 +110,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     mtp = int(config.get("num_nextn_predict_layers") or 0)
     encoder = encoder_prefix(config) is not None
     longest = max_encoder_len(config) if encoder else max_model_len_of_config(config)
-    embeddings = vocabulary * hidden * (1 if encoder or tie_word_embeddings_of(config) else 2)
+    embeddings = vocabulary * hidden * (1 if encoder or config.get("tie_word_embeddings") else 2)
     if encoder:
         embeddings += _added_weights(config, longest) * hidden
     stored, layer_weights = stored_format(quantization_config_of(config)), layers * attention + plain * dense
@@ -239,46 +240,10 @@ def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     return sum(number not in dense and (number + 1) % step == 0 == (number + 1) % interval for number in numbers)
 
 
-TIED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2")
-"""``model_type`` of models whose embedding is their language model head, too, where ``config.json`` does not say."""
-
-
-LOCAL_ROPE = ("gemma3", "gemma3_text", "olmo3")
-"""``model_type`` of models whose windowed layers have rotary positions of their own, which nothing extends."""
-
-
-def tie_word_embeddings_of(config: Mapping[str, Any]) -> bool:
-    """Whether the embedding is the language model head, too."""
-    tied = config.get("tie_word_embeddings")
-    return config.get("model_type") in TIED if tied is None else bool(tied)
-
-
-def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` of a ``config.json``, also from the older ``rope_theta`` and ``rope_scaling``."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if isinstance(rope.get("full_attention"), Mapping):  # by kind of layer
-        rope = dict(rope["full_attention"])
-    rope["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
-    return rope
-
-
-def local_rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_parameters`` of layers with a sliding window, where ``config.json`` has others for these: by kind of
-    layer, or, as in early files of Gemma 3 and OLMo 3, with nothing but a base. None where it has no kinds."""
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping) and isinstance(local := rope.get("sliding_attention"), Mapping):
-        return rope_parameters_of({**config, "rope_parameters": local})
-    if config.get("model_type") not in LOCAL_ROPE:
-        return None
-    base = config.get("rope_local_base_freq") or (10_000.0 if config["model_type"] == "gemma3_text" else None)
-    return {"rope_type": "default", "rope_theta": float(base or config.get("rope_theta") or 10_000.0)}
-
-
 def max_model_len_of_config(config: Mapping[str, Any]) -> int:
     """Longest sequence that a model is good for."""
     longest = int(config.get("max_position_embeddings") or 2048)
-    if config.get("model_type") in LOCAL_ROPE:  # theirs is the extended length
+    if local_rope_parameters_of(config) is not None:  # whose length is the extended one
         return longest
     return max_model_len_of(longest, rope_parameters_of(config))
 
@@ -289,7 +254,7 @@ def max_model_len_of(max_position_embeddings: int, rope_parameters: Mapping[str,
     match rope_parameters["rope_type"]:
         case "linear" | "dynamic":
             return int(max_position_embeddings * rope_parameters["factor"])
-        case "yarn" if "factor" in rope_parameters:
+        case "yarn" if rope_parameters.get("factor"):
             trained = rope_parameters.get("original_max_position_embeddings", max_position_embeddings)
             return int(trained * rope_parameters["factor"])
         case _:

@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 
 from penstock.core.errors import Code, PenstockError, invalid
-from penstock.planning.checkpoint_digest import INDEX
+from penstock.planning.stored_tensors import INDEX
 
 from .downloader import MAX_WORKERS
 from .http import HTTPRanges, content_range, get_json, status_of, without_secrets

@@ -13,7 +13,8 @@ from torch import Tensor
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import INDEX, PATTERNS, PYTORCH_INDEX, checkpoint_digest
+from penstock.planning.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
+from penstock.planning.stored_tensors import INDEX
 from penstock.quant import CheckpointFormat
 
 from .tensor_files import TensorFile, open_tensors
