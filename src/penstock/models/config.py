@@ -96,6 +96,10 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated."""
+        if self.latent:
+            return self.latent.qk_rope_head_dim
+        if self.rope_parameters["rope_type"] == "proportional":  # which has frequencies for the whole head
+            return self.head_dim
         return int(self.head_dim * self.options.partial_rotary_factor)
 
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:

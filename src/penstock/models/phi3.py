@@ -15,6 +15,8 @@ from .registry import Family
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     share = rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
+    if (kind := rope_parameters_of(raw)["rope_type"]) not in ("default", "longrope"):
+        raise ValueError(f"rope_type is {kind[:40]!r}, and Phi-3 has default or longrope")
     window = int(raw.get("sliding_window") or 0)
     return dense_config(
         raw,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
+from penstock.layers.rope import check_rope_type
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.encoders import architecture_name, encoder_prefix
 from penstock.planning.model_size import quantization_config_of, quantization_of
@@ -53,7 +54,27 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     if len(config.sliding_windows) != config.num_layers:
         message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
         raise invalid("model", message)
+    _check_rope(config, path)
     return config
+
+
+def _check_rope(config: ModelConfig, path: Path) -> None:
+    """Refuse rotary positions that cannot be computed. Raises ``PenstockError``."""
+    dim = config.rotary_dim
+    for rope in (config.rope_parameters, config.local_rope_parameters or config.rope_parameters):
+        kind = rope["rope_type"]
+        check_rope_type(kind)
+        if dim % 2:
+            raise PenstockError(Code.UNSUPPORTED, f"{path} rotates {dim} numbers of a head, an odd number", "model")
+        lists = [name for name in ("short_factor", "long_factor") if kind == "longrope" and len(rope[name]) != dim // 2]
+        if lists:
+            message = f"{path}: {lists[0]} of rope_parameters has {len(rope[lists[0]])} numbers; {dim // 2} are needed"
+            raise invalid("model", message)
+        share = rope.get("partial_rotary_factor", 1.0)
+        whole = config.latent.qk_rope_head_dim if config.latent else config.head_dim
+        if kind not in ("default", "proportional") and int(whole * share) != dim:
+            message = f"{path} has partial_rotary_factor {share}, which {config.architecture} does not have"
+            raise invalid("model", message)
 
 
 def _read(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:

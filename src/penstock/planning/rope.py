@@ -52,8 +52,11 @@ def with_rope_parameters(config: Mapping[str, Any], known: ConfigClass | None) -
         return rest | {"rope_parameters": _by_kind(config, known.model_type, base)}
     defaults = (known.rope if known else None) or {}
     given = config.get("rope_scaling") or config.get("rope_parameters") or defaults.get("rope_parameters") or {}
+    nested = [name for name in KINDS if isinstance(given.get(name), Mapping)]
+    if known is not None and nested:
+        raise ValueError(f"rope_parameters are by kind of layer ({nested[0]}), which {known.model_type} does not have")
     kind = known.model_type if known else ""
-    if nested := [name for name in KINDS if isinstance(given.get(name), Mapping)]:
+    if nested:
         rope: dict[str, Any] = {name: _complete(given[name], config, defaults, kind, nested=True) for name in nested}
     else:
         rope = _complete(given, config, defaults, kind)
@@ -62,12 +65,14 @@ def with_rope_parameters(config: Mapping[str, Any], known: ConfigClass | None) -
 
 def _by_kind(config: Mapping[str, Any], model_type: str, bases: Mapping[str, float]) -> dict[str, Any]:
     """``rope_parameters`` of a class that has an object for each kind of layer, also from a file without these."""
-    given = config.get("rope_parameters") or {}
+    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if given and scaling and not all(given.get(kind) for kind in bases):
+        raise ValueError(f"rope_scaling is beside rope_parameters without {' and '.join(bases)}")
     result = {}
     for kind, default in bases.items():
         own = dict(given.get(kind) or {"rope_type": "default"})
         if kind in SCALED.get(model_type, (FULL,)):
-            own |= config.get("rope_scaling") or {}
+            own |= scaling
         name = BASES[model_type][kind]
         base = config.get(name) if name else None
         own["rope_theta"] = _first(own.get("rope_theta"), base, default)
@@ -100,7 +105,8 @@ def _complete(
     if isinstance(base, list):
         raise ValueError("rope_theta is a list, and one base of all layers is supported")
     rope["rope_theta"] = float(base)
-    share = _first(given.get("partial_rotary_factor"), _partial(config), defaults.get("partial_rotary_factor"))
+    beside = _partial(config, model_type)
+    share = _first(given.get("partial_rotary_factor"), beside, defaults.get("partial_rotary_factor"))
     if share is not None:
         rope["partial_rotary_factor"] = float(share)
     if kind in WITH_ORIGINAL:
@@ -110,16 +116,20 @@ def _complete(
         if original is not None:
             rope["original_max_position_embeddings"] = original
     stretched = kind == "dynamic" and given.get("alpha")  # of Hunyuan, in place of a factor
-    if lacking := [name for name in REQUIRED.get(kind, ()) if name not in rope and not stretched]:
+    needed = [] if stretched else [*REQUIRED.get(kind, ())]
+    if kind == "proportional" and "factor" in rope:
+        needed.append("factor")
+    nullable = kind == "yarn"  # whose factor is then the ratio of the lengths
+    if lacking := [name for name in needed if name not in rope or not (nullable or rope[name])]:
         raise ValueError(f"rope_parameters of the type {kind} lack {' and '.join(lacking)}")
     return rope
 
 
-def _partial(config: Mapping[str, Any]) -> float | None:
+def _partial(config: Mapping[str, Any], model_type: str) -> float | None:
     """``partial_rotary_factor`` beside the object; MiniMax's files have ``rotary_dim``."""
     if (share := config.get("partial_rotary_factor")) is not None:
         return float(share)
-    if config.get("rotary_dim") and config.get("head_dim"):
+    if model_type == "minimax_m2" and config.get("rotary_dim"):
         return int(config["rotary_dim"]) / int(config["head_dim"])
     return None
 
