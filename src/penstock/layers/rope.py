@@ -115,7 +115,7 @@ def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: in
 
 
 def _proportional(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """The first frequencies of a head, as many as ``partial_rotary_factor`` says; the others are 0 and do not rotate."""
+    """Only the first frequencies of a head rotate, as many as ``partial_rotary_factor`` says; the others are 0."""
     rotated = int(parameters.get("partial_rotary_factor", 1.0) * dim // 2)
     frequencies = _frequencies(dim, parameters["rope_theta"])
     frequencies[rotated:] = 0.0
