@@ -35,6 +35,8 @@ NESTED = (
     *("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"),
 )
 """``model_type`` of objects within those."""
+FILLED_IN = {"ernie4_5_vl_moe_text": ("moe_intermediate_size",)}
+"""Fields whose default is ``None``, in place of which a class has a constant."""
 IGNORED = (
     *("bos_token_id", "eos_token_id", "decoder_start_token_id", "begin_suppress_tokens"),
     *("num_mtp_layers", "rope_parameters", "text_config", "vision_config"),
@@ -90,6 +92,7 @@ def entry_of(model_type: str) -> dict[str, Any]:
         fields[name] = list(value) if isinstance(value, tuple) else value
         if "None" in str(field.type):
             nullable.append(name)
+    fields |= {name: getattr(found(), name) for name in FILLED_IN.get(model_type, ())}
     if model_type not in NESTED:
         fields["tie_word_embeddings"] = found().tie_word_embeddings
     entry: dict[str, Any] = {"fields": fields}
@@ -102,9 +105,10 @@ def entry_of(model_type: str) -> dict[str, Any]:
     if architecture := architecture_of(model_type):
         entry["architecture"] = architecture
     if model_type in COMPOSITE:
-        made = found()
-        for name in ("text_config", "vision_config"):
-            entry[name] = getattr(made, name).model_type
+        for name, spec in found.sub_configs_defaults.items():
+            kind = spec.model_type or spec.config_class.model_type
+            given = {field: value for field, value in spec.init_kwargs.items() if field in names_read()}
+            entry[name] = {"model_type": kind, **given}
     elif "rope_parameters" in own and getattr(found, "default_rope_type", "default") == "default":
         entry["rope"] = _rope(found)
     return entry

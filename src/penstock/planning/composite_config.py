@@ -41,25 +41,28 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _composite(config: Mapping[str, Any], known: ConfigClass) -> dict[str, Any]:
     """A configuration with ``text_config`` and ``vision_config``."""
     given = config.get("text_config")
-    text = dict(config) if given is None else dict(given)  # early files have the text's fields among their own
-    text.pop("vision_config", None)
-    if given is None or not text.get("model_type"):
-        text["model_type"] = known.text_config
+    if given is None:  # early files have the text's fields among their own
+        given = config if config.get("hidden_size") else known.text_config
+        text = {**given, "model_type": known.text_config["model_type"]}
+        text.pop("vision_config", None)
+    else:
+        text = {**given, "model_type": given.get("model_type") or known.text_config["model_type"]}
     text_class = class_named(text["model_type"])
     tied = _tied(config, text, known)
     text = with_rope_parameters(with_defaults(text, text_class), text_class)
     whole = with_defaults(config, known) | {"tie_word_embeddings": tied}
     if known.model_type == "llava_onevision" and whole.get("image_grid_pinpoints") is None:
         whole["image_grid_pinpoints"] = PINPOINTS
-    whole["vision_config"] = _vision(config.get("vision_config") or {}, known)
+    whole["vision_config"] = _vision(config.get("vision_config"), known)
     fields = {name: value for name, value in text.items() if not (name in OF_WHOLE_MODEL and name in whole)}
     return {**whole, **fields, "text_config": text}
 
 
-def _vision(vision: Mapping[str, Any], known: ConfigClass) -> dict[str, Any]:
+def _vision(given: Mapping[str, Any] | None, known: ConfigClass) -> dict[str, Any]:
     """``vision_config``. Some early files name the whole model's class in it."""
+    vision = known.vision_config if given is None else given
     kind = vision.get("model_type")
-    kind = known.vision_config if not kind or kind == known.model_type else kind
+    kind = known.vision_config["model_type"] if not kind or kind == known.model_type else kind
     return with_defaults({**vision, "model_type": kind}, class_named(kind))
 
 

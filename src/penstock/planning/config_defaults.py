@@ -28,8 +28,12 @@ INTERNLM2 = {
     "rope": {"rope_theta": 10_000.0},
 }
 """The class that InternLM 2's checkpoints bring along, which transformers does not have."""
-SPELLINGS = {"Ernie4_5_ForCausalLM": "ernie4_5", "Ernie4_5_MoEForCausalLM": "ernie4_5_moe"}
-"""``model_type`` of architectures under the names that Baidu's files have."""
+SPELLINGS = {
+    "Ernie4_5_ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoEForCausalLM": "ernie4_5_moe",
+    "InternLM3ForCausalLM": "internlm3",
+}
+"""``model_type`` of architectures under names that transformers does not have."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,10 @@ class ConfigClass:
     """Model class that transformers makes of it; empty for objects within others."""
     rope: Mapping[str, Any] | None = None
     """Defaults of rotary positions; None where there are none, or they have two dimensions."""
-    text_config: str = ""
-    """``model_type`` of that object where it names none; empty where the class has no such object."""
-    vision_config: str = ""
+    text_config: Mapping[str, Any] = field(default_factory=dict)
+    """That object where a file has none; its ``model_type`` is also that of an object that names none. Empty where the
+    class has no such object."""
+    vision_config: Mapping[str, Any] = field(default_factory=dict)
     """Same, of ``vision_config``."""
 
 
@@ -63,6 +68,7 @@ def _classes() -> Mapping[str, ConfigClass]:
 def _by_architecture() -> Mapping[str, ConfigClass]:
     classes = _classes()
     named = {each.architecture: each for each in classes.values() if each.architecture}
+    named["LlamaForCausalLM"] = classes["llama"]  # which transformers also makes of InternLM 3
     return named | {name: classes[kind] for name, kind in SPELLINGS.items()}
 
 
@@ -77,8 +83,11 @@ def class_of(config: Mapping[str, Any]) -> ConfigClass | None:
     name = str(next(iter(config.get("architectures") or [""])))
     stem = next((name.removesuffix(end) for end in ENDS if name.endswith(end)), name)
     known = _by_architecture()
+    named = class_named(config.get("model_type"))
+    if named is not None and named.architecture == name:
+        return named
     found = next((known[each] for each in (name, f"{stem}ForCausalLM", f"{stem}Model") if each in known), None)
-    return found or class_named(config.get("model_type"))
+    return found or named
 
 
 def with_defaults(config: Mapping[str, Any], known: ConfigClass | None) -> dict[str, Any]:

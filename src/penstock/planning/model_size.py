@@ -230,6 +230,8 @@ def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     """Layers with experts, of a model that has any."""
     if config.get("moe_num_experts") and (kinds := config.get("mlp_layer_types")):
         return list(kinds).count("sparse")
+    if isinstance(config.get("moe_intermediate_size"), list) and "moe_topk" not in config:  # ERNIE 4.5 VL
+        return layers - 1
     if (given := config.get("moe_layers")) is not None:
         return len(given)
     dense = config.get("mlp_only_layers") or ()

@@ -107,7 +107,8 @@ def _complete(
     rope["rope_theta"] = float(base)
     beside = _partial(config, model_type)
     share = _first(given.get("partial_rotary_factor"), beside, defaults.get("partial_rotary_factor"))
-    if share is not None:
+    rope.pop("partial_rotary_factor", None)
+    if share not in (None, 1.0):
         rope["partial_rotary_factor"] = float(share)
     if kind in WITH_ORIGINAL:
         length, beside = config.get("max_position_embeddings"), config.get("original_max_position_embeddings")
