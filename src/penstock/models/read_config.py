@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,15 +11,19 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.layers.rope import check_rope_type
-from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.config_json import CONFIG, read_config_json, read_plain_config_json
 from penstock.planning.encoders import architecture_name, encoder_prefix
 from penstock.planning.model_size import quantization_config_of, quantization_of
 from penstock.quant import read_quantization_config
 
 from .config import ModelConfig, architecture_of
+from .registry import OTHERS as OTHERS_HINT
 from .registry import Family, find_family, has_family
 from .transformers import FAMILY as OTHERS
-from .transformers.library import is_installed, knows, unknown
+from .transformers.library import architectures_of, is_installed, knows, unknown
+from .weights.checkpoint import has_other_pytorch_head
+
+logger = logging.getLogger(__name__)
 
 ModelImpl = Literal["auto", "penstock", "transformers"]
 """Values of the option ``model_impl``."""
@@ -28,17 +33,46 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     """Read a checkpoint's ``config.json``.
 
     Args:
-        model_impl: what is to compute the model; auto is transformers only where there is no family of ours.
+        model_impl: what is to compute the model; auto is transformers only where there is no family of ours, or it
+            does not compute what ``config.json`` asks for.
 
     Raises ``PenstockError``: ``invalid`` where it is missing or broken, ``unsupported`` where it asks for what no
     code here computes.
     """
     raw, path = read_config_json(folder), folder / CONFIG
+    if not raw.get("architectures") and model_impl != "penstock" and is_installed():
+        raw = {**raw, "architectures": architectures_of(str(raw.get("model_type")))}
+    if raw.get("tie_word_embeddings") and has_other_pytorch_head(folder):
+        raw = {**raw, "tie_word_embeddings": False}
     architecture, name = architecture_of(raw)[0], architecture_name(raw)
-    auto = model_impl == "auto" and is_installed() and not has_family(architecture)
-    if model_impl == "transformers" or (auto and knows(name)):
-        return _read(OTHERS, raw, path)
-    family = find_family(architecture, name, others=unknown()) if auto else find_family(architecture, name)
+    auto = model_impl == "auto" and is_installed()
+    if model_impl == "transformers" or (auto and knows(name) and not has_family(architecture)):
+        return _read_for_library(raw, folder)
+    others = unknown() if auto and not has_family(architecture) else OTHERS_HINT
+    family = find_family(architecture, name, others)
+    try:
+        return _read_own(family, raw, path)
+    except PenstockError as error:
+        if error.failure.code is not Code.UNSUPPORTED or not auto or not knows(name):
+            raise
+        try:
+            config = _read_for_library(raw, folder)
+        except PenstockError:
+            raise error from None
+        logger.info("%s; transformers runs the model instead", error)
+        return config
+
+
+def _read_for_library(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """The configuration of a model that transformers runs, which reads ``config.json`` itself, but for what only the
+    weights tell."""
+    told = {name: raw[name] for name in ("architectures", "tie_word_embeddings", "dtype") if raw.get(name) is not None}
+    given = {name: value for name, value in read_plain_config_json(folder).items() if name != "torch_dtype"}
+    return _read(OTHERS, {**given, **told}, folder / CONFIG)
+
+
+def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
+    """The configuration of a model of a family of our own."""
     decodes = encoder_prefix(raw) is None
     if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")

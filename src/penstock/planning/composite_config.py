@@ -33,7 +33,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: value for name, value in text.items() if value is not None and name != "model_type"}
         return {**fields, **config}
     complete = with_defaults(config, known)
-    if known is not None and known.rope is None:
+    if known is None or known.rope is None:
         return complete
     return with_rope_parameters(complete, known)
 

@@ -58,11 +58,8 @@ def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path)
     not given, a model without a language model head is tied."""
     if config.get("gguf"):
         return config
-    names = [name for name in ("dtype", "torch_dtype") if config.get(name) not in (None, "auto")]
-    if not names and (dtype := stored_dtype(folder)):
-        config = {**config, "dtype": dtype}
-    elif config.get("dtype") == "auto" or config.get("torch_dtype") == "auto":
-        config = {**config, **{name: None for name in ("dtype", "torch_dtype") if name not in names}}
+    named = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) not in (None, "auto")]
+    config = {**config, "dtype": named[0] if named else stored_dtype(folder), "torch_dtype": None}
     tied = config.get("tie_word_embeddings")
     if tied and stored_head(folder) == "other":
         return {**config, "tie_word_embeddings": False}

@@ -92,10 +92,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _find(folder: Path, pattern: re.Pattern[str]) -> list[_Place]:
-    """Where the tensors of a pattern are, without those within layers."""
+    """Where the tensors of a pattern are."""
     if (folder / INDEX).is_file():
         files = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
-        paths = {folder / file for name, file in files.items() if _matches(name, pattern) and Path(file).name == file}
+        paths = {folder / file for name, file in files.items() if matches(name, pattern) and Path(file).name == file}
     else:
         paths = {*_files(folder)}
     found = []
@@ -104,12 +104,13 @@ def _find(folder: Path, pattern: re.Pattern[str]) -> list[_Place]:
         found += [
             _Place(path, *(base + offset for offset in tensor.data_offsets))
             for name, tensor in tensors.items()
-            if _matches(name, pattern)
+            if matches(name, pattern)
         ]
     return found
 
 
-def _matches(name: str, pattern: re.Pattern[str]) -> bool:
+def matches(name: str, pattern: re.Pattern[str]) -> bool:
+    """Whether a tensor is the language model head (``HEAD``) or the embedding (``EMBEDDING``) of the whole model."""
     return pattern.fullmatch(name) is not None and not LAYER.search(name)
 
 

@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
 from penstock.planning.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
-from penstock.planning.stored_tensors import INDEX
+from penstock.planning.stored_tensors import EMBEDDING, HEAD, INDEX, matches
 from penstock.quant import CheckpointFormat
 
 from .tensor_files import TensorFile, open_tensors
@@ -142,6 +143,22 @@ class Checkpoint:
 
     def _lacks(self, files: str) -> Exception:
         return invalid("model", f"{self._folder} lacks {files}, which its index names")
+
+
+def has_other_pytorch_head(folder: Path) -> bool:
+    """Whether PyTorch's files of a checkpoint have a language model head that is not the embedding."""
+    if any(folder.glob("*.safetensors")) or not any(folder.glob("pytorch_model*.bin")):
+        return False
+    checkpoint = Checkpoint(folder)
+    tensors = [
+        [
+            checkpoint.read(name, *checkpoint.shape(name), as_stored=True)
+            for name in checkpoint.names
+            if matches(name, of)
+        ]
+        for of in (HEAD, EMBEDDING)
+    ]
+    return all(tensors) and not torch.equal(tensors[0][0], tensors[1][0])
 
 
 def _names(folder: Path) -> tuple[str, str]:
