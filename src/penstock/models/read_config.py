@@ -50,6 +50,9 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
         return _read_for_library(raw, folder)
     others = unknown() if auto and not has_family(architecture) else OTHERS_HINT
     family = find_family(architecture, name, others)
+    decodes = encoder_prefix(raw) is None
+    if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
+        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
     try:
         return _read_own(family, raw, path)
     except PenstockError as error:
@@ -73,9 +76,6 @@ def _read_for_library(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
 
 def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
     """The configuration of a model of a family of our own."""
-    decodes = encoder_prefix(raw) is None
-    if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
-        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
     quantization = quantization_of(raw)
     if quantization and quantization not in SCHEMES:
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")

@@ -150,15 +150,11 @@ def has_other_pytorch_head(folder: Path) -> bool:
     if any(folder.glob("*.safetensors")) or not any(folder.glob("pytorch_model*.bin")):
         return False
     checkpoint = Checkpoint(folder)
-    tensors = [
-        [
-            checkpoint.read(name, *checkpoint.shape(name), as_stored=True)
-            for name in checkpoint.names
-            if matches(name, of)
-        ]
-        for of in (HEAD, EMBEDDING)
-    ]
-    return all(tensors) and not torch.equal(tensors[0][0], tensors[1][0])
+    heads, embeddings = ([name for name in checkpoint.names if matches(name, of)] for of in (HEAD, EMBEDDING))
+    if not heads or not embeddings:
+        return False
+    one, other = (checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in (heads[0], embeddings[0]))
+    return not torch.equal(one, other)
 
 
 def _names(folder: Path) -> tuple[str, str]:
