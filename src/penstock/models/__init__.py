@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -75,6 +76,7 @@ from .weights import (
     FusedExperts,
     GGUFCheckpoint,
     LoRAAdapter,
+    PaddedHeads,
     RenamedWeights,
     WeightCache,
     find_gguf,
@@ -224,9 +226,12 @@ def load_model(
         weights = cache = EngineWeights(folder, built, built.stage_of(layers, config.num_layers), group.rank)
     else:
         checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
-        weights = RenamedWeights(checkpoint, partial(find_stored, config)) if find_stored else checkpoint
+        stored = replace(config, head_dim=config.checkpoint_head_dim)
+        weights = RenamedWeights(checkpoint, partial(find_stored, stored)) if find_stored else checkpoint
         if experts := config.experts:
             weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
+        if config.stored_head_dim:
+            weights = PaddedHeads(weights, config.stored_head_dim, config.head_dim)
         if weight_cache_dir and not output:
             packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
             if layers:
@@ -280,7 +285,7 @@ def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) 
         whole: as of ``Checkpoint``.
     """
     if parts := find_gguf(folder):
-        return GGUFCheckpoint(folder, parts, config.head_dim)
+        return GGUFCheckpoint(folder, parts, config.checkpoint_head_dim)
     quantized = config.quantization_config
     format = None if quantized is None else read_quantization_config(quantized)
     for note in format.notes if format and log else ():

@@ -51,6 +51,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Numbers of a head as it is computed, a multiple of 16 (``PADDED_TO``) in decoders."""
     max_model_len: int
     """Longest sequence that the model supports, with positions extended by ``rope_parameters``."""
     max_position_embeddings: int
@@ -88,6 +89,8 @@ class ModelConfig:
     """Of a model that attends in both directions; None for a decoder."""
     speech: SpeechConfig | None = None
     """Of a model that transcribes audio; None for others."""
+    stored_head_dim: int = 0
+    """Numbers of a head in the checkpoint where these are fewer; 0 where it has ``head_dim``."""
     num_labels: int = 0
     """Outputs of the classifier; 0 where the checkpoint has none."""
     model_impl: Literal["penstock", "transformers"] = "penstock"
@@ -99,8 +102,13 @@ class ModelConfig:
         if self.latent:
             return self.latent.qk_rope_head_dim
         if self.rope_parameters["rope_type"] == "proportional":  # which has frequencies for the whole head
-            return self.head_dim
-        return int(self.head_dim * self.options.partial_rotary_factor)
+            return self.checkpoint_head_dim
+        return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)
+
+    @property
+    def checkpoint_head_dim(self) -> int:
+        """Numbers of a head in the checkpoint."""
+        return self.stored_head_dim or self.head_dim
 
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:
         """The rotary positions of a layer; None where it has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,8 @@ from penstock.core.quantization import SCHEMES
 from penstock.layers.rope import check_rope_type
 from penstock.planning.config_json import CONFIG, read_config_json, read_plain_config_json
 from penstock.planning.encoders import architecture_name, encoder_prefix
-from penstock.planning.model_size import quantization_config_of, quantization_of
+from penstock.planning.model_size import padded_head_dim, quantization_config_of, quantization_of
+from penstock.planning.rope import rope_parameters_of
 from penstock.quant import read_quantization_config
 
 from .config import ModelConfig, architecture_of
@@ -81,6 +83,7 @@ def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")
     if quantization is None:
         read_quantization_config(quantization_config_of(raw))
+    _check_lists(raw, path)
     config = _read(family, raw, path)
     if config.num_heads % config.num_kv_heads:
         message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
@@ -89,7 +92,28 @@ def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig
         message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
         raise invalid("model", message)
     _check_rope(config, path)
-    return config
+    return _with_padded_heads(config)
+
+
+def _with_padded_heads(config: ModelConfig) -> ModelConfig:
+    """A decoder whose heads are padded to what kernels compute; others as they are. Norms on heads would count the
+    zeros."""
+    head_dim, padded = config.head_dim, padded_head_dim(config.head_dim)
+    plain = not (config.latent or config.encoder or config.speech or config.has_vision or config.qk_norm)
+    if head_dim == padded or not plain:
+        return config
+    scale = config.options.attention_scale
+    options = replace(config.options, attention_scale=head_dim**-0.5 if scale is None else scale)
+    return replace(config, head_dim=padded, stored_head_dim=head_dim, options=options)
+
+
+def _check_lists(raw: Mapping[str, Any], path: Path) -> None:
+    """Refuse numbers that differ between layers, which no family has by these names. Raises ``PenstockError``."""
+    rope = rope_parameters_of(raw)
+    for name, value in (("sliding_window", raw.get("sliding_window")), ("rope_theta", rope["rope_theta"])):
+        if isinstance(value, list):
+            message = f"{path} has a {name} for each layer; one of all layers is supported"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 
 def _check_rope(config: ModelConfig, path: Path) -> None:
@@ -105,7 +129,7 @@ def _check_rope(config: ModelConfig, path: Path) -> None:
             message = f"{path}: {lists[0]} of rope_parameters has {len(rope[lists[0]])} numbers; {dim // 2} are needed"
             raise invalid("model", message)
         share = rope.get("partial_rotary_factor", 1.0)
-        whole = config.latent.qk_rope_head_dim if config.latent else config.head_dim
+        whole = config.latent.qk_rope_head_dim if config.latent else config.checkpoint_head_dim
         if kind not in ("default", "proportional") and int(whole * share) != dim:
             message = f"{path} has partial_rotary_factor {share}, which {config.architecture} does not have"
             raise invalid("model", message)

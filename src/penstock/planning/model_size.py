@@ -22,6 +22,8 @@ from .vision_size import vision_weights
 
 COUNTED_WEIGHTS = "counted_weights"
 """Key of a ``config.json`` in memory with fields of ``ModelSize``, where the parameters were counted."""
+PADDED_TO = 16
+"""Kernels compute heads of multiples of this many numbers; others are padded with zeros."""
 QUANT_METHOD = "penstock"
 """``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
 
@@ -94,7 +96,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     hidden, heads, layers = (int(config[k]) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     vocabulary, latent = int(config["vocab_size"]), int(config.get("kv_lora_rank") or 0)
     kv_heads = 1 if latent else int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    head_dim = padded_head_dim(int(config.get("head_dim") or hidden // heads))
     if latent:
         attention, absorbed, kv_dim = _latent_attention(config, hidden, heads)
     else:
@@ -143,6 +145,11 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         vision_weights=encoder_weights(config) if speech else vision_weights(config),
         encoder=encoder,
     )
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Numbers of a head in the model, and in its KV cache."""
+    return -(-head_dim // PADDED_TO) * PADDED_TO
 
 
 def _added_weights(config: Mapping[str, Any], max_len: int) -> int:
@@ -234,12 +241,29 @@ def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
         return layers - 1
     if (given := config.get("moe_layers")) is not None:
         return len(given)
+    if config.get("n_routed_experts"):
+        return len(sparse_layers(config, layers))
     dense = config.get("mlp_only_layers") or ()
     step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
-    first = int(config.get("first_k_dense_replace") or config.get("moe_layer_start_index") or 0)
+    first = int(config.get("moe_layer_start_index") or 0)
     end, interval = int(config.get("moe_layer_end_index") or -1), int(config.get("moe_layer_interval") or 1)
     numbers = range(first, layers if end < 0 else min(end + 1, layers))
     return sum(number not in dense and (number + 1) % step == 0 == (number + 1) % interval for number in numbers)
+
+
+def sparse_layers(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Numbers of the layers with experts of DeepSeek's models: from ``first_k_dense_replace`` on each that is a
+    multiple of ``moe_layer_freq``, or those that it marks where it is a list.
+
+    Raises ``ValueError`` for a list of another length.
+    """
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        if len(frequency) != layers:
+            raise ValueError(f"moe_layer_freq has {len(frequency)} of {layers} layers")
+        return [layer for layer in range(layers) if frequency[layer]]
+    first = int(config.get("first_k_dense_replace") or 0)
+    return [layer for layer in range(first, layers) if layer % int(frequency or 1) == 0]
 
 
 def max_model_len_of_config(config: Mapping[str, Any]) -> int:

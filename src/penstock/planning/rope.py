@@ -102,9 +102,7 @@ def _complete(
         kind = "longrope"
     rope["rope_type"] = kind
     base = _first(given.get("rope_theta"), config.get("rope_theta"), defaults.get("rope_theta"), DEFAULT_BASE)
-    if isinstance(base, list):
-        raise ValueError("rope_theta is a list, and one base of all layers is supported")
-    rope["rope_theta"] = float(base)
+    rope["rope_theta"] = base if isinstance(base, list) else float(base)
     beside = _partial(config, model_type)
     share = _first(given.get("partial_rotary_factor"), beside, defaults.get("partial_rotary_factor"))
     rope.pop("partial_rotary_factor", None)
