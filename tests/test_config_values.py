@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -115,3 +117,32 @@ def test_heads_of_any_even_size_are_computed(name: str, tmp_path: Path) -> None:
 def test_heads_of_any_even_size_are_shared_among_ranks(tmp_path: Path) -> None:
     model = save(LlamaConfig(**SMALL, head_dim=20), tmp_path)
     check(tmp_path, model, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("self_attn.q_proj.bias", (64,)),
+        ("self_attn.q_norm.weight", (16,)),
+        ("mlp.shared_expert.up_proj.weight", (8, 8)),
+    ],
+)
+def test_tensors_that_the_config_does_not_name_are_ignored_with_a_warning(
+    name: str, shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers ignores them: a flag decides, and is not contradicted in silence."""
+    save(LlamaConfig(**SMALL), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(0)
+    more = {f"model.layers.{layer}.{name}": torch.randn(shape) for layer in range(3)}
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    check(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    (record,) = [each for each in caplog.records if "tensors of the checkpoint are ignored" in each.getMessage()]
+    assert "3 tensors of the checkpoint are ignored, as config.json does not say" in record.getMessage()
+    assert f"model.layers.0.{name}" in record.getMessage()
+
+
+def test_a_checkpoint_without_further_tensors_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = save(LlamaConfig(**SMALL, attention_bias=True), tmp_path)
+    check(tmp_path, model)
+    assert "ignored" not in caplog.text

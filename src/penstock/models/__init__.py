@@ -214,6 +214,7 @@ def load_model(
     family = family_of(config)
     find_stored = family.find_stored
     weights: Weights
+    checkpoint: Checkpoint | GGUFCheckpoint | None = None
     cache: PackedWeights | None = None
     if load_format == "dummy":
         weights = DummyWeights(folder, dtype, seed, device)
@@ -269,7 +270,17 @@ def load_model(
         logger.info("weights in %s are dequantized to %s, %.2f GB%s", given, name, size / 1e9, then)
     if isinstance(cache, WeightCache):
         cache.save()
+    if isinstance(checkpoint, Checkpoint) and group.rank == 0 and not (cache and cache.mapped_bytes):
+        _log_ignored(checkpoint.ignored())
     return model
+
+
+def _log_ignored(names: list[str]) -> None:
+    """Name tensors of a checkpoint that its ``config.json`` says nothing of. Transformers ignores them, too."""
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        message = "%d tensors of the checkpoint are ignored, as config.json does not say that the model has them: %s"
+        logger.warning(message, len(names), shown)
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -25,6 +25,8 @@ OTHERS = ("adapter_", "consolidated")
 """How files begin that have other weights, or the same under other names."""
 OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """How names end → how they did in checkpoints converted from TensorFlow."""
+LAYER = re.compile(r"(.*\blayers\.\d+)\.")
+EXPERT = re.compile(r"\bexperts\.\d+\.")
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
@@ -46,6 +48,7 @@ class Checkpoint:
         self._file_of: dict[str, str] = {}
         self.bytes_read = 0
         """Bytes of all tensors and slices taken so far."""
+        self._taken: set[str] = set()
         index, single = _names(folder)
         if (folder / index).exists():
             self._file_of = _read_index(folder / index, Path(single).suffix)
@@ -98,12 +101,22 @@ class Checkpoint:
             words = "and 16-bit or 32-bit floating-point numbers are wanted"
             raise invalid("model", f"tensor {name} is of {tensor.dtype}, {words}")
         self.bytes_read += tensor.nbytes
+        self._taken.add(name)
         return tensor
 
     @property
     def names(self) -> list[str]:
         """Of all tensors, as ``read`` takes them."""
         return [f"model.{name}" if self._unprefixed else name for name in self._file_of]
+
+    def ignored(self) -> list[str]:
+        """Names of weights and biases that were not taken, of the layers of which others were: ``config.json`` does not
+        say that they are used. Without those of single experts, which other ranks may take."""
+        layers = {match[1] for name in self._taken if (match := LAYER.match(name))}
+        left = [name for name in self.names if name not in self._taken and name.endswith((".weight", ".bias"))]
+        return [
+            name for name in left if (match := LAYER.match(name)) and match[1] in layers and not EXPERT.search(name)
+        ]
 
     def has(self, name: str) -> bool:
         return self.stored_name(name) in self._file_of
