@@ -14,6 +14,7 @@ import msgspec
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED
 
+from .composite_config import complete_config
 from .config_json import read_config_json
 from .model_size import ModelSize, model_size_of
 from .stored_tensors import read_header
@@ -77,7 +78,8 @@ def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], method: 
 
     In PyTorch's files they are taken to be as published: with a head and without an embedding.
     """
-    size = model_size_of({**raw, **(raw.get("transformer_layer_config") or {}), "tie_word_embeddings": True})
+    layer = complete_config(raw.get("transformer_layer_config") or {})
+    size = model_size_of({**raw, **layer, "tie_word_embeddings": True})
     hidden, inputs, own = size.hidden_size, size.hidden_size + model.hidden_size, 0
     if method == "eagle3":
         nested = raw.get("eagle_config") or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config_defaults import CLASSIFIER
+from .config_defaults import CLASSIFIER, class_named
 
 PREFIXES = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "ModernBert": "model", "Gte": "gte"}
 """How the names of architectures begin, and what the names of tensors begin with where the model has a head."""
@@ -20,8 +20,10 @@ def encoder_prefix(config: Mapping[str, Any]) -> str | None:
 
 
 def architecture_name(config: Mapping[str, Any]) -> str:
-    """The first of ``architectures`` of a ``config.json``."""
-    return str(next(iter(config.get("architectures") or ["none"])))
+    """The first of ``architectures`` of a ``config.json``, or what its ``model_type`` is of."""
+    known = class_named(config.get("model_type"))
+    default = known.architecture if known and known.architecture else "none"
+    return str(next(iter(config.get("architectures") or [default])))
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
