@@ -12,10 +12,10 @@ from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 from penstock.engine.executor.layout import ranks_of
 from penstock.engine.executor.rendezvous import check_nodes
-from penstock.planning.checkpoint_digest import INDEX
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
+from penstock.planning.stored_tensors import INDEX
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NEEDED_FIRST = (CONFIG, INDEX)

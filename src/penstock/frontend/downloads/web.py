@@ -12,7 +12,7 @@ import msgspec
 from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
 from penstock.core.numbers import read_decimal
-from penstock.planning.checkpoint_digest import INDEX
+from penstock.planning.stored_tensors import INDEX
 
 from .downloader import MAX_WORKERS
 from .http import MAX_SIZE, HTTPRanges, content_range, get_json, status_of, without_secrets
