@@ -256,9 +256,7 @@ def converted(picture: Image.Image, mode: str) -> Image.Image:
     """A picture in another mode of Pillow; in some, with "transparent" before the mode, parts are transparent."""
     transparent, _, name = mode.rpartition(" ")
     image = picture.convert(name)
-    if transparent and name == "P":
-        image.info["transparency"] = image.getpixel((3, 3))
-    elif transparent and name == "RGB":
+    if (transparent and name == "P") or (transparent and name == "RGB"):
         image.info["transparency"] = image.getpixel((3, 3))
     elif transparent:
         image.putalpha(picture.convert("L"))
