@@ -252,6 +252,17 @@ def noise(seed: int, height: int, width: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
+def converted(picture: Image.Image, mode: str) -> Image.Image:
+    """A picture in another mode of Pillow; in some, with "transparent" before the mode, parts are transparent."""
+    transparent, _, name = mode.rpartition(" ")
+    image = picture.convert(name)
+    if (transparent and name == "P") or (transparent and name == "RGB"):
+        image.info["transparency"] = image.getpixel((3, 3))
+    elif transparent:
+        image.putalpha(picture.convert("L"))
+    return image
+
+
 def plain(colour: str, height: int = 24, width: int = 24) -> Image.Image:
     """A picture of one of ``COLOURS``."""
     return Image.new("RGB", (width, height), colour)

@@ -218,7 +218,9 @@ def test_no_template_does_harm(trusting: Served) -> None:
 # --- Templates by name ------------------------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
-NAMED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+NAMED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 RAG = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + NAMED
 
 

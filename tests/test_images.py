@@ -24,7 +24,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from image_checkpoints import COLOURS, PLACEHOLDER, noise, plain, prompt
+from image_checkpoints import COLOURS, PLACEHOLDER, converted, noise, plain, prompt
 from PIL import Image
 from serving import Served, Servers
 from transformers import PreTrainedModel, Qwen2VLForConditionalGeneration
@@ -179,14 +179,17 @@ def test_bfloat16_is_no_worse_than_the_librarys(pair: tuple[Path, PreTrainedMode
     assert mine <= 1.2 * library
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1"])
+TRANSPARENT = ["transparent RGBA", "transparent LA", "transparent P", "transparent RGB"]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", *TRANSPARENT])
 @pytest.mark.parametrize("kwargs", [{}, {"max_pixels": 1024}, {"size": {"shortest_edge": 2048, "longest_edge": 9000}}])
 def test_preprocessing(colours: Path, mode: str, kwargs: dict[str, Any]) -> None:
     size = SIZE | kwargs.get("size", {}) | ({"longest_edge": kwargs["max_pixels"]} if "max_pixels" in kwargs else {})
     reference = Qwen2VLImageProcessorPil(patch_size=4, size=size)
     processor = InputProcessor(colours, ModelOptions(mm_processor_kwargs=json.dumps(kwargs)))
     for picture in (*PICTURES, noise(9, 8, 300), noise(9, 130, 9)):
-        image = picture.convert(mode)
+        image = converted(picture, mode)
         expected = reference(images=[image], return_tensors="np")
         found = processor.load_media(MediaSource(image, "image"))
         assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])

@@ -119,7 +119,9 @@ def test_tekken_files_of_mistral(name: str, downloads: Path) -> None:
     content = json.loads(source.read_text())
     config = content["config"]
     count = config["default_num_special_tokens"]
-    tokens = [base64.b64decode(each["token_bytes"]) for each in content["vocab"][: config["default_vocab_size"] - count]]
+    tokens = [
+        base64.b64decode(each["token_bytes"]) for each in content["vocab"][: config["default_vocab_size"] - count]
+    ]
     ranks = {token: i for i, token in enumerate(tokens)}
     theirs = tiktoken.Encoding("x", pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={})
     ours = Tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Side files of tokenizers, against transformers: special tokens, added tokens, templates, vocabularies in old forms."""
+"""Side files of tokenizers, against transformers: special and added tokens, templates, vocabularies in old forms."""
 
 from __future__ import annotations
 
@@ -20,8 +20,18 @@ from penstock.core import Code, PenstockError
 from penstock.text import Tokenizer
 from penstock.text.vocabulary import byte_alphabet
 
-TEXTS = ("the river runs, it's 123", "a<tool>b <extra>  c<bos><eos> <pad>x", "<|endoftext|> <s>The  RIVER</s> é 河\n\n ")
-ROLES = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "image_token": "<image>"}
+TEXTS = (
+    "the river runs, it's 123",
+    "a<tool>b <extra>  c<bos><eos> <pad>x",
+    "<|endoftext|> <s>The  RIVER</s> é 河\n\n ",
+)
+ROLES = {
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "image_token": "<image>",
+}
 ADDED = ("<tool>", "<extra>", "<more>")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 TEMPLATES = {
@@ -197,7 +207,7 @@ def test_vocab_json_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "vocab.json", vocabulary())
     write(tmp_path / "merges.txt", "")
     write(tmp_path / "tokenizer_config.json", {"tokenizer_class": "CLIPTokenizer"})
-    with pytest.raises(PenstockError, match="tokenizer_class CLIPTokenizer.*add its tokenizer.json") as refused:
+    with pytest.raises(PenstockError, match=r"tokenizer_class CLIPTokenizer.*add its tokenizer\.json") as refused:
         Tokenizer(tmp_path)
     assert refused.value.failure.code is Code.UNSUPPORTED
 

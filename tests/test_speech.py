@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,9 +25,11 @@ from penstock.engine.engine import Engine
 from penstock.frontend.input_processor import InputProcessor
 from penstock.frontend.speech.audio_decoding import decode_audio
 from penstock.frontend.speech.features import LogMelFeatures
+from penstock.frontend.speech.tokens import read_speech_tokens
 from penstock.frontend.speech.transcription import Segment, Transcription
 from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
+from penstock.text import Tokenizer
 
 av = pytest.importorskip("av", reason="the extra audio is not installed")
 OPTIONS = {"threads": 1, "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
@@ -374,6 +377,36 @@ def test_english_model(tmp_path: Path) -> None:
         speech.task(True, None, None, False)
     with pytest.raises(PenstockError, match="known are en"):
         speech.task(False, "de", None, False)
+
+
+@pytest.mark.parametrize("missing", [("lang_to_id",), ("lang_to_id", "task_to_id"), ()])
+def test_languages_are_those_of_the_tokenizer(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """As in checkpoints from before transformers wrote them to the generation config."""
+    save_random(tmp_path)
+    path = tmp_path / "generation_config.json"
+    given = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in given.items() if name not in missing}))
+    speech = InputProcessor(tmp_path, ModelOptions()).speech
+    assert speech
+    tokenizer = Tokenizer(tmp_path)
+    for translate, language in ((False, "de"), (True, "german"), (False, "zh")):
+        task = speech.task(translate, language, None, False)
+        window = speech.open(wav(sound(1)), task, 64).next_window()
+        assert window
+        names = [tokenizer.id_to_token(token_id) for token_id in window[0]]
+        assert names[1] == f"<|{language[:2].replace('ge', 'de')}|>"
+        assert names[2] == ("<|translate|>" if translate else "<|transcribe|>")
+    with pytest.raises(PenstockError, match="known are de, en, zh"):
+        speech.task(False, "fr", None, False)
+
+
+@pytest.mark.parametrize(("vocab_size", "languages"), [(51_864, set()), (51_865, {"en", "de", "zh"})])
+def test_size_of_the_vocabulary_tells_english_models(tmp_path: Path, vocab_size: int, languages: set[str]) -> None:
+    save_random(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    tokens = read_speech_tokens(tmp_path, Tokenizer(tmp_path).token_to_id, 256, vocab_size)
+    assert set(tokens.languages) == languages
+    assert set(tokens.tasks) == ({"transcribe", "translate"} if languages else set())
 
 
 def test_ctrl_c_leaves_a_file_that_is_decoded_alone(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:

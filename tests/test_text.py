@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -97,6 +97,7 @@ TOKEN = st.text(st.sampled_from("ab\u2581 Ġéß#<>0x41_河\n"), min_size=1, max
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in REFUSED])
 @given(data=st.data())
+@settings(deadline=None)
 def test_every_token_passes_the_decoder_as_in_the_library(name: str, data: st.DataObject) -> None:
     """Tokens of the model and added ones with any flags, decoded at once and one after the other."""
     plain = ["w", *data.draw(st.lists(TOKEN, min_size=1, max_size=6, unique=True))]
@@ -121,7 +122,7 @@ def test_every_token_passes_the_decoder_as_in_the_library(name: str, data: st.Da
 def test_unsupported_decoder_is_refused_by_name(name: str) -> None:
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.decoder = DECODERS[name]
-    with pytest.raises(PenstockError, match="the tokenizer decodes with (BPEDecoder|CTC|Replace), which is not"):
+    with pytest.raises(PenstockError, match=r"the tokenizer decodes with (BPEDecoder|CTC|Replace), which is not"):
         token_bytes(tokenizer)
 
 

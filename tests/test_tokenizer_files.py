@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tiktoken
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import BertTokenizer
 
@@ -77,6 +77,24 @@ def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProc
     assert ours.decode(ours.encode(text)).lstrip(" ") == theirs.decode(expected).lstrip(" ")
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+def test_added_tokens_of_a_sentencepiece_model(
+    piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], tmp_path: Path, normalized: bool
+) -> None:
+    """New ones, and one that renames a piece of the model."""
+    theirs, old = piece_model
+    (tmp_path / "tokenizer.model").write_bytes(theirs.serialized_model_proto())
+    size, renamed = theirs.get_piece_size(), theirs.piece_to_id("<0x41>")
+    added = {str(size): "<|im_end|>", str(size + 1): "<think>", str(renamed): "[IMG]"}
+    flags = {"normalized": normalized, "special": True}
+    config = {"added_tokens_decoder": {token_id: {"content": token, **flags} for token_id, token in added.items()}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer(tmp_path)
+    for token_id, token in added.items():
+        assert ours.encode(f"river{token}", False) == [*old.encode("river", False), int(token_id)]
+        assert ours.decode([int(token_id)], skip_special_tokens=False) == token
+
+
 @pytest.mark.parametrize("legacy", [None, True])
 def test_null_for_legacy_is_the_old_behaviour(
     piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], tmp_path: Path, legacy: bool | None
@@ -110,8 +128,14 @@ def ranks() -> dict[bytes, int]:
     return {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
 
 
-GPT4 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-QWEN = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+GPT4 = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+QWEN = (
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"""
+    r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
 KIMI = "|".join(
     [
         r"""[\p{Han}]+""",
@@ -133,7 +157,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, bool]] = {
         KIMI,
         False,
     ),
-    "Moonlight": ("tiktoken.model", {"tokenizer_class": "TikTokenTokenizer"}, {"model_type": "deepseek_v3"}, KIMI, False),
+    "Moonlight": (
+        "tiktoken.model",
+        {"tokenizer_class": "TikTokenTokenizer"},
+        {"model_type": "deepseek_v3"},
+        KIMI,
+        False,
+    ),
     "Kimi without a configuration": ("tiktoken.model", {}, {"model_type": "kimi_k2"}, KIMI, False),
     "Qwen": ("qwen.tiktoken", {}, {}, QWEN, True),
     "Qwen3": ("tokenizer.model", {"tokenizer_class": "PreTrainedTokenizerFast"}, {"model_type": "qwen3"}, QWEN, True),
@@ -169,6 +199,7 @@ def rank_file(
 
 
 @given(text=HARD)
+@settings(deadline=None)
 @example(text="I don't KNOW: DON'T 1234 河流abc入海 x\u0301\u0915\u093f  \n\n /\n he's")
 def test_tiktoken_file_is_split_with_the_pattern_of_its_model(
     rank_file: tuple[tiktoken.Encoding, Tokenizer, bool], text: str

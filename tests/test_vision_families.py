@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import vision_checkpoints as checkpoints
-from image_checkpoints import noise
+from image_checkpoints import converted, noise
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_images import ONE, answers
@@ -173,14 +173,14 @@ def test_sizes_of_weights(saved: Saved) -> None:
     assert model_size_of(read_config_json(folder)).vision_weights == matrices
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "transparent RGBA", "transparent P"])
 def test_preprocessing(saved: Saved, mode: str) -> None:
     """Pixels are those of the library's processor, in its order of tiles."""
     family, folder, model = saved
     for kwargs in FAMILIES[family].kwargs:
         processor = InputProcessor(folder, ModelOptions(mm_processor_kwargs=json.dumps(kwargs)))
         for picture in (*PICTURES, noise(9, 8, 120), noise(9, 130, 9)):
-            image = picture.convert(mode)
+            image = converted(picture, mode)
             given = {"prompt": FAMILIES[family].marker, "multi_modal_data": {"image": image}}
             made = processor.create_output_processor("1", given, ONE).request.images
             found = np.concatenate([pixels(one) for one in made])

@@ -62,8 +62,9 @@ def convert(vocabulary: bytes, merges: bytes, side_files: SideFiles) -> tuple[To
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     if family == ROBERTA:
-        ids = [(special[role], tokenizer.token_to_id(special[role])) for role in ("sep_token", "cls_token")]
-        tokenizer.post_processor = processors.RobertaProcessing(*ids, add_prefix_space=prefix)
+        words = tokenizer.get_vocab()
+        end, begin = ((special[role], words[special[role]]) for role in ("sep_token", "cls_token"))
+        tokenizer.post_processor = processors.RobertaProcessing(end, begin, add_prefix_space=prefix)
     return tokenizer, special
 
 

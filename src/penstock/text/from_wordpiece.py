@@ -17,9 +17,7 @@ SPECIAL = {
 """Special tokens by their role, where ``tokenizer_config.json`` names no others."""
 
 
-def convert(
-    data: bytes, config: Mapping[str, Any], named: Mapping[str, str]
-) -> tuple[Tokenizer, dict[str, str]]:
+def convert(data: bytes, config: Mapping[str, Any], named: Mapping[str, str]) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer of a ``vocab.txt``: WordPiece (Wu et al., 2016) as BERT has it. A token's id is the number of its
     line. With it come its special tokens by role.
 

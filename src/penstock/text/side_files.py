@@ -137,7 +137,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     sources = [processor, files, named] if has_processor else [files, named, processor]
     found = [source for source in sources if source]
     default = {name: text for source in reversed(found) for name, text in source.items() if name == DEFAULT}
-    templates = default | (found[0] if found else {})
+    templates = {**default, **(found[0] if found else {})}
     return {str(name): str(text) for name, text in templates.items()}
 
 

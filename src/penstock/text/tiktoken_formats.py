@@ -125,7 +125,9 @@ def tiktoken_format(config: Mapping[str, Any], model_type: str, file_name: str) 
     for formats, name in (*named, (BY_MODEL_TYPE, model_type), (BY_FILE, file_name)):
         if name in formats:
             return formats[name]
-    found = ", ".join([*(name[:60] for name in classes if name), *([f"model_type {model_type[:60]}"] if model_type else [])])
+    found = ", ".join(
+        [*(name[:60] for name in classes if name), *([f"model_type {model_type[:60]}"] if model_type else [])]
+    )
     raise PenstockError(
         Code.UNSUPPORTED,
         f"tokenizer: {file_name} does not contain the pattern that splits texts, and the model is unknown "

@@ -36,7 +36,9 @@ class Tokenizer:
         try:
             side_files = read_side_files(folder)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            message = f"{folder}: {CONFIG}, another file of the tokenizer, or a chat template has a value of a wrong type"
+            message = (
+                f"{folder}: {CONFIG}, another file of the tokenizer, or a chat template has a value of a wrong type"
+            )
             raise invalid("tokenizer", f"{message}: {error!r:.200}") from error
         self._tokenizer, self.special = tokenizer_files.load(folder, side_files)
         """Special tokens by their role, ``bos_token`` and so on."""

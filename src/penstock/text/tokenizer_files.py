@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,14 +78,19 @@ def _load(path: Path, others: list[Path], side_files: SideFiles) -> Loaded:
     else:
         names = {token_id: token.content for token_id, token in added.items()}
         tokenizer = from_sentencepiece.convert(data, config.get("legacy") is not False, names)
-        for token in added.values():  # found in texts before spaces are replaced
-            token.normalized = False
+        added = {token_id: _without_normalization(token) for token_id, token in added.items()}
         special = {"bos_token": "<s>", "eos_token": "</s>"} | special
         bos = (special["bos_token"],)
     _add_tokens(tokenizer, added, placeholder)
     _mark_special(tokenizer, (*special.values(), *side_files.extra))
     _add_bounds(tokenizer, config, special, bos)
     return Loaded(tokenizer, special)
+
+
+def _without_normalization(token: AddedToken) -> AddedToken:
+    """The token as one that is found in a text before spaces are replaced."""
+    flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "special")}
+    return AddedToken(token.content, normalized=False, **flags)
 
 
 def _vocabulary_files(folder: Path) -> list[Path]:
@@ -138,11 +143,10 @@ def _add_bounds(
     Args:
         bos: tokens before a text where ``add_bos_token`` is absent.
     """
-    before, after = bos, ()
+    before: Sequence[str] = bos
     if "add_bos_token" in config:
-        before = (special.get("bos_token", ""),) if config["add_bos_token"] else ()
-    if config.get("add_eos_token"):
-        after = (special.get("eos_token", ""),)
+        before = [special.get("bos_token", "")] if config["add_bos_token"] else []
+    after = [special.get("eos_token", "")] if config.get("add_eos_token") else []
     known = {token: tokenizer.token_to_id(token) for token in (*before, *after)}
     before, after = ([token for token in part if known[token] is not None] for part in (before, after))
     if before or after:

@@ -24,9 +24,9 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each token id; empty for ids without a token.
 
     A text is the concatenation of its tokens' bytes, decoded as UTF-8. Added tokens pass through the decoder like all
-    others, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Decoding steps that depend on a token's position in
-    the text are not applied: a text keeps the space that encoding puts before it (SentencePiece), and the one
-    before its first word (WordPiece).
+    others, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Steps that depend on a token's position in the
+    text are not applied: a text keeps the space that encoding puts before it (SentencePiece), and the one before its
+    first word (WordPiece).
 
     Raises ``PenstockError``: ``unsupported`` for a decoder whose tokens have no fixed bytes, ``invalid`` for a huge id.
     """

@@ -53,6 +53,16 @@ def decode_image(data: bytes, max_pixels: int, field: str) -> Image:
         raise invalid(field, f"is a damaged image: {error!r:.100}") from error
 
 
+def to_rgb(image: Image) -> Image:
+    """The image in RGB; a transparent one on white, as processors of transformers and vLLM show it to models."""
+    from PIL import Image as pillow
+
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    white = pillow.new("RGBA", image.size, (255, 255, 255, 255))
+    return pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+
+
 def as_image(value: Any, max_pixels: int, field: str) -> Image:
     """An image of Python code: Pillow's, or an array ``[height, width, 3]`` or ``[height, width]`` of uint8.
 

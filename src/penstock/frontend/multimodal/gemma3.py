@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .decoding import to_rgb
 from .prompts import Crops
 from .tiles import BILINEAR, HALF, Resizing, check_kwargs, count_of, read_edges, read_resizing
 
@@ -94,7 +95,7 @@ class Gemma3Processor:
         """As ``ImageProcessor.__call__``: the image itself, and its crops."""
         boxes = self.pan_and_scan.boxes(image.height, image.width)
         self.resizing.check(1 + len(boxes), *self.size)
-        image = image.convert("RGB")
+        image = to_rgb(image)
         start, placeholder, end = self.names
         one = f"\n\n{start}{placeholder}{end}\n\n"
         text = one

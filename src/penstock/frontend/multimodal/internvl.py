@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .decoding import to_rgb
 from .prompts import TokenizedImage
 from .tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
 
@@ -62,7 +63,7 @@ class InternVLProcessor:
         columns, rows = self._grid(image.height, image.width) if self.tiled and self.max_tiles > 1 else (1, 1)
         count = rows * columns + (rows * columns > 1)
         self.resizing.check(count, edge, edge)
-        image = image.convert("RGB")
+        image = to_rgb(image)
         canvas = self.resizing.resize(image, edge * rows, edge * columns)
         places = product(range(0, edge * rows, edge), range(0, edge * columns, edge))
         tiles = [canvas.crop((left, top, left + edge, top + edge)) for top, left in places]

@@ -12,6 +12,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.multimodal import ImageInput
 from penstock.planning.anyres import Anyres, read_anyres
 
+from .decoding import to_rgb
 from .pixtral import read_pixtral
 from .prompts import ImageProcessor
 from .tiles import CLIP, HALF, Pixel, Resizing, check_kwargs, read_edges, read_resizing
@@ -48,7 +49,7 @@ class LlavaProcessor:
 
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
         """As ``ImageProcessor.__call__``."""
-        image = image.convert("RGB")
+        image = to_rgb(image)
         if self.pad:
             image = padded_to_square(image, self.resizing)
         height = width = self.edge
@@ -137,7 +138,7 @@ class OneVisionProcessor:
         height, width = anyres.best_resolution(image.height, image.width)
         rows, columns = height // edge, width // edge
         resizing.check(1 + rows * columns, edge, edge)
-        image = image.convert("RGB")
+        image = to_rgb(image)
         new_height, new_width = _fitted(image.height, image.width, height, width)
         canvas = pillow.new("RGB", (width, height))
         place = (width - new_width) // 2, (height - new_height) // 2
@@ -154,7 +155,7 @@ class OneVisionProcessor:
         )
 
     def _whole(self, image: Image) -> ImageInput:
-        image, edge = padded_to_square(image.convert("RGB"), self.resizing), self.anyres.edge
+        image, edge = padded_to_square(to_rgb(image), self.resizing), self.anyres.edge
         tile = self.resizing.resize(image, edge, edge)
         return self.resizing.image_input([tile], num_features=self.anyres.grid**2 + 1)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import invalid
 
+from .decoding import to_rgb
 from .prompts import TokenizedImage
 from .tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
 
@@ -58,7 +59,7 @@ class PixtralProcessor:
             raise invalid("image", f"an image of {image.width} x {image.height} pixels is too narrow")
         height, width = rows * self.edge, columns * self.edge
         self.resizing.check(1, height, width)
-        tile = self.resizing.resize(image.convert("RGB"), height, width)
+        tile = self.resizing.resize(to_rgb(image), height, width)
         tokens = ([self.placeholder] * columns + [self.row_end]) * rows
         tokens[-1] = self.image_end
         return TokenizedImage(self.resizing.image_input([tile], num_features=len(tokens)), tokens)

@@ -16,6 +16,7 @@ from penstock.core.multimodal import ImageInput
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
 
+from .decoding import to_rgb
 from .gemma3 import read_gemma3
 from .internvl import read_internvl
 from .llava import read_llava, read_onevision
@@ -76,7 +77,7 @@ class QwenVLProcessor:
         """Resize an image; its ``offset`` is to be set. Raises ``PenstockError`` (``invalid``) for an image that is too
         long for its width, or too large."""
         height, width = self._size(image.height, image.width)
-        pixels = image.convert("RGB").resize((width, height), self.resample).tobytes()
+        pixels = to_rgb(image).resize((width, height), self.resample).tobytes()
         rows, columns = height // self.edge, width // self.edge
         digest = hashlib.blake2b(repr((rows, columns, height, width, self.mean, self.std)).encode(), digest_size=32)
         digest.update(pixels)

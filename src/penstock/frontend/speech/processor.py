@@ -76,7 +76,7 @@ def read_speech_processor(
     Raises ``PenstockError`` (``invalid``) where a file of it is damaged.
     """
     features = read_log_mel_features(folder)
-    tokens = read_speech_tokens(folder, tokenizer.token_to_id, eos)
+    tokens = read_speech_tokens(folder, tokenizer.token_to_id, eos, int(config["vocab_size"]))
     shape, wanted = (features.feature_size, features.num_frames), 2 * int(config["max_source_positions"])
     if shape != (int(config["num_mel_bins"]), wanted):
         words = f"preprocessor_config.json has windows of {shape[1]} frames of {shape[0]} mel bins, and config.json "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,11 @@ import msgspec
 
 from penstock.core.errors import invalid
 
+from .languages import NAMES
+
 LANGUAGE = re.compile(r"<\|(\w+)\|>")
+MULTILINGUAL_SIZE = 51_865
+"""Vocabulary size from which on models of Whisper know languages other than English; those for English have 51,864."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,31 @@ class SpeechTokens:
         return self.no_timestamps + 1
 
 
-def read_speech_tokens(folder: Path, token_to_id: Callable[[str], int | None], eos: int) -> SpeechTokens:
-    """Read a checkpoint's.
+def read_speech_tokens(
+    folder: Path, token_to_id: Callable[[str], int | None], eos: int, vocab_size: int
+) -> SpeechTokens:
+    """Read a checkpoint's. Where ``generation_config.json`` lacks the languages and tasks (of before transformers
+    4.31), they are those that the tokenizer has tokens of.
 
     Args:
         token_to_id: of its tokenizer.
         eos: the token that ends its texts.
+        vocab_size: size of the model's vocabulary, which tells whether it is for English only.
 
     Raises ``PenstockError`` (``invalid``) where a file is damaged, or lacks what is needed.
     """
     path = folder / "generation_config.json"
     try:
         given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
-        multilingual = given.get("is_multilingual", bool(given.get("lang_to_id")))
-        languages = given.get("lang_to_id") or {} if multilingual else {}
-        tasks = given.get("task_to_id") or {} if multilingual else {}
+        multilingual = given.get("is_multilingual")
+        if multilingual is None:
+            multilingual = bool(given.get("lang_to_id")) or vocab_size >= MULTILINGUAL_SIZE
+        languages = given.get("lang_to_id") or _known((f"<|{code}|>" for code in NAMES), token_to_id)
+        tasks = given.get("task_to_id") or {
+            token.strip("<|>"): id for token, id in _known(("<|transcribe|>", "<|translate|>"), token_to_id).items()
+        }
+        if not multilingual:
+            languages, tasks = {}, {}
         first = given.get("max_initial_timestamp_index")
         return SpeechTokens(
             start=_token(given.get("decoder_start_token_id"), token_to_id("<|startoftranscript|>")),
@@ -70,6 +84,12 @@ def read_speech_tokens(folder: Path, token_to_id: Callable[[str], int | None], e
         )
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} does not say how speech is transcribed: {error}") from error
+
+
+def _known(tokens: Iterable[str], token_to_id: Callable[[str], int | None]) -> dict[str, int]:
+    """The ids of those tokens that the tokenizer has."""
+    ids = ((token, token_to_id(token)) for token in tokens)
+    return {token: token_id for token, token_id in ids if token_id is not None}
 
 
 def _token(given: Any, named: int | None) -> int:
