@@ -280,7 +280,7 @@ def test_every_flag_of_its_has_its_meaning() -> None:
     [
         ("--max_gpu_memory 1", "unknown argument --max_gpu_memory; did you mean --max_gpu_memory_utilization?"),
         ("--tensor_parallel_size 0", "tensor_parallel_size: "),
-        ("--kv_cache_quant fp8_e4m3", "--kv_cache_quant: 'fp8_e4m3' is wrong: it is not one of no_quant, int8"),
+        ("--kv_cache_quant int4", "--kv_cache_quant: 'int4' is wrong: it is not one of no_quant, int8, fp8_e4m3"),
         ("--gamma 4", "--gamma: cannot be combined with --decode_algo normal"),
         ("--decode_algo look_ahead --draft.model x", "--draft.model: cannot be combined with --decode_algo look_ahead"),
         ("--decode_algo medusa", "--decode_algo: 'medusa' is not one of sps, look_ahead, normal"),

@@ -232,7 +232,7 @@ def test_ranks_may_have_whole_experts() -> None:
         ("--cache-transfer-protocol tcp", "--cache_transfer_protocol: 'tcp' is wrong: 'tcp' is neither ipc nor rdma"),
         ("--scheduler-name splitwise", "--scheduler_name: 'splitwise' is wrong: instances are found by a router"),
         ("--splitwise-role decode --engine-worker-queue-port x", "--engine_worker_queue_port: 'x' is no port"),
-        ("--dynamic-load-weight 2", "--dynamic_load_weight: '2' is wrong"),
+        ("--dynamic-load-weight 2", "unknown argument 2"),
         ("--graph-optimization-config [1]", "--graph_optimization_config: '[1]' is wrong: it is not a JSON object"),
         ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
         ("--max-waiting-time -2", "max_queue_time: "),

@@ -86,14 +86,14 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_profile(
     parser: argparse.ArgumentParser, arguments: list[str], environment: Mapping[str, str] = os.environ
-) -> None:
+) -> bool:
     """Add the flags of the selected profile to the parser of a command with ``--compat``; they replace ours of the same
-    name.
+    name. Returns whether it is such a command.
 
     Raises ``PenstockError`` (``invalid``) for an unknown one.
     """
     if "compat" not in (parser.get_default("options") or ()):
-        return
+        return False
     looking = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
     known, _ = looking.parse_known_args(arguments)
@@ -102,6 +102,7 @@ def add_profile(
     group = parser.add_argument_group(f"options of {profile.title}")
     for name, alias in profile.flags.items():
         _add_alias(parser, group, name, alias)
+    return True
 
 
 def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
@@ -113,22 +114,24 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
         existing.dest, existing.type, existing.choices = PROFILE_PREFIX + name, None, None
         if settings()[name].choices:
             existing.metavar = f"{{{','.join(settings()[name].choices)}}}"
-        if alias.short:
-            existing.option_strings = [alias.short, *existing.option_strings]
-            parser._option_string_actions[alias.short] = existing
+        for short in alias.short.split():
+            existing.option_strings = [short, *existing.option_strings]
+            parser._option_string_actions[short] = existing
         return
-    names = [*([alias.short] if alias.short else []), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
-    if alias.why and alias.switch:
-        names.append(f"--no-{dashed}")
+    names = [*alias.short.split(), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
     means = f"means {settings()[alias.to].flag}" if alias.to else "is ignored" if alias.why else "has its meaning there"
     given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": PROFILE_PREFIX + name, "help": f"{means}."}
-    if alias.to and settings()[alias.to].kind is tuple:
+    if alias.several:
+        given |= {"action": "extend", "nargs": "+", "metavar": name.rpartition("_")[2].upper()}
+    elif alias.to and settings()[alias.to].kind is tuple:
         given |= {"action": "append", "metavar": name.rpartition("_")[2].upper()}
     elif alias.switch:
         given |= {"action": "store_const", "const": "true"}
     else:
         given["metavar"] = name.rpartition("_")[2].upper()
     group.add_argument(*names, **given)
+    if alias.switch:
+        group.add_argument(f"--no-{dashed}", **(given | {"const": "false", "help": "the opposite"}))
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:

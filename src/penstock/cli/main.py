@@ -78,11 +78,13 @@ def _main(arguments: list[str] | None) -> int:
     try:
         if arguments and arguments[0] in parsers:
             from .flags import add_profile  # not for --help alone
+            from .spelling import expand_spellings
 
             module = _module(arguments[0])
             module.add_arguments(parsers[arguments[0]])
             arguments = getattr(module, "expand_arguments", list)(arguments)
-            add_profile(parsers[arguments[0]], arguments)
+            if add_profile(parsers[arguments[0]], arguments):
+                arguments = [arguments[0], *expand_spellings(parsers[arguments[0]], arguments[1:])]
         return _run(parser, parsers, arguments)
     except PenstockError as error:
         print(f"penstock {arguments[0]}: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.options import Configuration
-from penstock.config.profiles import Profile, Settings, flag, translate
+from penstock.config.profiles import Profile, Settings, flag, translate, translate_variables
 from penstock.config.settings import Setting, did_you_mean, settings
 from penstock.core.errors import invalid
 
@@ -63,14 +63,14 @@ def read(
     given: list[tuple[str, Any, str]] = []
     num_defaults = 0
     if profile:
-        variables = {name: environment[name] for name in profile.variables if environment.get(name)}
+        variables, translated = translate_variables(profile, environment, ignored)
         together = variables | {flag(name): text for name, text in (aliases or {}).items()}
         profile.check(together)
         defaults = {**profile.defaults, **profile.defaults_for(together)}
         given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
         num_defaults = len(given)
         given += _file_settings(file)
-        given += translate(profile.variables, variables, str, ignored)
+        given += translated
         given += _environment_settings(environment)
         given += translate(profile.flags, aliases or {}, _flag_as_typed, ignored)
         given += profile.together(together)

@@ -77,6 +77,8 @@ def translate_options(
     theirs, ours = {}, {}
     for name, value in given.items():
         if name in profile.flags:
+            if value is None:  # the default of vLLM's and FastDeploy's parameters
+                continue
             theirs[name] = value if isinstance(value, str) else json.dumps(value)
         else:
             ours[name] = value
