@@ -194,7 +194,7 @@ def test_others_are_answered_as_they_ask(served: Served) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="bloom_7b", prompt=PROMPT)
     with pytest.raises(openai.BadRequestError):
-        client.completions.create(model="default", prompt=PROMPT, extra_body={"stream": "true"})
+        client.completions.create(model="default", prompt=PROMPT, extra_body={"stream": "perhaps"})
 
 
 def test_a_stream_that_fails_says_so(served: Served) -> None:

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .lax import Lax, convert_types
 from .unknown_fields import UnknownFields
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -67,17 +68,24 @@ def read_object(body: bytes) -> dict[str, Any]:
     return result
 
 
-def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax: Lax = "") -> T:
     """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``fields``.
 
     Args:
         unknown: collects these fields.
+        lax: conversions of values of another JSON type, which the dialect's original server makes.
 
     Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields with ``strict_requests``.
     """
     try:
         unknown.remove(fields, schema)
-        return msgspec.convert(fields, schema, str_keys=True)
+        try:
+            return msgspec.convert(fields, schema, str_keys=True)
+        except msgspec.ValidationError:
+            if not lax:
+                raise
+            convert_types(fields, schema, lax)
+            return msgspec.convert(fields, schema, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")
