@@ -58,7 +58,7 @@ def add_options(
 
 def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfiguration:
     """The whole configuration: defaults, file, environment, and the flags that were given. What is ignored of them is
-    said in the log.
+    said in the log. ``args.given_names`` become those of the configuration.
 
     Args:
         process: under which this one writes to the log, which is then set up as the configuration has it.
@@ -71,6 +71,7 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
     typed = {name: getattr(args, dest) for name, dest in profile_flags.items() if hasattr(args, dest)}
     aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
     result = read(flags, args.config, profile=profile, aliases=aliases, model_defaults=engine_defaults)
+    args.given_names = result.given_names
     if process:
         logs.set_up(result.configuration.log, process)
     for name, why in result.ignored.items():

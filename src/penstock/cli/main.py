@@ -99,7 +99,12 @@ def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Argumen
         hint = did_you_mean(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))
         print(f"penstock {args.command}: unknown argument {unknown[0]}{hint}", file=sys.stderr)
         return 2
-    return int(_module(args.command).run(args))
+    try:
+        return int(_module(args.command).run(args))
+    except PenstockError as error:
+        from penstock.config.sources import in_given_terms
+
+        raise in_given_terms(error, getattr(args, "given_names", {})) from error
 
 
 def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:

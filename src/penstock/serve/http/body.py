@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .lax import Lax, convert_types
+from .lax import Lax, convert_types, literals_at
 from .unknown_fields import UnknownFields
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -89,6 +89,9 @@ def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax
     except (msgspec.ValidationError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")
+        if message.startswith("Invalid enum value") and (known := literals_at(schema, field)):
+            value = message.removeprefix("Invalid enum value ")
+            message = f"{value} is not one of {', '.join(msgspec.json.encode(one).decode() for one in known)}"
         missing_field = re.search(r"field `(\w+)`", message)  # of a missing or unknown field
         raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 

@@ -37,6 +37,8 @@ class _Node:
     text: bool = False
     """Any text; the texts of a ``Literal`` are in ``texts``."""
     texts: set[str] = field(default_factory=set)
+    literals: list[Any] = field(default_factory=list)
+    """The values of a ``Literal``."""
     fields: dict[str, _Node] = field(default_factory=dict)
     items: _Node | None = None
     """Node of an array's items."""
@@ -68,6 +70,18 @@ def convert_types(document: dict[str, Any], schema: type[msgspec.Struct], lax: L
                 queue.append((value[key], inner))
             else:
                 value[key] = _converted(value[key], inner, lax)
+
+
+def literals_at(schema: type[msgspec.Struct], path: str) -> list[Any]:
+    """The values that a field may have, by msgspec's path of it (``tools[0].type``); empty where any may be."""
+    node: _Node | None = _node_of(schema)
+    for name, _ in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
+        if node is None:
+            return []
+        node = node.fields.get(name, node.values) if name else node.items or node.values
+    if node is None:
+        return []
+    return node.literals + ([True, False] if node.boolean and not {True, False} & {*node.literals} else [])
 
 
 def _converted(value: Any, node: _Node, lax: Lax) -> Any:
@@ -117,6 +131,7 @@ def _fill(node: _Node, kind: inspect.Type, seen: dict[type, _Node]) -> _Node:
         case inspect.StrType() | inspect.AnyType():
             node.text = True
         case inspect.LiteralType():
+            node.literals += kind.values
             node.boolean |= any(isinstance(value, bool) for value in kind.values)
             node.texts |= {value for value in kind.values if isinstance(value, str)}
         case inspect.ListType():
