@@ -264,3 +264,77 @@ BLADELLM_VALUES = """
 --draft.use_lookahead --draft.look_ahead_window_size --draft.look_ahead_gram_size --draft.guess_set_size
 """.split()
 BLADELLM_SHORT = ["-tp", "-pp"]
+VALUES = {
+    "vllm": {
+        "--quantization": (
+            "aqlm auto_awq auto_gptq awq awq_marlin bitsandbytes compressed-tensors deepseek_v4_fp8 deepspeedfp "
+            "experts_int8 fbgemm_fp8 fp8 fp8_per_block fp8_per_channel fp8_per_tensor fp_quant gguf gpt_oss_mxfp4 "
+            "gptq gptq_marlin gptq_marlin_24 humming inc int8_per_channel_weight_only ipex marlin modelopt "
+            "modelopt_fp4 modelopt_mixed modelopt_mxfp8 moe_wna16 mxfp4 mxfp8 neuron_quant nvfp4_per_token online qqq quark smoothquant torchao "
+            "tpu_int8"
+        ),
+        "--load-format": (
+            "auto pt safetensors npcache dummy tensorizer bitsandbytes sharded_state gguf mistral runai_streamer "
+            "runai_streamer_sharded instanttensor modelexpress fastsafetensors"
+        ),
+        "--dtype": "auto half float16 bfloat16 float float32",
+        "--kv-cache-dtype": "auto float16 bfloat16 fp8 fp8_e4m3 fp8_e5m2 fp8_inc fp8_ds_mla nvfp4 int8_per_token_head",
+        "--tokenizer-mode": "auto hf slow mistral deepseek_v32",
+        "--config-format": "auto hf mistral",
+        "--task": "auto generate embedding embed classify score reward draft",
+        "--runner": "auto generate pooling draft",
+        "--convert": "auto none embed classify",
+        "--model-impl": "auto vllm transformers terratorch",
+        "--distributed-executor-backend": "ray mp uni external_launcher",
+        "--guided-decoding-backend": "outlines lm-format-enforcer xgrammar guidance auto xgrammar:no-fallback "
+        "xgrammar:disable-any-whitespace",
+        "--preemption-mode": "recompute swap",
+        "--scheduling-policy": "fcfs priority",
+        "--uvicorn-log-level": "debug info warning error critical trace",
+        "--chat-template-content-format": "auto string openai",
+        "--logprobs-mode": "raw_logprobs raw_logits processed_logprobs processed_logits",
+        "--spec-decoding-acceptance-method": "rejection_sampler typical_acceptance_sampler",
+        "--block-size": "8 16 32 64 128",
+        "--device": "auto cuda cpu",
+        "--lora-dtype": "auto float16 bfloat16",
+        "--safetensors-load-strategy": "lazy eager prefetch torchao",
+        "--kv-offloading-backend": "native lmcache",
+        "--speculative-model": "[ngram] /a/path",
+        "--spec-method": "ngram eagle eagle3 medusa mtp draft_model",
+        "--prefix-caching-hash-algo": "sha256 sha256_cbor xxhash xxhash_cbor builtin",
+        "--response-role": "assistant",
+        "--generation-config": "auto vllm /a/path",
+    },
+    "fastdeploy": {
+        "--quantization": "wint4 wint8 w8a8 block_wise_fp8 w4afp8 wfp8afp8",
+        "--guided-decoding-backend": "auto xgrammar off guidance",
+        "--splitwise-role": "mixed prefill decode",
+        "--scheduler-name": "local global splitwise dp",
+        "--load-choices": "default default_v1 dummy",
+        "--model-impl": "auto fastdeploy paddleformers",
+        "--reasoning-parser": "ernie-x1 ernie-45-vl ernie_x1 qwen3",
+        "--tool-call-parser": "ernie-x1 ernie_x1 qwen3",
+        "--kvcache-storage-backend": "mooncake attention_store file",
+        "--deploy-modality": "mixed text",
+        "--use-warmup": "0 1",
+    },
+    "bladellm": {
+        "--dtype": "half float16 bfloat16 float float32",
+        "--kv_cache_quant": (
+            "no_quant int8 int4 int8_affine int4_affine fp8_e5m2 fp8_e4m3 mix_f852i4 mix_f843i4 mix_i8i4 mix_i4i4"
+        ),
+        "--preempt_strategy": "AUTO RECOMPUTE SWAP",
+        "--decode_algo": "sps look_ahead normal",
+        "--log_level": "DEBUG INFO WARNING ERROR",
+        "--use_lookahead": "true false True False",
+        "--use_sps": "true false",
+    },
+    "triton": {
+        "--log-format": "default ISO8601",
+        "--model-control-mode": "none explicit poll",
+        "--rate-limit": "off execution_count",
+        "--allow-http": "true false True False 1 0 on off",
+        "--grpc-infer-response-compression-level": "none low medium high",
+    },
+}
+"""Documented values of flags, by system."""

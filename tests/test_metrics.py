@@ -112,6 +112,8 @@ def test_gauges_tell_who_runs_and_who_waits(served: Served) -> None:
     assert found["vllm:num_requests_running"] == 2 and 0 < found["vllm:kv_cache_usage_perc"] <= 1
 
 
+@pytest.mark.row("vllm", "vllm:num_requests_swapped", "vllm:cpu_cache_usage_perc", "vllm:gpu_prefix_cache_hit_rate")
+@pytest.mark.row("vllm", "vllm:cpu_prefix_cache_hit_rate", "vllm:spec_decode_draft_acceptance_rate")
 @pytest.mark.row("vllm", "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions")
 @pytest.mark.row("vllm", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "vllm:prompt_tokens")
 @pytest.mark.row("vllm", "vllm:generation_tokens", "vllm:request_prompt_tokens", "vllm:request_generation_tokens")

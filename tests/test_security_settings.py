@@ -130,6 +130,8 @@ VARIABLES: list[tuple[str, str, str, dict[str, Any] | str]] = [
             ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "7", {"timeout_keep_alive": 7}),
             ("VLLM_HOST_IP", "10.0.0.1", "ignored: --host"),
             ("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1", {"kv_host": "10.0.0.1"}),
+            ("VLLM_LOGGING_LEVEL", "WARNING", {"log_level": "warning"}),
+            ("VLLM_CPU_KVCACHE_SPACE", "2", {"kv_cache_memory_bytes": 2 * 2**30}),
             ("VLLM_NO_USAGE_STATS", "1", "ignored: no usage statistics"),
             ("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "true", "ignored: the log never has an answer's text"),
             ("VLLM_SOME_SECRET", "x", "its name is about security"),
@@ -151,6 +153,11 @@ VARIABLES: list[tuple[str, str, str, dict[str, Any] | str]] = [
 ]
 
 
+@pytest.mark.row("vllm", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--enable-ssl-refresh", "--uds")
+@pytest.mark.row("vllm", "--allow-credentials", "--allowed-methods", "--allowed-headers", "--disable-fastapi-docs")
+@pytest.mark.row("vllm", "--tool-server", "--enable-prompt-embeds")
+@pytest.mark.row("triton", "--allow-client-shm", "--http-max-input-size", "--grpc-restricted-protocol")
+@pytest.mark.row("triton", "--http-header-forward-pattern")
 @pytest.mark.parametrize(("system", "flags", "outcome"), FLAGS)
 def test_security_flag_is_honoured_or_refused(
     capsys: pytest.CaptureFixture[str],
@@ -171,6 +178,13 @@ def test_security_flag_is_honoured_or_refused(
     assert "hush-42" not in err + out + caplog.text
 
 
+@pytest.mark.row("vllm", "VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_MAX_IMAGE_PIXELS")
+@pytest.mark.row("vllm", "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB", "VLLM_MAX_AUDIO_DECODE_DURATION_S")
+@pytest.mark.row("vllm", "VLLM_IMAGE_FETCH_TIMEOUT", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+@pytest.mark.row("vllm", "VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE")
+@pytest.mark.row("vllm", "VLLM_PLUGINS", "VLLM_MEDIA_CONNECTOR", "VLLM_LORA_RESOLVER_CACHE_DIR")
+@pytest.mark.row("vllm", "VLLM_MEDIA_URL_ALLOW_REDIRECTS")
+@pytest.mark.row("fastdeploy", "FD_API_KEY")
 @pytest.mark.parametrize(("system", "name", "value", "outcome"), VARIABLES)
 def test_security_variable_is_honoured_or_refused(
     monkeypatch: pytest.MonkeyPatch,

@@ -62,6 +62,7 @@ def test_continuous_usage_needs_include_usage(plain: httpx.Client, path: str, pr
         assert chunks and [bool(chunk.get("usage")) for chunk in chunks] == [given] * len(chunks)
 
 
+@pytest.mark.row("vllm", "spaces_between_special_tokens")
 @pytest.mark.parametrize("value", [True, False])
 def test_spaces_between_special_tokens_change_nothing(plain: httpx.Client, value: bool) -> None:
     content = chat(plain, spaces_between_special_tokens=value)["choices"][0]["message"]["content"]

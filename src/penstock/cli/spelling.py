@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.core.errors import invalid
@@ -31,7 +31,7 @@ def expand_spellings(parser: argparse.ArgumentParser, arguments: list[str]) -> l
 
     while (argument := following()) is not None:
         if argument == "--":
-            return [*result, *_as_json(objects), argument, *rest]
+            return [*_merged(result, objects, known), *_as_json(objects), argument, *rest]
         name, equals, value = argument.partition("=")
         name = _known_name(name, known)
         base, dot, key = name.partition(".")
@@ -48,7 +48,7 @@ def expand_spellings(parser: argparse.ArgumentParser, arguments: list[str]) -> l
             _set(objects.setdefault(_long(known[base]), {}), key.split("."), given or "")
             continue
         result.append(f"{name}{equals}{value}")
-    return [*_merged(result, objects), *_as_json(objects)]
+    return [*_merged(result, objects, known), *_as_json(objects)]
 
 
 def _known_name(name: str, known: Iterable[str]) -> str:
@@ -57,7 +57,7 @@ def _known_name(name: str, known: Iterable[str]) -> str:
 
 
 def _long(action: argparse.Action) -> str:
-    return next(name for name in action.option_strings if name.startswith("--"))
+    return next(name for name in (*action.option_strings, "") if name.startswith("--") or not name)
 
 
 def _set(target: dict[str, Any], keys: list[str], text: str) -> None:
@@ -70,12 +70,15 @@ def _set(target: dict[str, Any], keys: list[str], text: str) -> None:
         target[last] = text
 
 
-def _merged(arguments: list[str], objects: dict[str, dict[str, Any]]) -> list[str]:
+def _merged(
+    arguments: list[str], objects: dict[str, dict[str, Any]], known: Mapping[str, argparse.Action]
+) -> list[str]:
     """The arguments without the whole values of flags of which single keys are given, too: these are added to them."""
     result: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
+        name = _long(known[name]) if name in known else name
         if name not in objects:
             result.append(argument)
             continue

@@ -171,6 +171,7 @@ PROFILE = Profile(
         "router": Alias("router_address"),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
         "dynamic_load_weight": Alias("server_dev_mode", one_of(WORDS), switch=True),
+        "quantization": Alias("quantization"),
         "guided_decoding_backend": Alias("guided_decoding_backend", lambda text: BACKENDS.get(text, text)),
         "tool_call_parser": Alias("tool_call_parser", lambda text: PARSERS.get(text, text)),
         "load_choices": Alias("load_format", one_of({"default": "auto", "default_v1": "auto", "dummy": "dummy"})),

@@ -54,6 +54,7 @@ LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
 LOAD_FORMATS |= dict.fromkeys(("hf", "pt", "npcache", "gguf", "bitsandbytes"), "auto")
 LOAD_FORMATS |= dict.fromkeys(("fastsafetensors", "instanttensor", "modelexpress", "runai_streamer"), "safetensors")
 """Formats of files → ours; those of checkpoints are recognized."""
+CACHES = {name: name for name in ("auto", "int8", "fp8", "fp8_e4m3")} | {"int8_per_token_head": "int8"}
 TASKS = dict.fromkeys(("auto", "none", "generate", "reward", "draft", "token_embed", "token_classify"), "auto")
 TASKS |= {"embed": "embed", "embedding": "embed", "classify": "classify", "score": "score"}
 """What a model is pooled for → ours; a reward model's classifier is recognized."""
@@ -245,6 +246,7 @@ FLAGS: Mapping[str, Alias] = {
     **REFUSED,
     **SECURITY,
     "quantization": Alias("quantization", one_of(QUANTIZATIONS), short="-q"),
+    "kv_cache_dtype": Alias("kv_cache_dtype", one_of(CACHES)),
     "load_format": Alias("load_format", one_of(LOAD_FORMATS)),
     "max_model_len": Alias("max_model_len", _length),
     "max_num_batched_tokens": Alias("max_num_batched_tokens", size),
