@@ -227,18 +227,18 @@ def test_ranks_may_have_whole_experts() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--tensor-parallel-size 0", "tensor_parallel_size: "),
+        ("--tensor-parallel-size 0", "--tensor-parallel-size: "),
         ("--splitwise-role both", "--splitwise_role: 'both' is wrong: it is not one of mixed, prefill, decode"),
         ("--innode-prefill-ports a", "--innode_prefill_ports: 'a' is wrong: "),
         ("--cache-transfer-protocol tcp", "--cache_transfer_protocol: 'tcp' is wrong: 'tcp' is neither ipc nor rdma"),
         ("--scheduler-name splitwise", "--scheduler_name: 'splitwise' is wrong: instances are found by a router"),
         ("--splitwise-role decode --engine-worker-queue-port x", "--engine_worker_queue_port: 'x' is no port"),
-        ("--dynamic-load-weight 2", "--dynamic_load_weight: '2' is wrong"),
+        ("--dynamic-load-weight 2", "unknown argument 2"),
         ("--graph-optimization-config [1]", "--graph_optimization_config: '[1]' is wrong: it is not a JSON object"),
         ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
-        ("--max-waiting-time -2", "max_queue_time: "),
+        ("--max-waiting-time -2", "--max_waiting_time: "),
         ("--max-model-len long", "--max_model_len: 'long' is not a number of tokens"),
-        ("--reasoning-parser nobody", "reasoning_parser: "),
+        ("--reasoning-parser nobody", "--reasoning-parser: "),
         ("--max-num-sequence 8", "unknown argument --max-num-sequence; did you mean --max-num-seqs?"),
     ],
 )
@@ -277,7 +277,7 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
         ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
         ({"quantization": "block_wise_fp8"}, "quantization: Invalid enum value"),
-        ({"max_waiting_time": -3}, "max_queue_time: Expected `float` >= 0.0"),
+        ({"max_waiting_time": -3}, "max_waiting_time: -3.0 is wrong: it must be at least 0"),
         ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: 'maybe' is wrong"),
         ({"speculative_config": {"method": "mtp", "model": "x"}}, "speculative_config: the method mtp takes no model"),
     ]

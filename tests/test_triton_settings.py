@@ -131,8 +131,11 @@ def test_a_flag_without_a_meaning_is_told(
             "'127.0.0.1' is wrong: all listen on one address, --http-",
         ),
         (["--grpc-address=::1", "--http-address=127.0.0.1"], "all listen on one address, --http-address (127.0.0.1)"),
-        (["--grpc-use-ssl", "true"], "unknown argument --grpc-use-ssl"),
-        (["--http-restricted-api", "health:k=v"], "unknown argument --http-restricted-api"),
+        (["--grpc-use-ssl", "true"], "--grpc_use_ssl: 'true' is wrong: TLS is for HTTP and gRPC together"),
+        (
+            ["--http-restricted-api", "health:k=v"],
+            "--http_restricted_api: its value is wrong: routes cannot be restricted one by one",
+        ),
         (["--world_size", "4"], "an engine's folder says how many ranks it is for"),
         (["--tensorrt_llm_model_name", "a,b"], "models have the names that they have in TensorRT-LLM"),
         (["--model-control-mode", "poll"], "the repository is not polled; only none and explicit"),

@@ -79,11 +79,13 @@ def _main(arguments: list[str] | None) -> int:
     try:
         if arguments and arguments[0] in parsers:
             from .flags import add_profile  # not for --help alone
+            from .spelling import expand_spellings
 
             module = _module(arguments[0])
             module.add_arguments(parsers[arguments[0]])
             arguments = getattr(module, "expand_arguments", list)(arguments)
-            add_profile(parsers[arguments[0]], arguments)
+            if add_profile(parsers[arguments[0]], arguments):
+                arguments = [arguments[0], *expand_spellings(parsers[arguments[0]], arguments[1:])]
         return _run(parser, parsers, arguments)
     except PenstockError as error:
         print(f"penstock {arguments[0]}: {mask(str(error))}", file=sys.stderr)
@@ -99,7 +101,12 @@ def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Argumen
         hint = did_you_mean(name, _flags(parsers[args.command], arguments))
         print(f"penstock {args.command}: unknown argument {name}{hint}", file=sys.stderr)
         return 2
-    return int(_module(args.command).run(args))
+    try:
+        return int(_module(args.command).run(args))
+    except PenstockError as error:
+        from penstock.config.sources import in_given_terms
+
+        raise in_given_terms(error, getattr(args, "given_names", {})) from error
 
 
 def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:

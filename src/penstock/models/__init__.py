@@ -204,7 +204,7 @@ def load_model(
     """
     config = config or read_config(folder)
     if max_len and max_len > config.max_model_len:
-        message = f"this model has a context of {config.max_model_len} tokens"
+        message = f"is {max_len}, and this model has a context of {config.max_model_len} tokens"
         raise invalid("max_model_len", message, config.max_model_len)
     device, built = device or torch.device("cpu"), read_engine_config(folder)
     if dtype is None and built:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.samples import Sample
 
 from penstock.config.options import EngineOptions
 from penstock.engine.service.messages import Stats
@@ -31,13 +32,27 @@ OTHER_NAMES = {
         "request_params_max_tokens request_time_per_output_token_seconds e2e_request_latency_seconds "
         "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
         "request_decode_time_seconds request_prefill_kv_computed_tokens iteration_tokens_total prompt_tokens_by_source "
-        "num_requests_waiting_by_reason "
+        "num_requests_waiting_by_reason num_requests_swapped "
         "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
         "spec_decode_num_accepted_tokens_per_pos external_prefix_cache_queries external_prefix_cache_hits "
         "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
     ).split()
-} | {"prompt_tokens_cached": "prefix_cache_hits"}
+} | {"prompt_tokens_cached": "prefix_cache_hits", "cpu_cache_usage_perc": "kv_offload_cpu_cache_usage_perc"}
 """Likewise: what only dashboards show."""
+RATES = {
+    "gpu_prefix_cache_hit_rate": ("prefix_cache_hits", "prefix_cache_queries", "prompt tokens found in the KV cache"),
+    "cpu_prefix_cache_hit_rate": (
+        "external_prefix_cache_hits",
+        "external_prefix_cache_queries",
+        "prompt tokens found in host memory",
+    ),
+    "spec_decode_draft_acceptance_rate": (
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_draft_tokens",
+        "draft tokens that were accepted",
+    ),
+}
+"""Gauges of vLLM 0.6 → counters of ours, of which they are the ratio, and what they count."""
 NAMES: Mapping[str, Mapping[str, str]] = {"off": {}, "routers": ROUTER_NAMES, "all": ROUTER_NAMES | OTHER_NAMES}
 """By the option ``metrics_aliases``."""
 ENGINE = "0"
@@ -65,8 +80,28 @@ def vllm_metrics(
     if aliases != "off":
         yield _lora_requests(engines)
         yield _sleep_state(engines)
-    if aliases == "all" and (responses := families.get("http_responses")):
-        yield _http_requests(responses)
+    if aliases == "all":
+        yield from _rates(families)
+        if responses := families.get("http_responses"):
+            yield _http_requests(responses)
+
+
+def _rates(families: Mapping[str, Metric]) -> Iterator[Metric]:
+    """Ratios of counters since the start; 0 before anything was counted."""
+    for name, (part, whole, counted) in RATES.items():
+        if part not in families or whole not in families:
+            continue
+        family = GaugeMetricFamily(f"vllm:{name}", f"Share of {counted}, 0 to 1.", labels=["model_name", "engine"])
+        totals = {one.labels["model_name"]: one.value for one in families[whole].samples if _is_count(one)}
+        for sample in families[part].samples:
+            if _is_count(sample):
+                model = sample.labels["model_name"]
+                family.add_metric([model, ENGINE], sample.value / max(totals.get(model, 0), 1))
+        yield family
+
+
+def _is_count(sample: Sample) -> bool:
+    return not sample.name.endswith("_created")
 
 
 def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:

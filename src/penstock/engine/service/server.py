@@ -495,6 +495,7 @@ class EngineServer:
             blocks_used=scheduler.device_pool.num_used,
             preemptions=scheduler.num_preemptions,
             num_preempted_waiting=scheduler.num_preempted_waiting,
+            num_swapped=scheduler.num_swapped,
             blocks_reused=scheduler.num_hit_blocks,
             steps=self._engine.steps,
             steps_by_tokens=self._engine.step_counts.steps,

@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     """Send the usage in a last chunk."""
     continuous_usage_stats: bool | None = None
-    """Send the usage so far in every chunk."""
+    """With include_usage: send the usage so far in every chunk."""
     include_obfuscation: Literal[False] | None = None
 
 
@@ -122,7 +122,8 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
+    """No effect, as in vLLM with fast tokenizers."""
 
     response_format: ResponseFormat | None = None
     """Structured output: any JSON object, one of a JSON Schema, or a structural tag."""

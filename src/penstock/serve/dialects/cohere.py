@@ -157,7 +157,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             given = read_object(await served_models.read_body(raw_request))
             check_supported(given, UNSUPPORTED)
             given = {name: value for name, value in given.items() if value is not None}
-            request = convert(given, EmbedRequest, record.unknown)
+            request = convert(given, EmbedRequest, record.unknown, "pydantic")
             service = served_models.find(request.model)
             answer = EmbedHandler(service, record, request, version).full()
             return Reply(service, answer, ERROR_FORMAT, streamed=False)

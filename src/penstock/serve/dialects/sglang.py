@@ -69,7 +69,7 @@ def add_routes(routes: Routes, operator: Operator) -> None:
     async def update_weights_from_disk(request: Request) -> Response:
         fields = read_object(await operator.served_models.read_body(request))
         check_supported(fields, UNSUPPORTED)
-        given = convert(fields, UpdateFromDisk, record_of(request.scope).unknown)
+        given = convert(fields, UpdateFromDisk, record_of(request.scope).unknown, "pydantic")
         if given.abort_all_requests:
             await operator.carry_out(PauseGeneration(), request)
         message, status = "Succeeded to update model weights.", 200

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .lax import Lax, convert_types, literals_at
 from .unknown_fields import UnknownFields
 
 JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -93,20 +94,30 @@ def read_object(body: bytes) -> dict[str, Any]:
     return result
 
 
-def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax: Lax = "") -> T:
     """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``fields``.
 
     Args:
         unknown: collects these fields.
+        lax: conversions of values of another JSON type, which the dialect's original server makes.
 
     Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields with ``strict_requests``.
     """
     try:
         unknown.remove(fields, schema)
-        return msgspec.convert(fields, schema, str_keys=True)
+        try:
+            return msgspec.convert(fields, schema, str_keys=True)
+        except msgspec.ValidationError:
+            if not lax:
+                raise
+            convert_types(fields, schema, lax)
+            return msgspec.convert(fields, schema, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")
+        if message.startswith("Invalid enum value") and (known := literals_at(schema, field)):
+            value = message.removeprefix("Invalid enum value ")
+            message = f"{value} is not one of {', '.join(msgspec.json.encode(one).decode() for one in known)}"
         missing_field = re.search(r"field `(\w+)`", message)  # of a missing or unknown field
         raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 

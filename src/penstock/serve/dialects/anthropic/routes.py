@@ -129,7 +129,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         fields = read_object(body)
         check_supported(fields, UNSUPPORTED_FIELDS)
         record = record_of(raw_request.scope)
-        request = convert(fields, schema, record.unknown)
+        request = convert(fields, schema, record.unknown, "pydantic")
         record.error_format = PARSED_ERROR_FORMAT
         return request, len(body)
 

@@ -66,7 +66,10 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
 
     async def abort_requests(raw_request: Request) -> Response:
         request = convert(
-            read_object(await served_models.read_body(raw_request)), Abort, record_of(raw_request.scope).unknown
+            read_object(await served_models.read_body(raw_request)),
+            Abort,
+            record_of(raw_request.scope).unknown,
+            "pydantic",
         )
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
@@ -130,7 +133,7 @@ def _add_weights(routes: Routes, served_models: ServedModels, operator: Operator
         body = await served_models.read_body(request)
         fields = read_object(body) if body else {}
         check_supported(fields, OF_UPDATES)
-        convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown)
+        convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown, "pydantic")
         if not is_paused(operator.models(request)):
             raise PenstockError(Code.INVALID, "the engine is not paused: POST /v1/pause first")
         await operator.carry_out(UpdateWeights(), request)

@@ -66,7 +66,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if ends:
             fields["stop_token_ids"] = [*ends]
         given = {name: value for name, value in fields.items() if value is not None}
-        completions = CompletionHandler(service, record, parse(given, openai.CompletionRequest, record.unknown))
+        completions = CompletionHandler(
+            service, record, parse(given, openai.CompletionRequest, record.unknown, "numbers")
+        )
         handler = LlamaServerHandler(service, request, completions, as_list)
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 

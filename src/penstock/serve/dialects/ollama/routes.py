@@ -71,7 +71,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if request.raw or request.suffix:
             longest = service.gateway.engine_pool.require_engine().max_model_len
             fields = {"max_tokens": longest} | fields | {"model": models.name_of(request.model or "")}
-            pieces = raw_pieces(CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown)))
+            pieces = raw_pieces(
+                CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown, "numbers"))
+            )
         else:
             pieces = chat_pieces(_chat_handler(service, record, models.name_of(request.model or ""), fields, size))
         answer = OllamaHandler(request.model or "", pieces, False)
@@ -142,7 +144,7 @@ def _chat_handler(
     service: ModelService, record: RequestRecord, name: str, fields: dict[str, Any], size: int
 ) -> ChatHandler:
     fields["model"] = name
-    return ChatHandler(service, record, parse(fields, OpenAIChatRequest, record.unknown), size)
+    return ChatHandler(service, record, parse(fields, OpenAIChatRequest, record.unknown, "numbers"), size)
 
 
 def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:

@@ -93,7 +93,8 @@ class ChatHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
-        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        with_usage = given and given.include_usage
+        always = with_usage and given and given.continuous_usage_stats
         cursor: dict[int, StreamCursor] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:

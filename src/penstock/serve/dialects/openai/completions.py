@@ -90,7 +90,8 @@ class CompletionHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
-        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        with_usage = given and given.include_usage
+        always = with_usage and given and given.continuous_usage_stats
         last: dict[int, RequestOutput] = {}
         progress = [SequenceCursor() for _ in self._offsets]
         async with aclosing(self.outputs()) as outputs:

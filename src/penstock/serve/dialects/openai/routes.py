@@ -184,10 +184,15 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return endpoint
 
     def model(service: ModelService, name: str) -> Model:
-        parent = None if name in service.names else service.name
+        adapter = None if name in service.names else service.gateway.engine_pool.adapters.get(name)
         engine = service.gateway.engine_pool.engine
-        longest = engine.max_model_len if engine else None
-        return Model(id=name, created=served_models.created, root=service.name, parent=parent, max_model_len=longest)
+        return Model(
+            id=name,
+            created=served_models.created,
+            root=adapter or service.name,
+            parent=None if name in service.names else service.name,
+            max_model_len=engine.max_model_len if engine else None,
+        )
 
     async def list_models(_: Request) -> Response:
         named = [(service, [*service.names, *service.gateway.engine_pool.adapters]) for service in served_models]

@@ -103,7 +103,7 @@ def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
     together, and for unknown fields where requests are read strictly.
     """
-    request = convert(fields, Request, unknown)
+    request = convert(fields, Request, unknown, "pydantic")
     given = [name for name in PROMPTS if getattr(request, name) is not None]
     if not given:
         raise invalid("text", "is missing; give text, messages or input_ids")

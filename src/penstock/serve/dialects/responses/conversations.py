@@ -82,7 +82,7 @@ class ConversationRoutes:
 
     async def _read(self, raw_request: Request, schema: type[T]) -> T:
         body = await self._served_models.read_body(raw_request)
-        return convert(read_object(body or b"{}"), schema, record_of(raw_request.scope).unknown)
+        return convert(read_object(body or b"{}"), schema, record_of(raw_request.scope).unknown, "pydantic")
 
 
 def add_routes(routes: Routes, served_models: ServedModels, stores: Stores, prefix: str) -> None:

@@ -49,7 +49,7 @@ def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores
     """Parse a request; ``stores``: whether responses are stored. Raises ``PenstockError``: ``unsupported`` or
     ``invalid``."""
     check_supported(fields, UNSUPPORTED_FIELDS if stores else UNSUPPORTED_FIELDS | STORED_FIELDS)
-    request = convert(fields, schema, unknown)
+    request = convert(fields, schema, unknown, "pydantic")
     if request.tools and any(tool.type not in LEFT_OUT for tool in request.tools):
         for i, tool in enumerate(request.tools):
             if tool.type in LEFT_OUT:

@@ -53,7 +53,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     def answer(raw_request: Request, request: GenerateRequest, streamed: bool, as_list: bool = False) -> Response:
         service, record = served_models.find(request.parameters.adapter_id), record_of(raw_request.scope)
         fields = completion_fields(request, streamed)
-        completions = CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown))
+        completions = CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown, lax=""))
         return Reply.of(service, TGIHandler(service, request, completions, as_list), ERROR_FORMAT, streamed)
 
     async def generate(raw_request: Request) -> Response:

@@ -69,7 +69,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def abort_requests(raw_request: Request) -> Response:
         fields = read_object(await served_models.read_body(raw_request))
-        request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown)
+        request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown, "pydantic")
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in served_models:

@@ -109,7 +109,7 @@ class BatchRoutes:
 
     async def create(self, raw_request: Request) -> Response:
         body = await self._served_models.read_body(raw_request)
-        request = convert(read_object(body), BatchRequest, record_of(raw_request.scope).unknown)
+        request = convert(read_object(body), BatchRequest, record_of(raw_request.scope).unknown, "pydantic")
         tenant, now = _tenant(raw_request), int(time.time())
         file = await self._files.get(tenant, request.input_file_id, "input_file_id")
         if file.purpose != "batch":
