@@ -78,6 +78,7 @@ def is_refused(answer: httpx.Response) -> bool:
 FOREIGN: dict[str, dict[str, str]] = {
     "another origin": {"origin": "https://evil.example"},
     "an opaque origin": {"origin": "null"},
+    "an origin that is no URL": {"origin": "http://[127.0.0.1:PORT"},
     "another port": {"origin": "http://127.0.0.1:1"},
     "an origin that begins alike": {"origin": "http://127.0.0.1:PORT.evil.example"},
     "a form of another site": {"sec_fetch_site": "cross-site", "user_agent": BROWSER},

@@ -53,7 +53,7 @@ def test_secrets_of_every_option_are_masked(setting: Setting) -> None:
 
 
 def test_options_that_hold_secrets() -> None:
-    assert HOLD_SECRETS == ["hf_token", "api_key", "storage_url"]
+    assert HOLD_SECRETS == ["hf_token", "api_key", "admin_api_key", "storage_url"]
 
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["--yaml"]], ids=["table", "json", "yaml"])
@@ -142,7 +142,7 @@ def site() -> Iterator[str]:
         server.shutdown()
 
 
-KEY = f"key-{CANARY}-a"
+KEY = f"key-{CANARY}-admin"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,8 @@ def served(site: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         "--model": f"http://user:{CANARY}-model@{site}/?token={CANARY}-query",
         "--models": json.dumps(models),
         "--hf-token": f"hf-{CANARY}",
-        "--api-key": f"{KEY},key-{CANARY}-b",
+        "--api-key": f"key-{CANARY}-a,key-{CANARY}-b",
+        "--admin-api-key": KEY,
         "--otlp-endpoint": f"http://user:{CANARY}-otlp@127.0.0.1:9/v1/traces?api-key={CANARY}-otlp-query",
         "--storage-url": f"sqlite:///file:{folder}/db?uri=true&token={CANARY}-storage",
         "--download-dir": str(folder / "downloads"),

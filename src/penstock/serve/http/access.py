@@ -113,8 +113,11 @@ class OriginPolicy:
 
 
 def _origin(url: str) -> str | None:
-    """Scheme, host and port of a URL; None for what has none, such as ``null``."""
-    parts = urlsplit(url)
+    """Scheme, host and port of a URL; None for what has none, such as ``null``, and for what is no URL."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
     return f"{parts.scheme}://{parts.netloc}".lower() if parts.scheme and parts.netloc else None
 
 

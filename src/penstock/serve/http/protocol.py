@@ -335,7 +335,8 @@ class Protocol(HttpToolsProtocol):
         code = Code.TOO_LARGE if error.status == 431 else Code.INVALID
         self._refused = Refused(Failure(code, str(error)), error.status)
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.feed_data(head_of_refused(self._unread[self._at : self._at + self.max_header_size]))
+        head, _, _ = self._unread[self._at : self._at + self.max_header_size].partition(HEAD_END)
+        self.parser.feed_data(head_of_refused(head))
 
     def _refuse_body(self, message: str) -> None:
         """Have the request's body fail where the application reads it, and close the connection after the response."""

@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from penstock.config.options import ServerOptions
+from penstock.config.secrets import mask_values
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.access import NO_CONTROL
@@ -377,7 +378,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                     raise PenstockError.of(NO_KEY)
                 yield record
         except PenstockError as error:
-            await context.abort(STATUS[error.failure.code], error.failure.message)
+            await context.abort(STATUS[error.failure.code], mask_values(error.failure.message))
 
     @asynccontextmanager
     async def request_record(
