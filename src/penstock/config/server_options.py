@@ -137,6 +137,15 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     client_timeout: Annotated[
         float, option("Time without progress in a request or response that closes its connection.", "seconds", gt=0)
     ] = 60.0
+    api_process_timeout: Annotated[
+        float,
+        option(
+            "Time without an iteration of an API process's event loop after which the process is killed and restarted. "
+            "0 never kills it.",
+            "seconds",
+            ge=0,
+        ),
+    ] = 60.0
     timeout_keep_alive: Annotated[int, option("Time that an idle connection is kept open.", "seconds", ge=0)] = 75
     strict_requests: Annotated[
         bool,

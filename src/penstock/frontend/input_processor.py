@@ -216,13 +216,12 @@ class InputProcessor:
         """
         return read_pooler(self._folder, self._options, self.tokenizer)
 
-    def pair(self, first: str, second: str) -> Texts:
-        """Two texts as a cross-encoder reads them: in a chat template that was given, whose messages have the roles
-        ``query`` and ``document``, or as a pair."""
+    def pair(self, first: str, second: str) -> Texts | Messages:
+        """Two texts as a cross-encoder reads them: a pair, or with a chat template that was given, messages of the
+        roles ``query`` and ``document``."""
         first, second = self.pooler.folded(first), self.pooler.folded(second)
         if self._options.chat_template:
-            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-            return Texts(self.tokenizer.render(messages))
+            return [{"role": "query", "content": first}, {"role": "document", "content": second}]
         return Texts(first + second) if self.pooler.joins_texts else Texts(first, second)
 
     def encode_texts(self, texts: Texts) -> dict[str, Any]:
@@ -299,7 +298,8 @@ class InputProcessor:
         """Render and encode a chat; ``options`` are keyword arguments of ``ChatTemplate.render``."""
         messages, sources = split_media(messages)
         self.check_media(sources)
-        text = self.render(messages, options)
+        check_template_options(options)
+        text = self.tokenizer.template.render(messages, **options)
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         images: tuple[ImageInput, ...] = ()
         if sources:
@@ -334,12 +334,6 @@ class InputProcessor:
             stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
         schemas = _schemas(options.get("tools")) if allow_tool_calls else {}
         return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None, schemas)
-
-    def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
-        """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``."""
-        if wrong := options.keys() & {"messages", "self"}:
-            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
-        return self.tokenizer.render(messages, **options)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""
@@ -404,6 +398,12 @@ class InputProcessor:
         if not isinstance(token_ids, Sequence):
             raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
         return text, list(token_ids)
+
+
+def check_template_options(options: Mapping[str, Any]) -> None:
+    """Raise ``PenstockError`` (``invalid``) for keyword arguments that a chat template cannot have."""
+    if wrong := options.keys() & {"messages", "self"}:
+        raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
 
 
 def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:

@@ -8,12 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from penstock import demo
 from penstock.core.errors import invalid
 
 from . import tokenizer_files as files
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
 from .encoding import Encoded, Texts, encode_texts
+from .isolated_template import IsolatedTemplate, TemplatePool
 from .vocabulary import token_bytes
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -35,6 +37,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         config = _read_json(folder / files.CONFIG)
+        self._use_template_of(folder, chat_template)
         self._spelled: dict[int, str] = {}
         try:
             self._tokenizer = files.load(folder, config)
@@ -49,6 +52,10 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.info = config | {"chat_template": self.template_source}
         """``tokenizer_config.json``, with the chat template that is used."""
+
+    def _use_template_of(self, folder: Path, chat_template: str | None) -> None:
+        self._trusted = chat_template is None and folder in (demo.CHAT, demo.DRAFT)
+        self._pool = TemplatePool()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
@@ -67,7 +74,8 @@ class Tokenizer:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def close(self) -> None:
-        """End the process that encodes, where there is one."""
+        """End the processes that encode and that render templates, where there are any."""
+        self._pool.close()
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a complete sequence; ``detokenizer`` decodes one that grows, to the same text."""
@@ -105,16 +113,16 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
-    def template(self) -> ChatTemplate:
-        """The checkpoint's chat template. Raises ``PenstockError`` (``invalid``) where it has none."""
+    def template(self) -> ChatTemplate | IsolatedTemplate:
+        """The checkpoint's chat template, rendered in a process with limits unless it is the built-in model's.
+
+        Raises ``PenstockError`` (``invalid``) where it has none.
+        """
         if self.template_source is None:
             raise invalid("chat_template", "this model has none: name one, or use plain completions")
-        return ChatTemplate(self.template_source, self.special)
-
-    def check_template(self) -> None:
-        """Raises ``PenstockError`` (``invalid``) for a chat template that does not compile."""
-        if self.template_source is not None:
-            _ = self.template
+        if self._trusted:
+            return ChatTemplate(self.template_source, self.special)
+        return IsolatedTemplate(self.template_source, self.special, self._pool)
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token, with U+FFFD for incomplete characters; empty for an unknown id."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +27,7 @@ from ..dialects.openai.batches.worker import BatchWorker
 from ..http.protocol import protocol
 from ..metrics import Metrics
 from ..models.manager import ModelManager
-from ..models.messages import ApiProcessStart, line
+from ..models.messages import ALIVE_INTERVAL, Alive, ApiProcessStart, line
 from ..models.served_models import ServedModels
 from . import metrics_files
 from .loop_watchdog import Watchdog
@@ -82,6 +82,13 @@ async def _remove_expired(storage: Storage) -> None:
 
     kept = (storage.batches.files, storage.batches.batches) if storage.batches else ()
     await remove_expired([storage.responses, storage.conversations, *kept])
+
+
+async def _report_alive(send: Callable[[msgspec.Struct], None]) -> None:
+    """Until cancelled: report that the event loop runs."""
+    while True:
+        send(Alive())
+        await asyncio.sleep(ALIVE_INTERVAL)
 
 
 async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
@@ -157,7 +164,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the supervisor handles it
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
+        tasks = [group.create_task(_report_alive(send))]
+        tasks += [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
         if storage:
             tasks.append(group.create_task(_remove_expired(storage)))
         if storage and storage.batches:
