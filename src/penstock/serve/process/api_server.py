@@ -54,7 +54,7 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     if not (options.storage_dir or options.storage_url):
         return None
     from ..storage.batches import BatchStore
-    from ..storage.conversations import ConversationStore
+    from ..storage.conversations import ConversationLimits, ConversationStore
     from ..storage.database import Database
     from ..storage.files import FileStore
     from ..storage.responses import ResponseStore
@@ -65,7 +65,8 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     quotas = Quotas(each, total, served_models.metrics.record_storage_refusal)
     database = Database(options)
     responses, usage = ResponseStore(database, retention, quotas), Usage(database)
-    conversations = ConversationStore(database, retention, quotas)
+    limits = ConversationLimits(options.max_conversation_items, options.max_conversation_bytes)
+    conversations = ConversationStore(database, retention, quotas, limits)
     if not options.storage_dir:
         return Storage(responses, conversations, usage, None)
     folder = Path(options.storage_dir).expanduser() / "files"
