@@ -14,6 +14,7 @@ from penstock import demo
 from penstock.config.options import ModelOptions
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_text_file
 from penstock.core.multimodal import ImageInput
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.speech import is_speech
@@ -421,10 +422,7 @@ def _template(given: str | None) -> str | None:
     """The text of a chat template, from a file unless it is given itself (it contains ``{``)."""
     if not given or "{" in given:
         return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except OSError as error:
-        raise invalid("chat_template", f"{given} cannot be read: {error.strerror}") from error
+    return read_text_file(Path(given), "chat_template")
 
 
 def _validated(request: EngineRequest) -> EngineRequest:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
 
 from .composite_config import merge_text_config
 from .config_bounds import out_of_bounds
@@ -19,12 +19,9 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The object in a checkpoint's ``config.json``. Raises ``PenstockError`` (``invalid``) where there is none, or a
     number in it is out of bounds (``config_bounds.py``)."""
     path = folder / CONFIG
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint") from error
-    except (ValueError, RecursionError) as error:
-        raise invalid("model", f"{path} is not JSON: {error}") from error
+    if not path.exists():
+        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
+    result = read_json_file(path)
     if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
     try:

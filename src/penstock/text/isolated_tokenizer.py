@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 import tokenizers
 
+from penstock.config.user_folders import cache_home
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 
@@ -186,8 +187,7 @@ def _passed_marker(folder: Path, chat_template: str | None) -> Path:
     for path in files.paths(folder):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         digest.update(files.read(path))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "penstock" / "tokenizers" / digest.hexdigest()
+    return cache_home() / "penstock" / "tokenizers" / digest.hexdigest()
 
 
 # --- In the other process --------------------------------------------------------------------------------------------

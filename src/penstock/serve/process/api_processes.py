@@ -150,7 +150,7 @@ class ApiProcesses:
                 await asyncio.Event().wait()
             del self._processes[start.number]
             await self._notify()
-            _drop_metrics(process.os_process.pid)
+            _drop_metrics(start.number)
             logger.error(
                 "API process %d (process %d) ended: %s", start.number, process.os_process.pid, exit_reason(status)
             )
@@ -225,8 +225,9 @@ async def _launch(start: ApiProcessStart) -> ApiProcess:
     return process
 
 
-def _drop_metrics(pid: int) -> None:
-    """Remove a dead process's gauges (open requests) from the metrics that all processes share."""
+def _drop_metrics(number: int) -> None:
+    """Remove a dead process's gauges (open requests) from the metrics that all processes share. Its counters are those
+    of the next process of this number."""
     from prometheus_client.multiprocess import mark_process_dead
 
-    mark_process_dead(pid)
+    mark_process_dead(number)

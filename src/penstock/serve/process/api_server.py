@@ -30,6 +30,7 @@ from ..models.manager import ModelManager
 from ..models.messages import ALIVE_INTERVAL, Alive, ApiProcessStart, line
 from ..models.served_models import ServedModels
 from . import metrics_files
+from .descriptors import DescriptorWatch
 from .loop_watchdog import Watchdog
 
 ACCEPT_GRACE = 0.2
@@ -86,9 +87,11 @@ async def _remove_expired(storage: Storage) -> None:
 
 
 async def _report_alive(send: Callable[[msgspec.Struct], None]) -> None:
-    """Until cancelled: report that the event loop runs."""
+    """Until cancelled: report that the event loop runs, and log where file descriptors run out."""
+    descriptors = DescriptorWatch()
     while True:
         send(Alive())
+        descriptors.check()
         await asyncio.sleep(ALIVE_INTERVAL)
 
 
@@ -103,7 +106,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     """
     options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
-    metrics_files.allocate()
+    metrics_files.allocate(start.number)
     try:
         metrics = Metrics(profile.metrics if profile else None, options.metrics_aliases)
     except OSError as error:

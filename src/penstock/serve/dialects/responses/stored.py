@@ -11,7 +11,8 @@ import msgspec
 from penstock.core import Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.client import STOPPING
-from penstock.serve.http.reply import INTERNAL, RequestLimiter
+from penstock.serve.http.reply import RequestLimiter
+from penstock.serve.http.unexpected import unexpected
 
 from .handler import Document, ResponseHandler
 from .items import conversation_items
@@ -160,9 +161,8 @@ class Background:
             await self._fail(handler, keeper, error.failure)
         except asyncio.CancelledError:  # the server is stopping, or the response was cancelled or deleted
             await self._fail(handler, keeper, STOPPING)
-        except Exception:
-            logger.exception("a background response failed")
-            await self._fail(handler, keeper, INTERNAL)
+        except Exception as error:
+            await self._fail(handler, keeper, unexpected(error))
         finally:
             work.cancel()
 

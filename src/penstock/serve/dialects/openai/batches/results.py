@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import msgspec
 
-from penstock.core.errors import invalid
+from penstock.core.errors import bounded, invalid
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, BatchResult
 
 PREFIX = "batch_req_"
@@ -40,14 +40,14 @@ def requests(path: Path) -> Iterator[BatchLine | BatchError]:
             try:
                 line = _line(text)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                yield BatchError(code="invalid_line", message=f"line {number}: {error}", line=number)
+                yield BatchError(code="invalid_line", message=bounded(f"line {number}: {error}"), line=number)
                 continue
             first = seen.setdefault(line.custom_id, number)
             if first == number:
                 yield line
             else:
                 message = f"line {number}: custom_id {line.custom_id!r} is that of line {first}"
-                yield BatchError(code="duplicate_custom_id", message=message, line=number)
+                yield BatchError(code="duplicate_custom_id", message=bounded(message), line=number)
 
 
 class Results:

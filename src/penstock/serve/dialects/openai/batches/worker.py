@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.core import PenstockError
+from penstock.core.errors import bounded
+from penstock.core.machine_errors import exhausted
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
@@ -80,7 +82,10 @@ class BatchWorker:
                     await self._try(owner, name)
                 except PenstockError as error:
                     logger.warning("batch %s waits: %s", name, error)
-                except Exception:
+                except Exception as error:
+                    if failure := exhausted(error):
+                        logger.warning("batch %s waits: %s", name, failure.message)
+                        continue
                     logger.exception("batch %s failed", name)
                     with contextlib.suppress(PenstockError):
                         await self._fail(name, [_problem("internal_error", "the server's log has the reason")])
@@ -229,7 +234,7 @@ def _check(path: Path, endpoint: str, longest: int) -> tuple[list[dict[str, Any]
 
 
 def _problem(code: str, message: str, line: int | None = None) -> dict[str, Any]:
-    return {"code": code, "message": message, "line": line, "param": None}
+    return {"code": code, "message": bounded(message), "line": line, "param": None}
 
 
 def _split(path: Path, good: Path, bad: Path) -> tuple[int, int]:
