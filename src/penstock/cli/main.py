@@ -15,6 +15,7 @@ from typing import Any
 from penstock.config.secrets import mask
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
+from penstock.core.machine_errors import start_failure
 
 from .parser import Parser
 from .screen import replace_unprintable
@@ -74,6 +75,11 @@ def _main(arguments: list[str] | None) -> int:
         hint = did_you_mean(arguments[0], COMMANDS)
         print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists them", file=sys.stderr)
         return 2
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries of PyTorch cannot be loaded then
+        print("penstock: the working directory has been deleted; change to another one", file=sys.stderr)
+        return 2
     replace_unprintable()
     atexit.register(gc.freeze)  # so that collections as the interpreter ends find nothing: they take 0.1 seconds
     try:
@@ -89,6 +95,13 @@ def _main(arguments: list[str] | None) -> int:
         return _run(parser, parsers, arguments)
     except PenstockError as error:
         print(f"penstock {arguments[0]}: {mask(str(error))}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        raise
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if (failure := start_failure(error)) is None:
+            raise
+        print(f"penstock {arguments[0] if arguments else ''}: {failure.message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -42,12 +42,11 @@ def set_up(options: LogOptions, process: str) -> None:
 
 
 def _file(path: Path) -> logging.Handler:
-    """A handler that opens a new file when log rotation moves the file."""
-    from logging.handlers import WatchedFileHandler  # slow to import
+    from .log_file import LogFile  # slow to import
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
+        return LogFile(path)
     except OSError as error:
         raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
 

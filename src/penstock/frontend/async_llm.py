@@ -195,7 +195,9 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a chat; ``options`` are those of ``generate``."""
-        prompt = self._input_processor.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
+        size = sum(len(str(message.get("content"))) for message in messages)
+        variables = {"tools": tools, **(chat_template_kwargs or {})}
+        prompt = await self.gateway.chat_prompt(messages, size, variables, allow_tool_calls=bool(tools))
         async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
             async for output in outputs:
                 yield output

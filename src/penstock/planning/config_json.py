@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
 
 from .composite_config import complete_config
 from .config_bounds import out_of_bounds
@@ -37,10 +37,9 @@ def read_plain_config_json(folder: Path) -> dict[str, Any]:
     """The object in a checkpoint's ``config.json``, as it is. Raises ``PenstockError`` (``invalid``) where there is
     none, or a number in it is out of bounds (``config_bounds.py``)."""
     path = folder / CONFIG
-    try:
-        result = _read_object(path)
-    except OSError as error:
-        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint") from error
+    if not path.exists():
+        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
+    result = _read_object(path)
     if not result.get("quantization_config") and not result.get("compression_config"):
         result |= _quantization_of_side_file(folder)
     try:
@@ -80,11 +79,8 @@ def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ``OSError``, and ``PenstockError`` (``invalid``) where the file does not hold one."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise invalid("model", f"{path} is not JSON: {error}") from error
+    """A JSON object. Raises ``PenstockError`` (``invalid``) where the file cannot be read, or does not hold one."""
+    result = read_json_file(path)
     if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
     return result

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
+from penstock.core.machine_errors import exhausted
 from penstock.version import __version__
 
 from . import health
@@ -55,9 +56,10 @@ from .http.middleware import (
     RootPathMiddleware,
 )
 from .http.openapi import components
-from .http.reply import INTERNAL, refuse
+from .http.reply import refuse
 from .http.request_record import record_of
 from .http.routes import Route, Routes
+from .http.unexpected import INTERNAL
 from .models.served_models import ServedModels
 from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes
@@ -227,7 +229,7 @@ def _failure_of(request: Request, error: Exception) -> tuple[Failure, int | None
     if isinstance(error, PenstockError):
         return error.failure, None, None
     if not isinstance(error, HTTPException):
-        return INTERNAL, None, None
+        return exhausted(error) or INTERNAL, None, None
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: Code.NOT_FOUND, 405: Code.NOT_ALLOWED}.get(error.status_code, Code.INVALID)
     return Failure(code, message), error.status_code, error.headers

@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 import jinja2
-from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -76,6 +75,12 @@ _environment.filters["tojson"] = _tojson
 _environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
 
 
+def template_variables(source: str) -> frozenset[str]:
+    """Names of the variables that a template reads. It is parsed, not compiled, which would compute its constants."""
+    names = _environment.parse(source).find_all(Name)
+    return frozenset(name.name for name in names if name.ctx == "load")
+
+
 class ChatTemplate:
     """A compiled template.
 
@@ -89,10 +94,10 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         try:
             self._template = _environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(_environment.parse(source)))
-            """Names of the variables that the template reads."""
         except jinja2.TemplateSyntaxError as error:
             raise invalid("chat_template", f"line {error.lineno}: {error.message}") from error
+        self.variables = template_variables(source)
+        """Names of the variables that the template reads."""
         self._special = dict(special or {})
 
     def render(

@@ -167,8 +167,6 @@ PROFILE = Profile(
         "force": ignored("several servers may run at the same time, each on its own ports", True, "-f"),
         "disable_spawn_processes": ignored("the server starts the processes of its models itself", True),
         "trtllm_llmapi_launch": ignored("MPI is not used", True),
-        "multimodal_gpu0_cuda_mem_pool_bytes": ignored("there are no memory pools"),
-        "enable_peer_access": ignored("GPUs exchange data through NCCL"),
         "multi_model": ignored("all models of a repository are served", True),
         "tensorrt_llm_model_name": only_value("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
         "oversubscribe": ignored("MPI is not used", True),

@@ -33,6 +33,7 @@ from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
+from penstock.core.machine_errors import start_failure
 from penstock.tracing import start_tracer
 from penstock.version import __version__
 
@@ -620,6 +621,12 @@ def main() -> None:
     except SystemExit as error:
         assert isinstance(error.code, int)
         status = error.code
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if (failure := start_failure(error)) is None or report.closed:  # it has started
+            raise
+        report.write(msgspec.json.encode(messages.StartFailed(failure)) + b"\n")
+        report.close()
+        status = 2
     atexit._run_exitfuncs()  # workers end, and weights that are being written to the cache come to their end
     zmq.Context.instance().destroy()  # after all messages have been sent
     with contextlib.suppress(OSError):  # where nobody reads the log any more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_text_file
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
 from penstock.planning.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
@@ -53,7 +55,8 @@ class Checkpoint:
         if (folder / index).exists():
             self._file_of = _read_index(folder / index, Path(single).suffix)
             if whole and (missing := {file for file in self._file_of.values() if not (folder / file).is_file()}):
-                raise self._lacks(", ".join(sorted(missing)))
+                named = ", ".join(sorted(missing)[:MAX_NAMED])
+                raise self._lacks(named if len(missing) <= MAX_NAMED else f"{len(missing)} files ({named}, …)")
         elif (folder / single).exists():
             self._file_of = dict.fromkeys(self._open(single).names(), single)
         elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
@@ -181,6 +184,12 @@ def _names(folder: Path) -> tuple[str, str]:
     return PYTORCH_INDEX, MEDUSA if (folder / MEDUSA).exists() else PYTORCH_SINGLE
 
 
+MAX_NAMED = 3
+"""Missing files that an error names."""
+MAX_FILE_NAME = 255
+"""Bytes of a file's name, by Linux's file systems."""
+
+
 class Index(msgspec.Struct):
     """``model.safetensors.index.json`` or ``pytorch_model.bin.index.json`` of a checkpoint in shards."""
 
@@ -191,10 +200,12 @@ class Index(msgspec.Struct):
 def _read_index(path: Path, suffix: str) -> dict[str, str]:
     """The file of each tensor. Raises ``PenstockError`` (``invalid``) where any is of another kind or elsewhere."""
     try:
-        files = msgspec.json.decode(path.read_bytes(), type=Index).weight_map
+        files = msgspec.json.decode(read_text_file(path), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid("model", f"{path} is damaged ({error}). Fetch it again.") from error
     for file in files.values():
+        if len(os.fsencode(file)) > MAX_FILE_NAME:
+            raise invalid("model", f"{path} names {file[:40]!r}…, a name of {len(file)} characters; no file has it")
         if Path(file).name != file:
             raise invalid("model", f"{path} names {file!r}, which is not a file beside it")
         if Path(file).suffix != suffix:

@@ -21,9 +21,10 @@ from penstock.version import __version__
 from ..metrics import Metrics
 from ..spans import end_http, logged
 from .error_formats import ErrorFormats
-from .reply import INTERNAL, refuse
+from .reply import refuse
 from .request_record import REFUSED, RequestRecord, record_of
 from .status import STATUS
+from .unexpected import unexpected
 from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 
 if TYPE_CHECKING:
@@ -112,11 +113,10 @@ class RequestLogMiddleware:
                     await refuse(send_with_headers, refused.failure, self._error_formats.of(scope), status_line)
                 else:
                     await self._app(scope, receive, send_with_headers)
-            except Exception:
-                logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
-                record.failure = INTERNAL
+            except Exception as error:
+                record.failure = unexpected(error, record.request_id)
                 if not status:
-                    await refuse(send_with_headers, INTERNAL, self._error_formats.of(scope))
+                    await refuse(send_with_headers, record.failure, self._error_formats.of(scope))
             finally:
                 self._log(scope, record, status, time.monotonic() - started)
                 if record.span:

@@ -18,12 +18,12 @@ from penstock.core import Code, Failure, PenstockError
 from .error_format import ErrorFormat
 from .request_record import record_of
 from .status import headers
+from .unexpected import unexpected
 
 logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
-INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 
 class RequestLimiter(Protocol):
@@ -122,9 +122,8 @@ class Reply(Response):
             return None
         except PenstockError as error:
             failure = error.failure
-        except Exception:
-            logger.exception("a request failed")
-            failure = INTERNAL
+        except Exception as error:
+            failure = unexpected(error)
         if started:
             body = self._error_format.stream_error(without_secrets(failure))
             await send({"type": "http.response.body", "body": body})

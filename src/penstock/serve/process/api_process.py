@@ -15,6 +15,7 @@ import uvloop
 
 from penstock.config import logs, secrets
 from penstock.core import PenstockError
+from penstock.core.machine_errors import start_failure
 from penstock.engine.service.server import kill_with_parent
 
 from ..models.messages import EXIT_MISCONFIGURED, ApiProcessStart
@@ -38,6 +39,11 @@ def main() -> None:
     except PenstockError as error:
         print(f"penstock serve: {secrets.mask(str(error))}", file=sys.stderr)
         sys.exit(EXIT_MISCONFIGURED)
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if (failure := start_failure(error)) is None:
+            raise
+        print(f"penstock serve: an API process has ended: {failure.message}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _first_line() -> tuple[bytes, bytes]:

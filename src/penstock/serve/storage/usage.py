@@ -86,7 +86,7 @@ class Usage:
     async def metrics(self) -> list[Metric]:
         """Raises ``PenstockError`` (``unavailable``) where the database does not answer."""
         if time.monotonic() - self._counted[0] > MAX_AGE or not self._counted[1]:
-            self._counted = time.monotonic(), await self._database.run(partial(_count, self._database.secret))
+            self._counted = time.monotonic(), await self._database.read(partial(_count, self._database.secret))
         return self._counted[1]
 
 

@@ -24,8 +24,9 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.access import NO_CONTROL
 from penstock.serve.http.middleware import REQUEST_ID, ApiKeys, Client
-from penstock.serve.http.reply import CLIENT_DISCONNECTED, INTERNAL
+from penstock.serve.http.reply import CLIENT_DISCONNECTED
 from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.http.unexpected import unexpected
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 from penstock.serve.spans import end_rpc, logged
 from penstock.version import __version__
@@ -411,9 +412,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                 record.failure = CLIENT_DISCONNECTED
                 raise
             except Exception as error:
-                logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
-                record.failure = INTERNAL
-                raise PenstockError.of(INTERNAL) from error
+                record.failure = unexpected(error, record.request_id)
+                raise PenstockError.of(record.failure) from error
             finally:
                 self._log(record, f"{method} {model[:100]!r}" if model else method, quiet)
                 if record.span:

@@ -13,7 +13,7 @@ from penstock.serve.dialects.openai.responses import ErrorResponse, encode
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.paging import page
+from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
@@ -55,8 +55,8 @@ class ConversationRoutes:
         return _json({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def list_items(self, raw_request: Request) -> Response:
-        items = await self._store.items(_tenant(raw_request), _name(raw_request))
-        return _json(page(raw_request, items[::-1], MAX_LISTED))
+        query = page_query(raw_request, MAX_LISTED)
+        return _json(page_document(await self._store.page(_tenant(raw_request), _name(raw_request), query)))
 
     async def create_items(self, raw_request: Request) -> Response:
         request = await self._read(raw_request, ItemsRequest)

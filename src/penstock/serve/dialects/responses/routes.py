@@ -18,7 +18,7 @@ from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.paging import page
+from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
@@ -108,7 +108,9 @@ class ResponsesRoutes:
         if stores:
             if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
                 await stores.responses.check_room(record.tenant)
-            request, size = await with_conversation(request, size, stores, record.tenant)
+            request, size = await with_conversation(
+                request, size, stores, record.tenant, self._served_models.max_body_size
+            )
         handler = ResponseHandler(service, record, request, size, events, keeper, stored)
         if not request.background:
             return Reply.of(service, handler, error_format, request.stream)
@@ -125,7 +127,9 @@ class ResponsesRoutes:
         service = self._served_models.find(request.model)
         request, size = await self._with_items(request, len(body), record)
         if self._stores:
-            request, size = await with_conversation(request, size, self._stores, record.tenant)
+            request, size = await with_conversation(
+                request, size, self._stores, record.tenant, self._served_models.max_body_size
+            )
         chat = to_chat_request(request, service.template_variables, service.sees_images)
         count = await count_tokens(service, chat, size, record.unknown)
         return _json({"object": "response.input_tokens", "input_tokens": count})
@@ -159,7 +163,7 @@ class StoredRoutes:
         if raw_request.query_params.get("stream") == "true":
             raise invalid("stream", "a stored response is returned whole; leave it out")
         stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
-        return _json(stored.document)
+        return _json(stored)
 
     async def delete(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
@@ -171,11 +175,12 @@ class StoredRoutes:
         name = raw_request.path_params["name"]
         stored = await self._store.cancel(_tenant(raw_request), name)
         self._background.cancel(name)
-        return _json(stored.document)
+        return _json(stored)
 
     async def list_input(self, raw_request: Request) -> Response:
-        stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
-        return _json(page(raw_request, stored.input[::-1], MAX_LISTED))
+        query = page_query(raw_request, MAX_LISTED)
+        found = await self._store.input_page(_tenant(raw_request), raw_request.path_params["name"], query)
+        return _json(page_document(found))
 
 
 def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | None) -> None:

@@ -18,11 +18,12 @@ from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.form import read_form
 from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.paging import page
+from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 
+from ..metadata import Metadata
 from ..responses import ErrorResponse, encode
 from .worker import OPEN
 
@@ -51,7 +52,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
     """Of the files of results; at most ``storage_retention``."""
 
@@ -77,9 +78,8 @@ class FileRoutes:
         return _json(stored)
 
     async def list(self, raw_request: Request) -> Response:
-        files = await self._files.all(_tenant(raw_request), raw_request.query_params.get("purpose"))
-        described: list[dict[str, Any]] = msgspec.to_builtins(files)
-        return _json(page(raw_request, described, MAX_LISTED))
+        query, purpose = page_query(raw_request, MAX_LISTED), raw_request.query_params.get("purpose")
+        return _json(page_document(await self._files.page(_tenant(raw_request), query, purpose)))
 
     async def retrieve(self, raw_request: Request) -> Response:
         return _json(await self._get(raw_request))
@@ -139,7 +139,8 @@ class BatchRoutes:
         return _json(document)
 
     async def list(self, raw_request: Request) -> Response:
-        return _json(page(raw_request, await self._batches.all(_tenant(raw_request)), MAX_LISTED))
+        query = page_query(raw_request, MAX_LISTED)
+        return _json(page_document(await self._batches.page(_tenant(raw_request), query)))
 
     async def retrieve(self, raw_request: Request) -> Response:
         return _json(await self._batches.get(_tenant(raw_request), raw_request.path_params["name"]))
