@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import struct
 import threading
 import zlib
@@ -27,7 +28,7 @@ import torch
 from image_checkpoints import COLOURS, PLACEHOLDER, converted, noise, plain, prompt
 from PIL import Image
 from serving import Served, Servers
-from transformers import PreTrainedModel, Qwen2VLForConditionalGeneration
+from transformers import AutoImageProcessor, PreTrainedModel, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from penstock.config.options import EngineOptions, ModelOptions
@@ -195,6 +196,24 @@ def test_preprocessing(colours: Path, mode: str, kwargs: dict[str, Any]) -> None
         assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
         np.testing.assert_allclose(normalized_patches(found, 4, 2, 2), expected["pixel_values"], rtol=0, atol=1e-6)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=type(found)) == found
+
+
+def test_image_processor_in_the_file_of_all_processors_comes_first(colours: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(colours, tmp_path / "model")
+    own = json.loads((folder / "preprocessor_config.json").read_text())
+    nested = {"image_processor": own | {"size": {"shortest_edge": 64, "longest_edge": 1024}}}
+    (folder / "processor_config.json").write_text(json.dumps(nested))
+    expected = AutoImageProcessor.from_pretrained(folder)(images=[PICTURES[0]], return_tensors="np")["image_grid_thw"][
+        0
+    ]
+    found = InputProcessor(folder, ModelOptions()).load_media(MediaSource(PICTURES[0], "image"))
+    assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected)
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2VLProcessor"}))
+    expected = AutoImageProcessor.from_pretrained(folder)(images=[PICTURES[0]], return_tensors="np")["image_grid_thw"][
+        0
+    ]
+    found = InputProcessor(folder, ModelOptions()).load_media(MediaSource(PICTURES[0], "image"))
+    assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected)
 
 
 def test_sizes_of_weights(pair: tuple[Path, PreTrainedModel]) -> None:

@@ -197,10 +197,12 @@ class CheckpointWriter:
         return sum(tensor.nbytes for tensor in read_tensors(self._checkpoint).values())
 
     def _copy_files(self) -> None:
-        for path in sorted(self._model.iterdir()):
+        for path in sorted((*self._model.iterdir(), *self._model.glob("additional_chat_templates/*.jinja"))):
             is_wanted = any(fnmatch(path.name, pattern) for pattern in COPIED)
             if path.is_file() and is_wanted and not any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
-                self._state.write(self._output / path.name, partial(shutil.copyfile, path))
+                place = self._output / path.relative_to(self._model)
+                place.parent.mkdir(exist_ok=True)
+                self._state.write(place, partial(shutil.copyfile, path))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"

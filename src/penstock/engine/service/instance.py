@@ -11,7 +11,10 @@ from penstock import demo
 
 from .messages import Ready
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "qwen.tiktoken", "hy.tiktoken", "tekken.json"),
+    *("vocab.json", "vocab.txt"),
+)
 """Files that a tokenizer is read from."""
 
 

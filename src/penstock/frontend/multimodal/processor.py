@@ -31,7 +31,7 @@ PROCESSORS = tuple(
     for name in ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Ernie4_5_VLMoeImageProcessor")
     for suffix in ("", "Fast", "Pil")
 )
-FILES = ("preprocessor_config.json", "processor_config.json")
+FILES = ("processor_config.json", "preprocessor_config.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT_RATIO = 200
@@ -188,16 +188,20 @@ def _read_processor(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The image processor's configuration, from the file of its own or that of all processors; empty without any."""
+    """The image processor's configuration: ``image_processor`` in the file of all processors, or else its separate
+    file; empty without both."""
+    result: dict[str, Any] = {}
     for name in FILES:
         if not (folder / name).is_file():
             continue
         try:
-            result = json.loads((folder / name).read_text(encoding="utf-8"))
-            return dict(result.get("image_processor", result))
+            given = json.loads((folder / name).read_text(encoding="utf-8"))
+            if "image_processor" in given:
+                return dict(given["image_processor"])
+            result = dict(given)
         except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
             raise invalid("model", f"{folder / name} is broken: {error}") from error
-    return {}
+    return result
 
 
 def read_pixel_limits(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any, Any]:

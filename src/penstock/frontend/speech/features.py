@@ -13,8 +13,8 @@ import numpy as np
 
 from penstock.core.errors import invalid
 
-CONFIGS = ("preprocessor_config.json", "processor_config.json")
-"""The first that is there; the latter has the features under ``feature_extractor``."""
+CONFIGS = ("processor_config.json", "preprocessor_config.json")
+"""Files that may have the features, the first one under ``feature_extractor`` or ``audio_processor``."""
 LOGARITHMIC_FROM = 1000.0
 """Hertz up to which Slaney's mel scale is linear, 15 mels there."""
 MELS_PER_HERTZ = 3 / 200
@@ -96,10 +96,14 @@ class LogMelFeatures:
 def read_log_mel_features(folder: Path) -> LogMelFeatures:
     """The features of a checkpoint's model. Raises ``PenstockError`` (``invalid``) where ``preprocessor_config.json``
     is missing, damaged, or of another model."""
-    path = next((folder / name for name in CONFIGS if (folder / name).exists()), folder / CONFIGS[0])
+    path = folder / CONFIGS[0]
     try:
-        given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        return _read(given.get("feature_extractor") or given)
+        given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+        features = given.get("feature_extractor") or given.get("audio_processor")
+        if not features:
+            path = folder / CONFIGS[1]
+            features = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return _read(features)
     except OSError as error:
         raise invalid("model", f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
