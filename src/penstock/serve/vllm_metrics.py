@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.samples import Sample
 
 from penstock.config.options import EngineOptions
 from penstock.engine.service.messages import Stats
@@ -81,27 +80,23 @@ def vllm_metrics(
         yield _lora_requests(engines)
         yield _sleep_state(engines)
     if aliases == "all":
-        yield from _rates(families)
+        yield from _rates(families, engines)
         if responses := families.get("http_responses"):
             yield _http_requests(responses)
 
 
-def _rates(families: Mapping[str, Metric]) -> Iterator[Metric]:
+def _rates(families: Mapping[str, Metric], models: Iterable[str]) -> Iterator[Metric]:
     """Ratios of counters since the start; 0 before anything was counted."""
     for name, (part, whole, counted) in RATES.items():
-        if part not in families or whole not in families:
-            continue
         family = GaugeMetricFamily(f"vllm:{name}", f"Share of {counted}, 0 to 1.", labels=["model_name", "engine"])
-        totals = {one.labels["model_name"]: one.value for one in families[whole].samples if _is_count(one)}
-        for sample in families[part].samples:
-            if _is_count(sample):
-                model = sample.labels["model_name"]
-                family.add_metric([model, ENGINE], sample.value / max(totals.get(model, 0), 1))
+        for model in models:
+            family.add_metric([model, ENGINE], _count(families, part, model) / max(_count(families, whole, model), 1))
         yield family
 
 
-def _is_count(sample: Sample) -> bool:
-    return not sample.name.endswith("_created")
+def _count(families: Mapping[str, Metric], name: str, model: str) -> float:
+    samples = families[name].samples if name in families else []
+    return sum(one.value for one in samples if one.labels["model_name"] == model and not one.name.endswith("_created"))
 
 
 def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
