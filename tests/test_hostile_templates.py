@@ -151,7 +151,7 @@ def test_client_that_leaves_does_not_end_the_process(served: Served) -> None:
     """The rendering of a client that has left ends by itself; its process is used again."""
     body = ROUTES["/v1/chat/completions"]
     assert httpx.post(f"{served.url}/chat/completions", json=body("Hello!") | {"max_tokens": 1}).status_code == 200
-    with pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{served.url}/chat/completions", json=body("loop"), timeout=0.1)
     assert httpx.post(f"{served.url}/chat/completions", json=body("Hello!") | {"max_tokens": 1}).status_code == 200
 
@@ -193,11 +193,11 @@ def _own_children() -> list[int]:
 
 
 def test_api_process_that_hangs_is_restarted_and_others_go_on() -> None:
-    arguments = ("--api-server-count", "2", "--api-process-timeout", "2", "--num-gpu-blocks-override", "100")
+    arguments = ("--api-server-count", "2", "--api-process-timeout", "6", "--num-gpu-blocks-override", "100")
     with Served(*arguments) as server:
         hung, other = server.pids["api"]
         os.kill(hung, signal.SIGSTOP)
-        server.find(rf"API process \(process {hung}\) has not answered for 2 seconds: killed")
+        server.find(rf"API process \(process {hung}\) has not answered for 6 seconds: killed")
         server.find(rf"API process \d \(process {hung}\) ended")
         server._welcome()
         pids = server.pids["api"]
