@@ -91,7 +91,8 @@ def resolved(raw: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any, di
     (folder / "config.json").write_text(json.dumps(raw))
     made, complete = read_config(folder), read_config_json(folder)
     fields = {each.name: getattr(made, each.name) for each in dataclasses.fields(ModelConfig) if each.name != "raw"}
-    fields["rope_parameters"] = [made.rope_of(layer) for layer in range(made.num_layers)] if not made.encoder else None
+    ropes = [made.rope_of(layer) or {} for layer in range(made.num_layers)]
+    fields["rope_parameters"] = [{"partial_rotary_factor": 1.0, **rope} for rope in ropes]
     fields.pop("local_rope_parameters")
     vision = {name: complete.get(name) for name in VISION}
     if vision["vision_config"]:

@@ -58,7 +58,8 @@ def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path)
     if config.get("gguf"):
         return config
     named = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) not in (None, "auto")]
-    config = {**config, "dtype": named[0] if named else stored_dtype(folder), "torch_dtype": None}
+    kept = {name: value for name, value in config.items() if name != "torch_dtype"}
+    config = {**kept, "dtype": named[0] if named else stored_dtype(folder)}
     tied = config.get("tie_word_embeddings")
     if tied and stored_head(folder) == "other":
         return {**config, "tie_word_embeddings": False}

@@ -105,8 +105,7 @@ def _complete(
     rope["rope_theta"] = base if isinstance(base, list) else float(base)
     beside = _partial(config, model_type)
     share = _first(given.get("partial_rotary_factor"), beside, defaults.get("partial_rotary_factor"))
-    rope.pop("partial_rotary_factor", None)
-    if share not in (None, 1.0):
+    if share is not None:
         rope["partial_rotary_factor"] = float(share)
     if kind in WITH_ORIGINAL:
         length, beside = config.get("max_position_embeddings"), config.get("original_max_position_embeddings")
