@@ -270,8 +270,8 @@ VALUES = {
             "aqlm auto_awq auto_gptq awq awq_marlin bitsandbytes compressed-tensors deepseek_v4_fp8 deepspeedfp "
             "experts_int8 fbgemm_fp8 fp8 fp8_per_block fp8_per_channel fp8_per_tensor fp_quant gguf gpt_oss_mxfp4 "
             "gptq gptq_marlin gptq_marlin_24 humming inc int8_per_channel_weight_only ipex marlin modelopt "
-            "modelopt_fp4 modelopt_mixed modelopt_mxfp8 moe_wna16 mxfp4 mxfp8 neuron_quant nvfp4_per_token online qqq quark "
-            "smoothquant torchao tpu_int8"
+            "modelopt_fp4 modelopt_mixed modelopt_mxfp8 moe_wna16 mxfp4 mxfp8 neuron_quant nvfp4_per_token online "
+            "qqq quark smoothquant torchao tpu_int8"
         ),
         "--load-format": (
             "auto pt safetensors npcache dummy tensorizer bitsandbytes sharded_state gguf mistral runai_streamer "

@@ -96,7 +96,8 @@ def _rates(families: Mapping[str, Metric], models: Iterable[str]) -> Iterator[Me
 
 def _count(families: Mapping[str, Metric], name: str, model: str) -> float:
     samples = families[name].samples if name in families else []
-    return sum(one.value for one in samples if one.labels["model_name"] == model and not one.name.endswith("_created"))
+    counts = (one.value for one in samples if not one.name.endswith("_created") and one.labels["model_name"] == model)
+    return float(sum(counts))
 
 
 def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
