@@ -46,7 +46,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"models": [_described(service) for service in served_models]})
 
     async def live(_: Request) -> Response:
-        return JSONResponse(await view.state())
+        return Response(await view.state(), media_type="application/json")
 
     described = operation(OBJECT, reference(ErrorResponse))
     routes.add("/web/models", models, summary="Models, and what the playground can ask of them", described=described)

@@ -73,8 +73,10 @@ class ConversationRoutes:
         return _json(await self._store.delete_item(_tenant(raw_request), _name(raw_request), item))
 
     async def _read(self, raw_request: Request, schema: type[T]) -> T:
-        body = await self._served_models.read_body(raw_request)
-        return convert(read_object(body or b"{}"), schema, record_of(raw_request.scope).unknown)
+        unknown, largest = record_of(raw_request.scope).unknown, self._served_models.max_body_size
+        return await self._served_models.read(
+            raw_request, lambda body: convert(read_object(body or b"{}"), schema, unknown), largest
+        )
 
 
 def add_routes(routes: Routes, served_models: ServedModels, store: ConversationStore, prefix: str) -> None:
