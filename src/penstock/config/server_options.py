@@ -167,7 +167,17 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_size: Annotated[
         int,
         option(
-            "Maximum size of a request; 0 is 64 bytes per token of the context, at least 1 MiB, or 64 MiB for images.",
+            "Maximum size of a request; 0 is 64 bytes per token of the context, at least 1 MiB, or 64 MiB for requests "
+            "that may have images.",
+            "bytes",
+            ge=0,
+        ),
+    ] = 0
+    max_body_memory: Annotated[
+        int,
+        option(
+            "Memory for the bodies of open requests in an API process, half of it for one client; further ones wait or "
+            "get status 429. 0 is three times max_body_size, at least 192 MiB.",
             "bytes",
             ge=0,
         ),

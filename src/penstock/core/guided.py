@@ -12,6 +12,8 @@ from .json_schema import drop_annotations
 
 MAX_CHARACTERS = 65_536
 """Characters of a schema, pattern or grammar."""
+MAX_TEXT = 4 * MAX_CHARACTERS
+"""Characters of a schema with insignificant whitespace; a longer text is not parsed."""
 MAX_CHOICES = 4096
 LLGUIDANCE_OPTIONS = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
 """llguidance refuses keywords that it does not support, and allows no ``\\u`` in strings, which could disguise a
@@ -154,7 +156,10 @@ def schema_to_json(field: str, schema: Any, is_schema: bool = True) -> str:
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     try:
-        parsed = json.loads(schema if isinstance(schema, str) else json.dumps(schema), parse_float=_integer_or_float)
+        given = schema if isinstance(schema, str) else json.dumps(schema)
+        if len(given) > MAX_TEXT:
+            raise invalid(field, f"must have at most {MAX_CHARACTERS} characters", MAX_CHARACTERS)
+        parsed = json.loads(given, parse_float=_integer_or_float)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error
     if isinstance(parsed, bool):

@@ -18,28 +18,38 @@ MAX_QUEUED = 2**16
 
 class FairQueue:
     """Shares the event loop among tasks that do long CPU work in pieces: one piece per iteration of the loop, round
-    robin.
+    robin over clients.
 
     So an iteration lasts no longer than one piece, however many tasks have long work.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By client, in the order of their next turns."""
         self._granting = False
 
-    async def wait_turn(self) -> None:
-        """Wait until this task may do its next piece of work; it has the event loop until its next ``await``."""
+    async def wait_turn(self, client: str = "") -> None:
+        """Wait until this task may do its next piece of work; it has the event loop until its next ``await``.
+
+        Args:
+            client: whose work it is; clients take turns, each with its oldest task.
+        """
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        if not self._granting:
+        if not self._granting:  # nobody else has work in this iteration
             self._granting = True
             loop.call_soon(self._grant)
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
         await turn
 
     def _grant(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # after the other clients
             if not turn.done():
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._grant)

@@ -344,10 +344,14 @@ class Gateway:
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""
+        self.check_characters(len(prompt) if isinstance(prompt, str) else 0)
+
+    def check_characters(self, count: int) -> None:
+        """Raises ``PenstockError`` (``too_long``) where the context cannot hold a text of so many characters."""
         engine = self.engine_pool.require_engine()
         maximum = engine.max_model_len
-        if isinstance(prompt, str) and (minimum := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
-            message = f"has {len(prompt)} characters, far more than {maximum} tokens can hold"
+        if (minimum := count // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
+            message = f"has {count} characters, far more than {maximum} tokens can hold"
             raise too_long("prompt", message, max(minimum, maximum + 1), maximum)
 
     @cached_property

@@ -54,6 +54,7 @@ from .http.middleware import (
     Refuse,
     RequestLogMiddleware,
     RootPathMiddleware,
+    TurnMiddleware,
 )
 from .http.openapi import components
 from .http.reply import refuse
@@ -176,7 +177,11 @@ def build(
     if health_ports:
         wrapped = HealthPortMiddleware(wrapped, health_ports, refusing(NOT_HERE))
     wrapped = RequestLogMiddleware(
-        wrapped, served_models.metrics, error_formats, served_models.options.strict_requests, served_models.tracer
+        TurnMiddleware(wrapped),
+        served_models.metrics,
+        error_formats,
+        served_models.options.strict_requests,
+        served_models.tracer,
     )
     return RootPathMiddleware(wrapped, prefix) if prefix else wrapped
 

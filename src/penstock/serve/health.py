@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from penstock.version import __version__
 from .http.access import Access
 from .http.routes import Routes
 from .models.served_models import ServedModels
+from .shared_result import SharedResult
 
 if TYPE_CHECKING:  # what it imports may not be installed
     from .storage.usage import Usage
@@ -47,13 +49,17 @@ def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None)
                 result["weights"] = engine.weights_version
         return JSONResponse(result)
 
-    async def metrics(_: Request) -> Response:
+    async def compute_metrics() -> bytes:
         stored: list[Metric] = []
         if usage:
             with suppress(PenstockError):  # where the database does not answer, which requests tell
                 stored = await usage.metrics()
-        page = served_models.metrics.page(served_models.engine_stats, stored)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+        return await asyncio.to_thread(served_models.metrics.page, served_models.engine_stats, stored)
+
+    page = SharedResult(compute_metrics)
+
+    async def metrics(_: Request) -> Response:
+        return Response(await page.get(), media_type=CONTENT_TYPE_LATEST)
 
     add = partial(routes.add, access=Access.PUBLIC)
     add("/live", live, summary="This process answers")

@@ -11,6 +11,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.body import require
+from penstock.serve.http.body_parser import ElementCount
 
 from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart
@@ -162,12 +163,14 @@ def messages_of(messages: list[Message], images: bool = False) -> list[dict[str,
         images: whether messages may have images and videos; the content of one with these is its parts. The chat
             template decides in which roles it shows them.
 
-    Raises ``PenstockError`` (``unsupported``) for content that is not text, an image or a video.
+    Raises ``PenstockError``: ``unsupported`` for content that is not text, an image or a video, ``invalid`` where the
+    arguments of all calls have too many elements.
     """
-    return [_message(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
+    count = ElementCount("messages[].tool_calls[].function.arguments")
+    return [_message(message, f"messages[{i}]", images, count) for i, message in enumerate(messages)]
 
 
-def _message(message: Message, path: str, images: bool) -> dict[str, Any]:
+def _message(message: Message, path: str, images: bool, count: ElementCount) -> dict[str, Any]:
     if message.role not in ROLES:
         raise invalid(f"{path}.role", f"{message.role[:50]!r} is not one of {', '.join(ROLES)}")
     result: dict[str, Any] = {
@@ -176,7 +179,7 @@ def _message(message: Message, path: str, images: bool) -> dict[str, Any]:
     }
     if message.tool_calls:
         result["tool_calls"] = [
-            function_call(call.id, call.function.name, _arguments(call.function.arguments))
+            function_call(call.id, call.function.name, _arguments(call.function.arguments, count))
             for call in message.tool_calls
         ]
     reasoning = message.reasoning_content or message.reasoning
@@ -209,10 +212,15 @@ def _media(part: OpenAIPart, path: str) -> dict[str, Any] | None:
     return {"type": kind, kind: {"url": url}}
 
 
-def _arguments(given: str | Mapping[str, Any] | None) -> Any:
-    """Arguments as an object; text that is not a JSON object is kept, as a model may have written it."""
+def _arguments(given: str | Mapping[str, Any] | None, count: ElementCount) -> Any:
+    """Arguments as an object; text that is not a JSON object is kept, as a model may have written it.
+
+    Args:
+        count: counts the elements of all arguments.
+    """
     if not isinstance(given, str):
         return given or {}
+    count.add(given.encode(errors="replace"))
     try:
         result = json.loads(given)
     except (ValueError, RecursionError):

@@ -22,16 +22,6 @@ NUM_TAIL_TOKENS = 32
 """Tokens at the end of a given prompt that are decoded to find out whether it ends within the reasoning."""
 
 
-async def count_tokens(service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> int:
-    """The number of tokens of a chat's prompt.
-
-    Raises ``PenstockError`` as ``ChatPrompt`` does, and for an unknown model.
-    """
-    service.adapter_of(request.model)
-    prompt: Any = await ChatPrompt(service, request, size, unknown).prompt()
-    return len(prompt["prompt_token_ids"])
-
-
 class ChatPrompt:
     """The prompt of one chat.
 
@@ -66,6 +56,8 @@ class ChatPrompt:
         self._calls = bool(request.tools)
         shown = request.tools if request.tool_choice != "none" else None
         self._messages = messages_of(request.messages, service.sees_images)
+        if request.messages:
+            self._gateway.check_characters(sum(map(_num_characters, self._messages)))
         self._options = template_options(request, shown, self.tools is not None) | self._template_variables(
             request, unknown
         )
@@ -82,6 +74,11 @@ class ChatPrompt:
                 if getattr(request, name):
                     words = f"{name}: this model sees no images, only text"
                     raise PenstockError(Code.UNSUPPORTED, words, name)
+
+    async def count_tokens(self) -> int:
+        """The number of tokens of the prompt."""
+        prompt: Any = await self.prompt()
+        return len(prompt["prompt_token_ids"])
 
     async def prompt(self) -> Prompt:
         """Rendered and encoded."""
@@ -141,6 +138,12 @@ class ChatPrompt:
                 unknown.ignore("", name)
                 del given[name]
         return given
+
+
+def _num_characters(message: dict[str, Any]) -> int:
+    """Characters of a message's text."""
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def truncate(token_ids: list[int], request: PromptRequest, max_tokens: int, side: str = "left") -> list[int]:

@@ -154,15 +154,17 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         async def endpoint(raw_request: Request) -> Response:
             record = record_of(raw_request.scope)
             record.error_format = ERROR_FORMAT
-            given = read_object(await served_models.read_body(raw_request))
-            check_supported(given, UNSUPPORTED)
-            given = {name: value for name, value in given.items() if value is not None}
-            request = convert(given, EmbedRequest, record.unknown, "pydantic")
-            service = served_models.find(request.model)
-            answer = EmbedHandler(service, record, request, version).full()
-            return Reply(service, answer, ERROR_FORMAT, streamed=False)
+            return await served_models.read(raw_request, lambda body: answer_body(body, record, version))
 
         return endpoint
+
+    def answer_body(body: bytes, record: RequestRecord, version: str) -> Response:
+        given = read_object(body)
+        check_supported(given, UNSUPPORTED)
+        given = {name: value for name, value in given.items() if value is not None}
+        request = convert(given, EmbedRequest, record.unknown, "pydantic")
+        service = served_models.find(request.model)
+        return Reply(service, EmbedHandler(service, record, request, version).full(), ERROR_FORMAT, streamed=False)
 
     described = operation(reference(EmbedResponse, PREFIX), OBJECT, reference(EmbedRequest, PREFIX))
     for version in ("1", "2"):

@@ -12,10 +12,11 @@ from penstock.core import PenstockError
 
 from ..http.access import Access
 from ..http.body import read_object
+from ..http.body_parser import check_elements
 from ..http.error_format import ErrorFormat
 from ..http.request_record import record_of
 from ..http.routes import Endpoint, Route, Routes
-from ..models.served_models import ServedModels
+from ..models.served_models import RECEIVED, ServedModels
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
 CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
@@ -58,11 +59,16 @@ def answer_by_body(
     other: Endpoint = route.endpoint
 
     async def either(raw_request: Request) -> Response:
+        body = await served_models.receive(raw_request, served_models.max_body_size)
+        raw_request.scope[RECEIVED] = body  # for the endpoint
+        record = record_of(raw_request.scope)
         try:
-            fields = read_object(await served_models.read_body(raw_request))
+            is_its = await served_models.parse(
+                record, len(body), lambda: (check_elements(body), matches(read_object(body)))
+            )
         except PenstockError:  # which the other one reports
-            fields = {}
-        return await (endpoint if matches(fields) else other)(raw_request)
+            is_its = False
+        return await (endpoint if is_its else other)(raw_request)
 
     routes[routes.index(route)] = Route(path, either, access=route.access, methods=["POST"])
 
@@ -76,20 +82,24 @@ def add_shared_routes(
         described: operations of the OpenAPI document for the first path of each.
     """
 
-    async def read(raw_request: Request) -> tuple[Dialect, dict[str, Any], int]:
-        body = await served_models.read_body(raw_request)
-        result = read_object(body)
-        dialect = next(dialect for dialect in dialects if dialect.matches(raw_request, result))
+    def recognize(raw_request: Request, fields: dict[str, Any]) -> Dialect:
+        dialect = next(dialect for dialect in dialects if dialect.matches(raw_request, fields))
         record_of(raw_request.scope).error_format = dialect.error_format
-        return dialect, result, len(body)
+        return dialect
 
     async def create_completion(raw_request: Request) -> Response:
-        dialect, result, size = await read(raw_request)
-        return dialect.completion(raw_request, result, size)
+        def answer(body: bytes) -> Response:
+            fields = read_object(body)
+            return recognize(raw_request, fields).completion(raw_request, fields, len(body))
+
+        return await served_models.read(raw_request, answer)
 
     async def create_chat(raw_request: Request) -> Response:
-        dialect, result, size = await read(raw_request)
-        return dialect.chat(raw_request, result, size)
+        def answer(body: bytes) -> Response:
+            fields = read_object(body)
+            return recognize(raw_request, fields).chat(raw_request, fields, len(body))
+
+        return await served_models.read(raw_request, answer, served_models.max_body_size)
 
     for paths, endpoint, summary in (
         (COMPLETIONS, create_completion, "Continue a prompt"),

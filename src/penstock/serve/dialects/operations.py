@@ -146,8 +146,10 @@ def _add_reload(routes: Routes, operator: Operator) -> None:
 
 async def body_of(request: Request, operator: Operator, schema: type[Any]) -> Any:
     """The body of a request; an empty one has the schema's defaults."""
-    body = await operator.served_models.read_body(request)
-    return convert(read_object(body) if body else {}, schema, record_of(request.scope).unknown, "pydantic")
+    unknown = record_of(request.scope).unknown
+    return await operator.served_models.read(
+        request, lambda body: convert(read_object(body or b"{}"), schema, unknown, "pydantic")
+    )
 
 
 def _described(service: ModelService) -> dict[str, Any]:

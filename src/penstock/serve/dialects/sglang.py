@@ -67,9 +67,12 @@ def add_routes(routes: Routes, operator: Operator) -> None:
     routes.describe(SCHEMAS)
 
     async def update_weights_from_disk(request: Request) -> Response:
-        fields = read_object(await operator.served_models.read_body(request))
-        check_supported(fields, UNSUPPORTED)
-        given = convert(fields, UpdateFromDisk, record_of(request.scope).unknown, "pydantic")
+        def parse(body: bytes) -> UpdateFromDisk:
+            fields = read_object(body)
+            check_supported(fields, UNSUPPORTED)
+            return convert(fields, UpdateFromDisk, record_of(request.scope).unknown, "pydantic")
+
+        given = await operator.served_models.read(request, parse)
         if given.abort_all_requests:
             await operator.carry_out(PauseGeneration(), request)
         message, status = "Succeeded to update model weights.", 200

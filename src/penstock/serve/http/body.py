@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -14,7 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .body_memory import UNCOUNTED_SIZE, BodyMemory, Reservation
 from .lax import Lax, convert_types, literals_at
+from .request_record import record_of
 from .unknown_fields import UnknownFields
 
 JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -24,6 +27,8 @@ HALF_AT_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}$")
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
+MIN_RATE = 2**17
+"""Bytes a second at which a body that takes memory must arrive, after ``timeout`` seconds."""
 
 
 async def body_parts(request: Request, max_size: int, timeout: float) -> AsyncGenerator[bytes, None]:
@@ -63,6 +68,32 @@ async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
     return b"".join([part async for part in body_parts(request, max_size, timeout)])
 
 
+async def receive_body(request: Request, max_size: int, timeout: float, memory: BodyMemory) -> bytes:
+    """The whole body of a request, whose memory is held until the request ends. A body of known size is not read
+    before there is room for it.
+
+    Raises ``PenstockError``: as ``body_parts``; ``overloaded`` where there is no room; ``timeout`` where it arrives at
+    less than ``MIN_RATE``.
+    """
+    record = record_of(request.scope)
+    length = request.headers.get("content-length", "")
+    expected = int(length) if length.isdecimal() else 0
+    if UNCOUNTED_SIZE < expected <= max_size:
+        record.memory = await memory.reserve(record.sender, expected, timeout)
+    body, started = bytearray(), time.monotonic()
+    async for part in body_parts(request, max_size, timeout):
+        body += part
+        size = len(body)
+        if size > max(UNCOUNTED_SIZE, expected):
+            record.memory = record.memory or Reservation(memory, record.sender)
+            record.memory.resize(size)
+        late = time.monotonic() - started - timeout
+        if record.memory and late > 0 and size < late * MIN_RATE:
+            message = f"body: {size} bytes arrived in {late + timeout:.0f} seconds, fewer than {MIN_RATE} a second"
+            raise PenstockError(Code.TIMEOUT, message, "body", timeout)
+    return cast(bytes, body)  # a copy would take the event loop tens of milliseconds
+
+
 def decode_json(data: bytes, field: str) -> Any:
     """The value of a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``)."""
     try:
@@ -73,7 +104,9 @@ def decode_json(data: bytes, field: str) -> Any:
 
 def without_mark(data: bytes) -> bytes:
     """A text without the byte order mark of UTF-8, which some editors and clients write."""
-    return data.removeprefix(codecs.BOM_UTF8)
+    if not data.startswith(codecs.BOM_UTF8):
+        return data  # removeprefix would copy a bytearray, which large bodies are
+    return data[len(codecs.BOM_UTF8) :]
 
 
 def json_problem(data: bytes, error: Exception) -> str:

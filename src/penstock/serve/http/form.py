@@ -18,7 +18,9 @@ from penstock.core.errors import invalid
 from .body import body_parts
 
 OVERHEAD = 2**16
-"""Bytes that a form may have besides its file."""
+"""Bytes that a form may have besides its file; also those of one field."""
+MAX_FIELDS = 32
+"""Fields of a form besides its file."""
 CHARSET = re.compile(r";\s*charset=[^;]*", re.IGNORECASE)
 
 
@@ -51,7 +53,8 @@ async def read_form(request: Request, max_size: int, timeout: float) -> AsyncIte
     headers = Headers({"content-type": CHARSET.sub("", content_type)})  # texts are UTF-8: others decode to surrogates
     try:
         async with aclosing(body_parts(request, max_size + OVERHEAD, timeout)) as parts:
-            fields = await MultiPartParser(headers, parts, max_files=1).parse()
+            parser = MultiPartParser(headers, parts, max_files=1, max_fields=MAX_FIELDS, max_part_size=OVERHEAD)
+            fields = await parser.parse()
     except MultiPartException as error:
         raise invalid("file", f"the form cannot be read: {error.message}") from error
     except PenstockError as error:

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.cluster.http import INSTANCE_PATH, REGISTER_PATH
+from penstock.frontend.fair_queue import FairQueue
 from penstock.version import __version__
 
 from ..metrics import Metrics
@@ -86,9 +87,9 @@ class RequestLogMiddleware:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        record = RequestRecord(
-            given if REQUEST_ID.fullmatch(given) else uuid4().hex, scope["path"], unknown=UnknownFields(self._strict)
-        )
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        address = (scope.get("client") or ("",))[0]
+        record = RequestRecord(request_id, scope["path"], address=address, unknown=UnknownFields(self._strict))
         scope["penstock.record"] = record
         record.span = self._span(scope, record)
         started, status = time.monotonic(), 0
@@ -118,6 +119,7 @@ class RequestLogMiddleware:
                 if not status:
                     await refuse(send_with_headers, record.failure, self._error_formats.of(scope))
             finally:
+                record.release_memory()
                 self._log(scope, record, status, time.monotonic() - started)
                 if record.span:
                     route = getattr(scope.get("route"), "path", "other")
@@ -163,6 +165,20 @@ def _client(scope: Scope) -> str:
     """The client's address and user agent."""
     agent = Headers(scope=scope).get("user-agent", "")
     return f"{(scope.get('client') or ('', 0))[0]} {agent[:MAX_USER_AGENT]}".strip()
+
+
+class TurnMiddleware:
+    """Starts one request in each iteration of the event loop, clients in turn: many that are cheap one by one hold up
+    streams no longer than one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._fair_queue = FairQueue()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._fair_queue.wait_turn(record_of(scope).address)
+        await self._app(scope, receive, send)
 
 
 class RootPathMiddleware:

@@ -11,6 +11,7 @@ from starlette.types import Scope
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 
+from .body_memory import Reservation
 from .error_format import ErrorFormat
 from .unknown_fields import UnknownFields
 
@@ -41,6 +42,8 @@ class RequestRecord:
     """Time of arrival, seconds on the monotonic clock."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields of its line in the log: token counts; times in seconds."""
+    address: str = ""
+    """Its client's address, without the port."""
     client: str = ""
     """Its connection (gRPC), within which one request may stop another."""
     tenant: str = ""
@@ -57,8 +60,20 @@ class RequestRecord:
     """Version of the weights that its first tokens were computed with."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
     """Its fields that the schema does not have."""
+    memory: Reservation | None = None
+    """Memory of its body; None where it is small."""
     span: Span | None = None
     """Its span; None without traces."""
+
+    @property
+    def sender(self) -> str:
+        """Whose turn it takes and whose share of memory: its tenant, or else its client's address."""
+        return self.tenant or self.address
+
+    def release_memory(self) -> None:
+        """Free the memory of its body, as it has ended."""
+        if self.memory:
+            self.memory.release()
 
     def add_output(self, output: RequestOutput) -> None:
         """Add the counts and times of one finished prompt: counts add up, of times the longest counts."""

@@ -186,6 +186,8 @@ class ModelManager:
                 return
             if not model.required:
                 self._served_models.add(model, gateway)
+            for hook in self._served_models.ready_hooks:
+                await hook()
             self._send(Ready(model.engine))
 
     async def _drain(self, service: ModelService, model: ServedModel) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
@@ -14,7 +14,10 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.engine.service.client import STARTING
 from penstock.frontend.gateway import Gateway
 
-from ..http.body import read_body
+from ..http.body import receive_body
+from ..http.body_memory import UNCOUNTED_SIZE, BodyMemory, Reservation
+from ..http.body_parser import BodyParser, check_elements
+from ..http.request_record import RequestRecord, record_of
 from ..metrics import EngineStats, Metrics
 from .messages import ANY_MODEL, ServedModel
 from .service import ModelService
@@ -27,7 +30,12 @@ MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
 """Default of ``max_body_size``: ``BYTES_PER_TOKEN`` (JSON syntax included) times the longest context length in tokens,
 at least ``MIN_BODY_SIZE``."""
 IMAGE_BODY_SIZE = 2**26
-"""The least default where a model sees images, which requests bring as base64."""
+"""The least default for requests with images, which they bring as base64."""
+MIN_BODY_MEMORY = 3 * 2**26
+"""Default of ``max_body_memory``, or three times ``max_body_size``."""
+RECEIVED = "penstock.body"
+"""Key of a request's scope: its body, which has been received."""
+T = TypeVar("T")
 
 
 class ServedModels:
@@ -43,7 +51,11 @@ class ServedModels:
         self._received = False
         self._services: dict[str, ModelService] = {}
         self._open = 0
-        self._max_body_size = MIN_BODY_SIZE
+        self._max_sizes = MIN_BODY_SIZE, MIN_BODY_SIZE
+        self.body_memory = BodyMemory(options.max_body_memory or max(MIN_BODY_MEMORY, 3 * options.max_body_size))
+        self._parser = BodyParser()
+        self.ready_hooks: list[Callable[[], Awaitable[None]]] = []
+        """Called when the engine of a model has become ready."""
 
     def __iter__(self) -> Iterator[ModelService]:
         return (self._services[model.name] for model in self._models if model.name in self._services)
@@ -60,7 +72,7 @@ class ServedModels:
     def add(self, model: ServedModel, gateway: Gateway) -> ModelService:
         """Start serving a model."""
         metrics = self.metrics.of(model.name)
-        service = ModelService(gateway, self.options, model.names, model.kserve, metrics, self._admit)
+        service = ModelService(gateway, self.options, model.names, model.kserve, metrics, self._admit, self._parser)
         self._services[model.name] = service
         return service
 
@@ -140,31 +152,68 @@ class ServedModels:
 
     @property
     def max_body_size(self) -> int:
-        """Largest request body, bytes. While no engine is ready, the last one that depended on an engine, so that a
-        request is read, and its error has its dialect's format."""
+        """Largest body of a request that may have images, bytes. While no engine is ready, the last one that depended
+        on an engine, so that a request is read, and its error has its dialect's format."""
+        return self._max_body_sizes()[1]
+
+    @property
+    def max_text_size(self) -> int:
+        """Largest body of any other request, bytes; likewise."""
+        return self._max_body_sizes()[0]
+
+    def _max_body_sizes(self) -> tuple[int, int]:
+        """``max_text_size`` and ``max_body_size``."""
         if self.options.max_body_size:
-            return self.options.max_body_size
+            return self.options.max_body_size, self.options.max_body_size
         engines = [service.gateway.engine_pool for service in self]
         lengths = [engine.engine.max_model_len for engine in engines if engine.engine]
         if lengths:
-            smallest = IMAGE_BODY_SIZE if any(service.sees_images for service in self) else MIN_BODY_SIZE
-            self._max_body_size = max(smallest, *(BYTES_PER_TOKEN * length for length in lengths))
-        return self._max_body_size
+            text_size = max(MIN_BODY_SIZE, *(BYTES_PER_TOKEN * length for length in lengths))
+            sees_images = any(service.sees_images for service in self)
+            self._max_sizes = text_size, max(text_size, IMAGE_BODY_SIZE) if sees_images else text_size
+        return self._max_sizes
 
-    async def read_body(self, request: Request) -> bytes:
-        """Read a request's body; the same again where it has been read.
+    async def read(self, request: Request, parse: Callable[[bytes], T], max_size: int | None = None) -> T:
+        """What ``parse`` makes of a request's JSON body, in a thread where the body is large.
+
+        Args:
+            max_size: bytes; ``max_text_size`` by default.
+
+        Raises ``PenstockError``: as ``receive`` and ``parse``; ``invalid`` where the body has too many elements.
+        """
+        body = await self.receive(request, self.max_text_size if max_size is None else max_size)
+        return await self.parse(record_of(request.scope), len(body), lambda: (check_elements(body), parse(body)))
+
+    async def receive(self, request: Request, max_size: int) -> bytes:
+        """A request's body, whose memory it holds until it ends; one that ``RECEIVED`` has is not read again.
 
         Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
-        disconnects; ``unavailable`` for a large body where no engine has told how large it may be.
+        disconnects, ``overloaded`` where there is no memory for it, ``unavailable`` for a large body where no engine
+        has told how large it may be.
         """
-        if not hasattr(request.state, "body"):
+        body: bytes | None = request.scope.pop(RECEIVED, None)
+        if body is None:
             try:
-                request.state.body = await read_body(request, self.max_body_size, self.options.client_timeout)
+                body = await receive_body(request, max_size, self.options.client_timeout, self.body_memory)
             except PenstockError as error:
                 if error.failure.code is Code.TOO_LARGE and not self.options.max_body_size:
                     self.check_alive()
                 raise
-        return bytes(request.state.body)
+        return body
+
+    async def parse(self, record: RequestRecord, size: int, work: Callable[[], tuple[int, T]]) -> T:
+        """The second result of ``work`` on a body of ``size`` bytes, in a thread where it is large.
+
+        Args:
+            work: returns how many bytes of memory its result takes, too.
+
+        Raises ``PenstockError``: as ``work``; ``overloaded`` where there is no memory for the result.
+        """
+        taken, result = await self._parser.parse(record.sender, size, work)
+        if taken > UNCOUNTED_SIZE:
+            record.memory = record.memory or Reservation(self.body_memory, record.sender)
+            record.memory.resize(max(record.memory.size, taken), parsed=True)
+        return result
 
     def _first(self) -> ModelService:
         if (first := next(iter(self), None)) is None:

@@ -10,6 +10,7 @@ from penstock.config.options import ServerOptions
 from penstock.core import Code, PenstockError
 from penstock.frontend.gateway import Gateway
 
+from ..http.body_parser import BodyParser
 from ..metrics import ModelMetrics
 from .messages import ANY_MODEL
 
@@ -21,6 +22,7 @@ class ModelService:
         names: names that clients use for it; the first is in its answers.
         kserve: models of the KServe v2 protocol over it: name → kind.
         admission: context manager that counts a request among those of all models.
+        parser: parses requests of all models.
     """
 
     def __init__(
@@ -31,12 +33,15 @@ class ModelService:
         kserve: Mapping[str, str],
         metrics: ModelMetrics,
         admission: Callable[[], AbstractContextManager[None]],
+        parser: BodyParser,
     ) -> None:
         self.gateway = gateway
         self.options = options
         self.names = names
         self.kserve = kserve
         self.metrics = metrics
+        self.parser = parser
+        """Parses requests of this and the other models."""
         self._admission = admission
         self._open = 0
         self.idle = asyncio.Event()

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import Metric
 
+from ..metrics import counted
 from ..models.served_models import ServedModels
 
 INTERVAL = 0.5
@@ -30,20 +30,20 @@ class LiveView:
 
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
-        self._known: asyncio.Task[dict[str, Any]] | None = None
+        self._known: asyncio.Task[bytes] | None = None
         self._begun = 0.0
 
-    async def state(self) -> dict[str, Any]:
-        """``models``, each with ``counters`` (number by name), ``histograms`` (``buckets``, upper bounds in seconds,
-        and the observations in each), and ``engines`` with ``stats`` and a ``snapshot`` (None where an engine does not
-        answer)."""
+    async def state(self) -> bytes:
+        """JSON: ``models``, each with ``counters`` (number by name), ``histograms`` (``buckets``, upper bounds in
+        seconds, and the observations in each), and ``engines`` with ``stats`` and a ``snapshot`` (None where an engine
+        does not answer)."""
         if self._known is None or (self._known.done() and time.monotonic() - self._begun > INTERVAL):
             self._begun = time.monotonic()
             self._known = asyncio.create_task(self._compute())
         return await asyncio.shield(self._known)
 
-    async def _compute(self) -> dict[str, Any]:
-        families = await asyncio.to_thread(_families)
+    async def _compute(self) -> bytes:
+        families = {family.name.removeprefix("penstock:"): family for family in await asyncio.to_thread(counted)}
         models = []
         for service in self._served_models:
             engines = [
@@ -53,15 +53,7 @@ class LiveView:
             counters = {name: _total(families.get(name), service.name) for name in COUNTERS}
             histograms = {name: _histogram(families.get(name), service.name) for name in HISTOGRAMS}
             models.append({"name": service.name, "counters": counters, "histograms": histograms, "engines": engines})
-        result: dict[str, Any] = msgspec.to_builtins({"time": time.time(), "models": models})
-        return result
-
-
-def _families() -> dict[str, Metric]:
-    """The metrics of all API processes, by name."""
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)
-    return {family.name.removeprefix("penstock:"): family for family in registry.collect()}
+        return msgspec.json.encode({"time": time.time(), "models": models})
 
 
 def _total(family: Metric | None, model: str) -> float:

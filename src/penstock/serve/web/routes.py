@@ -48,7 +48,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"models": [_described(service) for service in served_models]})
 
     async def live(_: Request) -> Response:
-        return JSONResponse(await view.state())
+        return Response(await view.state(), media_type="application/json")
 
     described = operation(OBJECT, reference(ErrorResponse))
     add = partial(routes.add, access=Access.INFERENCE, described=described)

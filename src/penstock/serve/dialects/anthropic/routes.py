@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from penstock.core import Failure
 from penstock.serve.chat.generation import ChatGeneration
-from penstock.serve.chat.prompt import count_tokens as count_prompt
+from penstock.serve.chat.prompt import ChatPrompt
 from penstock.serve.chat.stream_cursor import StreamCursor
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import check_supported, convert, read_object
@@ -124,30 +124,36 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     routes.describe(SCHEMAS, SCHEMA_PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/v1/messages")
 
-    async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await served_models.read_body(raw_request)
+    def read(body: bytes, schema: type[T], record: RequestRecord) -> T:
         fields = read_object(body)
         check_supported(fields, UNSUPPORTED_FIELDS)
-        record = record_of(raw_request.scope)
         request = convert(fields, schema, record.unknown, "pydantic")
         record.error_format = PARSED_ERROR_FORMAT
-        return request, len(body)
+        return request
 
     async def create_message(raw_request: Request) -> Response:
-        request, size = await read(raw_request, MessagesRequest)
-        service = served_models.find(request.model)
-        return Reply.of(
-            service,
-            MessageHandler(service, record_of(raw_request.scope), request, size),
-            PARSED_ERROR_FORMAT,
-            request.stream,
-        )
+        record = record_of(raw_request.scope)
+
+        def answer(body: bytes) -> Response:
+            request = read(body, MessagesRequest, record)
+            service = served_models.find(request.model)
+            handler = MessageHandler(service, record, request, len(body))
+            return Reply.of(service, handler, PARSED_ERROR_FORMAT, request.stream)
+
+        return await served_models.read(raw_request, answer, served_models.max_body_size)
 
     async def count_tokens(raw_request: Request) -> Response:
-        request, size = await read(raw_request, CountTokensRequest)
-        service = served_models.find(request.model)
-        chat = to_chat_request(request, service.template_variables, service.sees_images)
-        count = await count_prompt(service, chat, size, record_of(raw_request.scope).unknown)
+        record = record_of(raw_request.scope)
+
+        def prompt_of(body: bytes) -> ChatPrompt:
+            request = read(body, CountTokensRequest, record)
+            service = served_models.find(request.model)
+            chat = to_chat_request(request, service.template_variables, service.sees_images)
+            service.adapter_of(chat.model)
+            return ChatPrompt(service, chat, len(body), record.unknown)
+
+        prompt = await served_models.read(raw_request, prompt_of, served_models.max_body_size)
+        count = await prompt.count_tokens()
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
     add_model_routes(routes, served_models)

@@ -65,11 +65,9 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
         return _json(first | {"models": models} if len(models) > 1 else first)
 
     async def abort_requests(raw_request: Request) -> Response:
-        request = convert(
-            read_object(await served_models.read_body(raw_request)),
-            Abort,
-            record_of(raw_request.scope).unknown,
-            "pydantic",
+        unknown = record_of(raw_request.scope).unknown
+        request = await served_models.read(
+            raw_request, lambda body: convert(read_object(body), Abort, unknown, "pydantic")
         )
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
@@ -130,10 +128,12 @@ def _add_weights(routes: Routes, served_models: ServedModels, operator: Operator
         return _success()
 
     async def update_weights(request: Request) -> Response:
-        body = await served_models.read_body(request)
-        fields = read_object(body) if body else {}
-        check_supported(fields, OF_UPDATES)
-        convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown, "pydantic")
+        def check(body: bytes) -> None:
+            fields = read_object(body or b"{}")
+            check_supported(fields, OF_UPDATES)
+            convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown, "pydantic")
+
+        await served_models.read(request, check)
         if not is_paused(operator.models(request)):
             raise PenstockError(Code.INVALID, "the engine is not paused: POST /v1/pause first")
         await operator.carry_out(UpdateWeights(), request)

@@ -22,7 +22,9 @@ from penstock.config.options import ServerOptions
 from penstock.config.secrets import mask_values
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
+from penstock.frontend.fair_queue import FairQueue
 from penstock.serve.http.access import NO_CONTROL
+from penstock.serve.http.body_memory import UNCOUNTED_SIZE, Reservation
 from penstock.serve.http.middleware import REQUEST_ID, ApiKeys, Client
 from penstock.serve.http.reply import CLIENT_DISCONNECTED
 from penstock.serve.http.request_record import RequestRecord
@@ -33,7 +35,7 @@ from penstock.version import __version__
 
 from . import grpc_messages as messages
 from . import server_state as state
-from .inference import run_inference
+from .inference import InferenceRequest, run_inference
 from .repository import ModelRepository
 from .shared_memory import NO_CUDA, SharedMemory
 
@@ -53,8 +55,8 @@ STATUS = {
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
 UNREADABLE = Failure(Code.INVALID, "body: is no message of this method", "body")
-MAX_MESSAGE = 64 * 2**20
-"""Bytes of a message that gRPC accepts; larger than ``max_body_size``, which is refused with an error that names it."""
+SLACK = 2**20
+"""Bytes that a message may have beyond its limit and still be refused by an error of this server, not of gRPC's own."""
 MAX_STREAM_REQUESTS = 256
 """Open requests of a stream; further ones are not read until one has ended."""
 MAX_QUEUED_RESPONSES = 16
@@ -63,6 +65,14 @@ NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the me
 SERVICE = "inference.GRPCInferenceService"
 """Name of the service, in spans."""
 PUBLIC_METHODS = ("ServerLive", "ServerReady")
+"""Methods that anybody may call, so that their requests, which say nothing, are not read."""
+SERVICE_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+REQUESTS = {method.name: message_factory.GetMessageClass(method.input_type) for method in SERVICE_DESCRIPTOR.methods}
+"""Class of the requests of each method."""
+MEMORY_FACTOR = 4
+"""Memory of a parsed message for each of its bytes."""
+LONGEST_CALL = 86_400.0
+"""Seconds until calls end that began before the limit of messages was raised."""
 SERVER = ("server", f"penstock/{__version__}")
 """Trailing metadata of every response: this server's name, as ``ServerMetadata`` says triton. Unknown fields of
 requests are there, too, under the name of the HTTP header."""
@@ -77,36 +87,59 @@ class GrpcServer:
     """
 
     def __init__(self, repository: ModelRepository, address: str, options: ServerOptions) -> None:
+        self._address = address
+        self._options = options
         self._stopping = asyncio.Event()
-        self._stopped: asyncio.Task[None] | None = None
-        limits = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", -1)]
-        inference = Inference(repository, ApiKeys(options.api_key, options.admin_api_key), self._stopping)
-        self._server = grpc.aio.server(
-            interceptors=[Authorization(inference)], options=[("grpc.so_reuseport", 1), *limits]
+        self._stopped: list[asyncio.Task[None]] = []
+        self._inference = Inference(repository, ApiKeys(options.api_key, options.admin_api_key), self._stopping)
+        self._starting = asyncio.Lock()
+        self._max_size = 0
+        self._servers: list[Any] = []
+        """The one that listens, and before it those that answered requests when its limit was raised."""
+        repository.served_models.ready_hooks.append(self.start)
+
+    async def start(self) -> None:
+        """Listen; again where messages may be larger than before, as gRPC takes their limit with the port: a model with
+        a longer context has become ready."""
+        async with self._starting:
+            if not self._stopping.is_set() and (largest := self._inference.max_size) > self._max_size:
+                await self._listen(largest)
+
+    async def _listen(self, largest: int) -> None:
+        """Listen for messages of at most ``largest`` bytes, and no more for smaller ones."""
+        limits = [("grpc.max_receive_message_length", largest + SLACK), ("grpc.max_send_message_length", -1)]
+        server = grpc.aio.server(
+            interceptors=[Authorization(self._inference)], options=[("grpc.so_reuseport", 1), *limits]
         )
-        self._server.add_generic_rpc_handlers((_handlers(inference),))
+        server.add_generic_rpc_handlers((_handlers(self._inference),))
+        options, address = self._options, self._address
         try:
             if options.ssl_certfile:
                 certificate = Path(options.ssl_certfile).read_bytes()
                 key = Path(options.ssl_keyfile).read_bytes() if options.ssl_keyfile else certificate
-                self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+                server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
             else:
-                self._server.add_insecure_port(address)
+                server.add_insecure_port(address)
         except RuntimeError as error:
+            if self._servers:
+                logger.warning("gRPC takes messages of at most %d bytes still: %s", self._max_size, error)
+                return
             raise invalid("grpc_port", f"cannot listen on {address}: {error}") from error
-
-    async def start(self) -> None:
-        await self._server.start()
+        self._max_size = largest
+        await server.start()
+        if self._servers:
+            self._stopped.append(asyncio.create_task(self._servers[-1].stop(LONGEST_CALL)))
+        self._servers.append(server)
 
     def stop(self, patience: float) -> None:
         """Refuse new requests, and end open ones after ``patience`` seconds."""
         self._stopping.set()
-        self._stopped = asyncio.create_task(self._server.stop(patience))
+        self._stopped += [asyncio.create_task(server.stop(patience)) for server in self._servers]
 
     async def stopped(self) -> None:
         """Wait until the server has stopped, if ``stop`` was called."""
-        if self._stopped:
-            await self._stopped
+        if self._stopping.is_set():
+            await asyncio.gather(*self._stopped)
 
 
 class Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -135,13 +168,15 @@ Method = Callable[["Inference", Any, RequestRecord], Awaitable[Any]]
 
 
 def unary(method: Method) -> Any:
-    """Adapts a method of one request and one response to gRPC."""
+    """Adapts a method of one request and one response to gRPC. Its request is read by ``Inference.receive``, as gRPC
+    itself would read any number of them at the same time."""
 
-    async def called(self: Inference, request: Any, context: Any) -> Any:
-        model = getattr(request, "model_name", "") or getattr(request, "name", "")
+    async def called(self: Inference, requests: AsyncIterator[bytes], context: Any) -> Any:
         context.set_trailing_metadata((SERVER,))
-        async with self.authorized_request(context, method.__name__, model) as record:
-            _check_read(request)
+        async with self.authorized_request(context, method.__name__) as record:
+            request = None
+            if method.__name__ not in PUBLIC_METHODS:
+                request = await self.receive(REQUESTS[method.__name__], requests, record)
             try:
                 return await method(self, request, record)
             finally:
@@ -162,6 +197,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         self._repository = repository
         self._keys = keys
         self._stopping = stopping
+        self._memory = repository.served_models.body_memory
+        self._fair_queue = FairQueue()
         self._unknown_field_log = UnknownFieldLog()
 
     @unary
@@ -194,7 +231,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     @unary
     async def ModelStatistics(self, request: Any, record: RequestRecord) -> Any:
         models = [self._repository.find(request.name, request.version)] if request.name else [*self._repository]
-        return messages.statistics_of([self._repository.counts.statistics(model) for model in models])
+        return messages.statistics_of(await self._repository.counts.statistics(models))
 
     @unary
     async def RepositoryIndex(self, request: Any, record: RequestRecord) -> Any:
@@ -231,7 +268,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             (response,) = [response async for response in responses]
             return response
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> None:
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Requests of a stream are answered concurrently; clients match responses by the requests' ids.
 
         Responses are written rather than yielded, as gRPC does not close a generator whose client has left.
@@ -243,32 +280,41 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             places = asyncio.Semaphore(MAX_STREAM_REQUESTS)
             tasks: set[asyncio.Task[None]] = set()
 
-            async def answer(request: Any) -> None:
-                model, request_id = getattr(request, "model_name", ""), getattr(request, "id", "")
+            async def answer(raw: bytes, memory: Reservation | None) -> None:
+                request = pb.ModelInferRequest()
                 try:
-                    async with (
-                        self.request_record(context, "ModelStreamInfer", model) as record,
-                        aclosing(self._responses(request, record, streamed=True)) as responses,
-                    ):
-                        async for response in responses:
-                            await news.put(pb.ModelStreamInferResponse(infer_response=response))
+                    async with self.request_record(context, "ModelStreamInfer", memory=memory) as record:
+                        request = await self._parse(pb.ModelInferRequest, raw, record)
+                        async with aclosing(self._responses(request, record, streamed=True)) as responses:
+                            async for response in responses:
+                                await news.put(pb.ModelStreamInferResponse(infer_response=response))
                         stream_record.unknown.join(record.unknown)
                 except PenstockError as error:
-                    failed = pb.ModelInferResponse(model_name=model, id=request_id)
+                    failed = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
                     await news.put(
                         pb.ModelStreamInferResponse(error_message=error.failure.message, infer_response=failed)
                     )
 
-            def ended(task: asyncio.Task[None]) -> None:
+            def ended(memory: Reservation | None, task: asyncio.Task[None]) -> None:
                 tasks.discard(task)
                 places.release()
+                if memory:
+                    memory.release()
 
             async def read() -> None:
-                async for request in requests:
+                async for raw in requests:
                     await places.acquire()
-                    task = asyncio.create_task(answer(request))
+                    memory = None
+                    if UNCOUNTED_SIZE < len(raw) <= self.max_size:
+                        try:
+                            memory = await self._memory.reserve(stream_record.sender, len(raw), patience)
+                        except PenstockError as error:
+                            await news.put(pb.ModelStreamInferResponse(error_message=error.failure.message))
+                            places.release()
+                            continue
+                    task = asyncio.create_task(answer(raw, memory))
                     tasks.add(task)
-                    task.add_done_callback(ended)
+                    task.add_done_callback(partial(ended, memory))
 
             async def run() -> None:
                 reading, stopping = asyncio.create_task(read()), asyncio.create_task(self._stopping.wait())
@@ -297,18 +343,18 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     @unary
     async def SystemSharedMemoryStatus(self, request: Any, record: RequestRecord) -> Any:
         result = pb.SystemSharedMemoryStatusResponse()
-        for region in self._memory(record).status(request.name):
+        for region in self._regions(record).status(request.name):
             result.regions[region["name"]].CopyFrom(pb.SystemSharedMemoryStatusResponse.RegionStatus(**region))
         return result
 
     @unary
     async def SystemSharedMemoryRegister(self, request: Any, record: RequestRecord) -> Any:
-        self._memory(record).register(request.name, request.key, request.offset, request.byte_size)
+        self._regions(record).register(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
     @unary
     async def SystemSharedMemoryUnregister(self, request: Any, record: RequestRecord) -> Any:
-        self._memory(record).unregister(request.name)
+        self._regions(record).unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     @unary
@@ -325,17 +371,18 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
         """The ``ModelInferResponse`` messages of a request."""
-        _check_read(request)
         model = self._repository.find(request.model_name, request.model_version)
-        memory = self._memory(record)
-        infer_request = await self._repository.read_request(
-            request.ByteSize(), lambda: messages.parse_infer_request(request, memory)
-        )
+        size, regions = request.ByteSize(), self._regions(record)
+
+        def parse() -> tuple[int, InferenceRequest]:
+            return size, messages.parse_infer_request(request, regions)
+
+        infer_request = await self._repository.served_models.parse(record, size, parse)
         empty_last = bool(infer_request.parameters.get(messages.EMPTY_FINAL, False))
         with model.service.admit():
             async with aclosing(run_inference(self._repository, model, infer_request, record, streamed)) as stream:
                 async for response in stream:
-                    message = messages.build_infer_response(model, infer_request, response, memory)
+                    message = messages.build_infer_response(model, infer_request, response, regions)
                     if streamed:
                         message.parameters[messages.FINAL].bool_param = response.last and not empty_last
                     yield message
@@ -344,36 +391,60 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             last.parameters[messages.FINAL].bool_param = True
             yield last
 
-    def read(self, kind: Any, raw: bytes) -> Any:
-        """The message in bytes, or a ``Failure`` where it is none, or too large to be parsed."""
-        maximum = self._repository.served_models.max_body_size
-        if len(raw) > maximum:
-            message = f"body: has {len(raw)} bytes, and at most {maximum} are taken"
-            return Failure(Code.TOO_LARGE, message, "body", maximum)
+    @property
+    def max_size(self) -> int:
+        """Largest message, bytes."""
+        return self._repository.served_models.max_text_size
+
+    async def receive(self, kind: Any, requests: AsyncIterator[bytes], record: RequestRecord) -> Any:
+        """The one message of a call, which is not read before there is memory for the largest.
+
+        Raises ``PenstockError``: as ``BodyMemory.reserve`` and ``_parse``; ``timeout`` where none comes.
+        """
+        patience = self._repository.served_models.options.client_timeout
+        record.memory = await self._memory.reserve(record.sender, self.max_size, patience)
         try:
-            return kind.FromString(raw)
-        except DecodeError:
-            return UNREADABLE
+            async with asyncio.timeout(patience):
+                raw = await anext(aiter(requests), None)
+        except TimeoutError as error:
+            raise PenstockError(Code.TIMEOUT, f"body: no message came for {patience:g} seconds") from error
+        if raw is None:
+            raise PenstockError.of(UNREADABLE)
+        record.memory.resize(len(raw) if UNCOUNTED_SIZE < len(raw) <= self.max_size else 0)
+        return await self._parse(kind, raw, record)
+
+    async def _parse(self, kind: Any, raw: bytes, record: RequestRecord) -> Any:
+        """The message in bytes. Raises ``PenstockError``: ``too_large``, or ``invalid`` where it is none."""
+        if len(raw) > (maximum := self.max_size):
+            message = f"body: has {len(raw)} bytes, and at most {maximum} are taken"
+            raise PenstockError(Code.TOO_LARGE, message, "body", maximum)
+        try:
+            request = await self._repository.served_models.parse(
+                record, len(raw), lambda: (MEMORY_FACTOR * len(raw), kind.FromString(raw))
+            )
+        except DecodeError as error:
+            raise PenstockError.of(UNREADABLE) from error
+        record.path += f" {model[:100]!r}" if (model := _model_of(request)) else ""
+        return request
 
     def client_of(self, metadata: Iterable[tuple[str, str]] | None) -> Client | None:
         """The client of a call, as ``ApiKeys.client_of``."""
         return self._keys.client_of(dict(metadata or ()).get("authorization", "").encode())
 
-    def _memory(self, record: RequestRecord) -> SharedMemory:
+    def _regions(self, record: RequestRecord) -> SharedMemory:
         """The regions of a call's client."""
         return self._repository.memory.of_client(record.tenant, lambda: None)
 
     @asynccontextmanager
-    async def authorized_request(
-        self, context: Any, method: str, model: str = "", quiet: bool = False
-    ) -> AsyncIterator[RequestRecord]:
+    async def authorized_request(self, context: Any, method: str, quiet: bool = False) -> AsyncIterator[RequestRecord]:
         """The record of a call whose API key is valid. Failures become the call's status, and the call is logged.
 
         Args:
             quiet: log failures only, unless at level debug.
         """
         try:
-            async with self.request_record(context, method, model, quiet or method in PUBLIC_METHODS) as record:
+            async with self.request_record(context, method, quiet or method in PUBLIC_METHODS) as record:
+                await self._fair_queue.wait_turn(record.address)
                 client = self.client_of(context.invocation_metadata())
                 if client is None and method not in PUBLIC_METHODS:
                     raise PenstockError.of(NO_KEY)
@@ -383,13 +454,17 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @asynccontextmanager
     async def request_record(
-        self, context: Any, method: str, model: str, quiet: bool = False
+        self, context: Any, method: str, quiet: bool = False, memory: Reservation | None = None
     ) -> AsyncIterator[RequestRecord]:
-        """A request's record; logs the request at the end. Unexpected exceptions become an internal error."""
+        """A request's record, which holds the memory of its message; frees it and logs the request at the end.
+        Unexpected exceptions become an internal error."""
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
         unknown = UnknownFields(self._repository.served_models.options.strict_requests)
         given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
-        record = RequestRecord(given_id, client=context.peer(), unknown=unknown)
+        peer = context.peer()
+        record = RequestRecord(
+            given_id, method, address=peer.rpartition(":")[0], client=peer, memory=memory, unknown=unknown
+        )
         if client := self.client_of(context.invocation_metadata()):
             client.enter(record)
         if (tracer := self._repository.served_models.tracer) and not quiet:
@@ -415,15 +490,16 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                 record.failure = unexpected(error, record.request_id)
                 raise PenstockError.of(record.failure) from error
             finally:
-                self._log(record, f"{method} {model[:100]!r}" if model else method, quiet)
+                record.release_memory()
+                self._log(record, quiet)
                 if record.span:
                     status = STATUS[record.failure.code] if record.failure else grpc.StatusCode.OK
                     end_rpc(record.span, status.value[0], record.failure)
 
-    def _log(self, record: RequestRecord, what: str, quiet: bool) -> None:
+    def _log(self, record: RequestRecord, quiet: bool) -> None:
         failure = record.failure
         if record.unknown.places and not failure:
-            self._unknown_field_log.log(record.request_id, record.client.rpartition(":")[0], record.unknown)
+            self._unknown_field_log.log(record.request_id, record.address, record.unknown)
         facts = {"id": record.request_id, "seconds": time.monotonic() - record.arrived, **record.facts}
         level = logging.INFO
         if failure:
@@ -432,39 +508,21 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
         elif quiet:
             level = logging.DEBUG
-        logger.log(level, "gRPC %s", what, extra={"facts": facts})
+        logger.log(level, "gRPC %s", record.path, extra={"facts": facts})
 
 
 def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
-    """The service's methods as handlers; invalid messages get an error status instead of a traceback."""
-    service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    """The service's methods as handlers, which read their messages in bytes."""
     result = {}
-    for method in service.methods:
-        if method.name in PUBLIC_METHODS:  # anybody may call them, so nothing is read
-            result[method.name] = grpc.stream_unary_rpc_method_handler(
-                _unread(getattr(inference, method.name)),
-                response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
-            )
-            continue
-        kind = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
-        request_class, response_class = (
-            message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type)
+    for method in SERVICE_DESCRIPTOR.methods:
+        kind = (
+            grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.stream_unary_rpc_method_handler
         )
+        response_class = message_factory.GetMessageClass(method.output_type)
         result[method.name] = kind(
-            getattr(inference, method.name),
-            request_deserializer=partial(inference.read, request_class),
-            response_serializer=response_class.SerializeToString,
+            getattr(inference, method.name), response_serializer=response_class.SerializeToString
         )
-    return grpc.method_handlers_generic_handler(service.full_name, result)
-
-
-def _unread(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A method whose request has nothing to say."""
-
-    async def called(requests: AsyncIterator[Any], context: Any) -> Any:
-        return await method(None, context)
-
-    return called
+    return grpc.method_handlers_generic_handler(SERVICE_DESCRIPTOR.full_name, result)
 
 
 def _check_control(record: RequestRecord) -> None:
@@ -473,9 +531,8 @@ def _check_control(record: RequestRecord) -> None:
         raise PenstockError(Code.UNAUTHORIZED, NO_CONTROL)
 
 
-def _check_read(request: Any) -> None:
-    if isinstance(request, Failure):
-        raise PenstockError.of(request)
+def _model_of(request: Any) -> str:
+    return getattr(request, "model_name", "") or getattr(request, "name", "")
 
 
 def _trailing(unknown: UnknownFields) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,8 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 from penstock.serve.http.access import Access
-from penstock.serve.http.body import convert, read_body, read_object
+from penstock.serve.http.body import convert, read_object
+from penstock.serve.http.body_parser import check_elements
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
 from penstock.serve.http.reply import Reply
@@ -35,6 +36,7 @@ from .shared_memory import NO_CUDA, SharedMemory, in_memory
 from .tensors import from_bytes, from_json, in_json, to_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
+V = TypeVar("V")
 
 HEADER_LENGTH = "inference-header-content-length"
 SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
@@ -96,13 +98,24 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
         check = functools.partial(request.app.state.origins.check, request.scope, Access.PRIVATE)
         return repository.memory.of_client(record_of(request.scope).tenant, check)
 
-    async def body_of(request: Request) -> bytes:
-        return await _body(request, served_models.max_body_size, served_models.options.client_timeout)
+    async def read(
+        request: Request, max_size: int, parse: Callable[[bytes, bytes], V], header_length: str | None = None
+    ) -> V:
+        """What ``parse`` makes of a body: its JSON, and the tensors in bytes after it."""
+        body = await served_models.receive(request, max_size)
+        encoding = request.headers.get("content-encoding", "identity").lower()
+
+        def work() -> tuple[int, V]:
+            whole = body if encoding == "identity" else decompressed(body, encoding, max_size)
+            head, raw = _split(whole, header_length)
+            return check_elements(head) + len(raw), parse(head, raw)
+
+        size = len(body) if encoding == "identity" else max_size
+        return await served_models.parse(record_of(request.scope), size, work)
 
     async def settings_body_of(request: Request) -> dict[str, Any]:
         """The body of an administrative request, which is accepted without a live engine."""
-        body = await _body(request, MIN_BODY_SIZE, served_models.options.client_timeout)
-        return read_object(body) if body else {}
+        return await read(request, MIN_BODY_SIZE, lambda body, _: read_object(body or b"{}"))
 
     async def change_of(request: Request, schema: type[T]) -> T:
         """Parse a request that changes the server; unknown fields are refused, as it would do something else."""
@@ -132,28 +145,26 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
         return Response()
 
     async def model_stats(_: Request, name: str, version: str = "") -> Response:
-        return Json({"model_stats": [repository.counts.statistics(repository.find(name, version))]})
+        return Json({"model_stats": await repository.counts.statistics([repository.find(name, version)])})
 
     async def all_stats(_: Request) -> Response:
-        return Json({"model_stats": [repository.counts.statistics(model) for model in repository]})
+        return Json({"model_stats": await repository.counts.statistics([*repository])})
 
     async def infer(request: Request, name: str, version: str = "") -> Response:
         length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
-        body = await body_of(request)
         memory = memory_of(request)
-        infer_request = await repository.read_request(len(body), lambda: parse(body, length, memory, unknown))
+        infer_request = await read(
+            request, served_models.max_text_size, lambda head, raw: parse(head, raw, memory, unknown), length
+        )
         model = repository.find(name, version)
         return InferReply(repository, model, infer_request, request, memory)
 
     def generating(streamed: bool) -> Callable[..., Any]:
         async def generate(request: Request, name: str, version: str = "") -> Response:
-            body, unknown = await body_of(request), record_of(request.scope).unknown
-            model = repository.find(name, version)
-
-            def read() -> InferenceRequest:
-                return from_fields(model, read_object(body), unknown)
-
-            infer_request = await repository.read_request(len(body), read)
+            model, unknown = repository.find(name, version), record_of(request.scope).unknown
+            infer_request = await read(
+                request, served_models.max_text_size, lambda body, _: from_fields(model, read_object(body), unknown)
+            )
 
             async def pieces() -> AsyncGenerator[bytes, None]:
                 stream = run_inference(repository, model, infer_request, record_of(request.scope), streamed)
@@ -316,22 +327,31 @@ class InferReply(Reply):
         return message
 
 
-def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown: UnknownFields) -> InferenceRequest:
-    """A request to ``infer``.
+def _split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
+    """The JSON of a body, and the tensors in bytes after it.
 
     Args:
-        header_length: bytes of its JSON, where tensors in bytes follow.
+        header_length: bytes of the JSON; None where nothing follows it.
 
     Raises ``PenstockError`` (``invalid``).
     """
-    head, raw = body, b""
-    if header_length is not None:
-        length = read_decimal(header_length, len(body))
-        if length is None:
-            raise invalid(
-                HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]!r}"
-            )
-        head, raw = body[:length], body[length:]
+    if header_length is None:
+        return body, b""
+    length = read_decimal(header_length, len(body))
+    if length is None:
+        raise invalid(HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]!r}")
+    return body[:length], bytes(body[length:])
+
+
+def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields) -> InferenceRequest:
+    """A request to ``infer``.
+
+    Args:
+        head: its JSON.
+        raw: its tensors in bytes.
+
+    Raises ``PenstockError`` (``invalid``).
+    """
     result = read_object(head)
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
     for name, value in result.items():
@@ -387,12 +407,6 @@ async def encode_response(
     result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
     result |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}
     return msgspec.json.encode(result), b"".join(raw) if raw else None
-
-
-async def _body(request: Request, maximum: int, patience: float) -> bytes:
-    body = await read_body(request, maximum, patience)
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    return body if encoding == "identity" else decompressed(body, encoding, maximum)
 
 
 def decompressed(body: bytes, encoding: str, maximum: int) -> bytes:

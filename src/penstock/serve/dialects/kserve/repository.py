@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from penstock.core import Code, PenstockError
 from penstock.serve.models.manager import ModelManager
@@ -23,12 +22,6 @@ from .trtllm.metrics import TrtLlmMetrics
 from .trtllm.text_models import TextModel
 from .trtllm.token_models import Postprocessing, Preprocessing, TokenModel
 
-T = TypeVar("T")
-
-NUM_READ_THREADS = 2
-"""Threads that parse large requests."""
-MAX_INLINE_BYTES = 65_536
-"""Bytes of a request that is parsed in the event loop; larger ones are parsed in a thread."""
 FOLLOW_INTERVAL = 1.0
 """Seconds between two checks for log settings that another process has changed."""
 
@@ -45,11 +38,10 @@ class ModelRepository:
         self.model_manager = model_manager
         self.counts = Statistics()
         self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # where API processes count together
-        self.memory = SharedMemory(self.shared, served_models.options, lambda: served_models.max_body_size)
+        self.memory = SharedMemory(self.shared, served_models.options, lambda: served_models.max_text_size)
         self.log = LogSettings()
         served_models.metrics.dialect_metrics.append(TrtLlmMetrics(served_models).collect)
         self.others = tuple(others)
-        self._reading = asyncio.Semaphore(NUM_READ_THREADS)
         self._over: dict[ModelService, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
@@ -67,13 +59,6 @@ class ModelRepository:
         while True:
             self.log.apply(self.shared.read().log)
             await asyncio.sleep(FOLLOW_INTERVAL)
-
-    async def read_request(self, size: int, read: Callable[[], T]) -> T:
-        """What ``read`` makes of a request of so many bytes, in the event loop or in a thread."""
-        if size <= MAX_INLINE_BYTES:
-            return read()
-        async with self._reading:
-            return await asyncio.to_thread(read)
 
     def find(self, name: str, version: str = "") -> Model:
         """The model of a name and version. Raises ``PenstockError`` (``not_found``)."""

@@ -6,16 +6,18 @@ protocol's statistics are read from these gauges, too.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import Gauge, Metric
 
 from penstock.core import Code, PenstockError
 from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.metrics import counted
+from penstock.serve.shared_result import SharedResult
 
 from .model import VERSION, Model, ModelCall
 
@@ -42,6 +44,7 @@ class Statistics:
         self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in HELP.items()}
         about = "When the model answered last, in milliseconds since 1970."
         self._last = Gauge(LAST_INFERENCE, about, labels, multiprocess_mode="max")
+        self._families = SharedResult(lambda: asyncio.to_thread(counted))
         self._failures = Gauge(FAILURES, "Requests that failed.", [*labels, "reason"], multiprocess_mode="sum")
 
     @contextmanager
@@ -63,12 +66,14 @@ class Statistics:
         for name, value in zip(HELP, values, strict=True):
             self._sums[name].labels(model=model.name, version=VERSION).inc(value)
 
-    def statistics(self, model: Model) -> dict[str, Any]:
-        """The model statistics of ``/v2/models/NAME/stats``, over all API processes."""
+    async def statistics(self, models: Iterable[Model]) -> list[dict[str, Any]]:
+        """The statistics of models as ``/v2/models/NAME/stats`` shows them, over all API processes."""
+        families = await self._families.get()
+        return [self._statistics(model, families) for model in models]
+
+    def _statistics(self, model: Model, families: Iterable[Metric]) -> dict[str, Any]:
         result = dict.fromkeys([*HELP, FAILURES, LAST_INFERENCE], 0.0)
-        served_models = CollectorRegistry()
-        MultiProcessCollector(served_models)
-        for family in served_models.collect():
+        for family in families:
             for sample in family.samples if family.name in result else ():
                 if sample.labels.get("model") == model.name:
                     result[family.name] += sample.value

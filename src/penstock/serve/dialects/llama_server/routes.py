@@ -51,8 +51,11 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     async def read_request(raw_request: Request, schema: type[T]) -> tuple[T, int]:
         record = record_of(raw_request.scope)
         record.error_format = ERROR_FORMAT
-        body = await served_models.read_body(raw_request)
-        return read(read_object(body), schema, record.unknown), len(body)
+        return await served_models.read(
+            raw_request,
+            lambda body: (read(read_object(body), schema, record.unknown), len(body)),
+            served_models.max_body_size if schema is TemplateRequest else None,
+        )
 
     async def answer(
         raw_request: Request,

@@ -21,6 +21,7 @@ from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
+from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
@@ -47,24 +48,39 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     routes.error_formats.add(ERROR_FORMAT, "/api/")
     models = OllamaModels(served_models)
 
-    async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await served_models.read_body(raw_request)
+    async def read(raw_request: Request, schema: type[T]) -> T:
+        unknown = record_of(raw_request.scope).unknown
+        return await served_models.read(raw_request, lambda body: parsed(body, schema, unknown))
+
+    def parsed(body: bytes, schema: type[T], unknown: UnknownFields) -> T:
         given = {name: value for name, value in read_object(body).items() if value is not None}
-        return convert(given, schema, record_of(raw_request.scope).unknown), len(body)
+        return convert(given, schema, unknown)
 
     async def chat(raw_request: Request) -> Response:
-        request, size = await read(raw_request, ChatRequest)
-        service, record = models.find(request.model), record_of(raw_request.scope)
+        record = record_of(raw_request.scope)
+        return await served_models.read(
+            raw_request, lambda body: answer_chat(body, record), served_models.max_body_size
+        )
+
+    def answer_chat(body: bytes, record: RequestRecord) -> Response:
+        request = parsed(body, ChatRequest, record.unknown)
+        service = models.find(request.model)
         if not request.messages:
             return _loaded(request, is_chat=True)
         fields = chat_fields(request, record.unknown)
-        handler = _chat_handler(service, record, models.name_of(request.model or ""), fields, size)
+        handler = _chat_handler(service, record, models.name_of(request.model or ""), fields, len(body))
         answer = OllamaHandler(request.model or "", chat_pieces(handler), True, calls_of(handler))
         return Reply.of(service, answer, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
 
     async def generate(raw_request: Request) -> Response:
-        request, size = await read(raw_request, GenerateRequest)
-        service, record = models.find(request.model), record_of(raw_request.scope)
+        record = record_of(raw_request.scope)
+        return await served_models.read(
+            raw_request, lambda body: answer_prompt(body, record), served_models.max_body_size
+        )
+
+    def answer_prompt(body: bytes, record: RequestRecord) -> Response:
+        request = parsed(body, GenerateRequest, record.unknown)
+        service = models.find(request.model)
         if not request.prompt and not request.suffix and not request.images:
             return _loaded(request, is_chat=False)
         fields = generate_fields(request, record.unknown)
@@ -75,13 +91,14 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
                 CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown, "numbers"))
             )
         else:
-            pieces = chat_pieces(_chat_handler(service, record, models.name_of(request.model or ""), fields, size))
+            name = models.name_of(request.model or "")
+            pieces = chat_pieces(_chat_handler(service, record, name, fields, len(body)))
         answer = OllamaHandler(request.model or "", pieces, False)
         return Reply.of(service, answer, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
 
     def embedding(schema: type[EmbedRequest] | type[EmbeddingsRequest]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(raw_request: Request) -> Response:
-            request, _ = await read(raw_request, schema)
+            request = await read(raw_request, schema)
             service = models.find(request.model)
             name = models.name_of(request.model or "")
             if isinstance(request, EmbedRequest) and not request.input and isinstance(request.input, list):
@@ -99,11 +116,11 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"models": models.running()})
 
     async def show(raw_request: Request) -> Response:
-        request, _ = await read(raw_request, ShowRequest)
+        request = await read(raw_request, ShowRequest)
         return JSONResponse(models.shown(request.model or request.name))
 
     async def pull(raw_request: Request) -> Response:
-        request, _ = await read(raw_request, ShowRequest)
+        request = await read(raw_request, ShowRequest)
         models.find(request.model or request.name)  # what is served is there already
         return Response(encode({"status": "success"}) + b"\n", media_type=MEDIA_TYPE.decode())
 

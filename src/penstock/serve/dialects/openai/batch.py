@@ -11,6 +11,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.serve.chat.request import ChatRequest, GenerationRequest
 from penstock.serve.http.body import read_object
+from penstock.serve.http.body_parser import check_elements
 from penstock.serve.http.error_format import rename_field
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
@@ -75,7 +76,8 @@ async def answer(service: ModelService, record: RequestRecord, url: str, body: b
     Returns the status and the body that the server would send.
     """
     try:
-        async with aclosing(_handler(service, record, url, body).full()) as pieces:
+        handler = await service.parser.parse(record.sender, len(body), lambda: _handler(service, record, url, body))
+        async with aclosing(handler.full()) as pieces:
             return 200, await anext(pieces)
     except PenstockError as error:
         record.failure = error.failure
@@ -88,6 +90,7 @@ async def answer(service: ModelService, record: RequestRecord, url: str, body: b
 def _handler(
     service: ModelService, record: RequestRecord, url: str, body: bytes
 ) -> ChatHandler | CompletionHandler | EmbeddingHandler:
+    check_elements(body)
     if url == CHAT:
         chat = parse(read_object(body), ChatRequest, record.unknown)
         _refuse_stream(chat)

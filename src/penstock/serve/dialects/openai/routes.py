@@ -170,16 +170,21 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # as vLLM; /v2 is KServe's
     routes.describe(SCHEMAS)
 
-    async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await served_models.read_body(raw_request)
-        return parse_request(served_models, read_object(body), schema, raw_request), len(body)
+    async def read(raw_request: Request, schema: type[T], max_size: int | None = None) -> tuple[T, int]:
+        def parsed(body: bytes) -> tuple[T, int]:
+            return parse_request(served_models, read_object(body), schema, raw_request), len(body)
+
+        return await served_models.read(raw_request, parsed, max_size)
 
     def pooling(schema: type[P], handler: Callable[[ModelService, RequestRecord, P], Answering]) -> Endpoint:
         async def endpoint(raw_request: Request) -> Response:
-            request, _ = await read(raw_request, schema)
-            service = served_models.find(request.model)
-            answer = handler(service, record_of(raw_request.scope), request).full()
-            return Reply(service, answer, ERROR_FORMAT, streamed=False)
+            def answer(body: bytes) -> Response:
+                request = parse_request(served_models, read_object(body), schema, raw_request)
+                service = served_models.find(request.model)
+                answering = handler(service, record_of(raw_request.scope), request)
+                return Reply(service, answering.full(), ERROR_FORMAT, streamed=False)
+
+            return await served_models.read(raw_request, answer)
 
         return endpoint
 
@@ -219,7 +224,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
     async def tokenize(raw_request: Request) -> Response:
-        request, size = await read(raw_request, TokenizeRequest)
+        request, size = await read(raw_request, TokenizeRequest, served_models.max_body_size)
         service = served_models.find(request.model)
         gateway = service.gateway
         tokenizer = gateway.input_processor.tokenizer
@@ -252,7 +257,11 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             sizes = [each.gateway.input_processor.speech for each in served_models]
             largest = max([speech.max_file_size for speech in sizes if speech], default=served_models.max_body_size)
             async with read_form(raw_request, largest, options.client_timeout) as form:
-                fields, file = fields_of(form.fields), await form.file.read()
+                fields = fields_of(form.fields)
+                record.memory = await served_models.body_memory.reserve(
+                    record.sender, form.size, options.client_timeout
+                )
+                file = await form.file.read()
             request = read_request(fields, record, translate)
             if options.require_model and request.model is None:
                 raise invalid("model", "is missing")

@@ -12,6 +12,7 @@ from penstock.core import Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelResponse, Spec, Tensor
 from penstock.serve.http.body import decode_json
+from penstock.serve.http.body_parser import check_elements
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
@@ -40,7 +41,10 @@ class PaddleNLPModel(Model):
         """Requests that are not streamed get the whole answer. Errors are in ``OUT``, as in PaddleNLP."""
         (raw,) = call.inputs["IN"].elements
         error_format = PaddleNLPErrorFormat()
-        try:
+
+        def read() -> tuple[int, PaddleNLPHandler]:
+            nonlocal error_format
+            memory = check_elements(raw)
             fields = _request_document(raw)
             req_id = fields.get("req_id")
             error_format = PaddleNLPErrorFormat(req_id if isinstance(req_id, str) else "", field_names(fields))
@@ -48,7 +52,10 @@ class PaddleNLPModel(Model):
             if not call.streamed:
                 request.return_all_tokens = True
             service = self._served_models.find_or_first(request.model)
-            handler = PaddleNLPHandler(service, call.record, request, len(raw))
+            return memory, PaddleNLPHandler(service, call.record, request, len(raw))
+
+        try:
+            handler = await self._served_models.parse(call.record, len(raw), read)
             async with aclosing(handler.pieces()) as pieces:
                 async for piece in pieces:
                     document = msgspec.to_builtins(piece)

@@ -81,8 +81,10 @@ class ConversationRoutes:
         return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
 
     async def _read(self, raw_request: Request, schema: type[T]) -> T:
-        body = await self._served_models.read_body(raw_request)
-        return convert(read_object(body or b"{}"), schema, record_of(raw_request.scope).unknown, "pydantic")
+        unknown, largest = record_of(raw_request.scope).unknown, self._served_models.max_body_size
+        return await self._served_models.read(
+            raw_request, lambda body: convert(read_object(body or b"{}"), schema, unknown, "pydantic"), largest
+        )
 
 
 def add_routes(routes: Routes, served_models: ServedModels, stores: Stores, prefix: str) -> None:

@@ -58,6 +58,18 @@ def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores
     return request
 
 
+def num_characters(request: CountTokensRequest) -> int:
+    """Characters of a request's input, images left out."""
+    if not isinstance(request.input, list):
+        return len(request.input or "")
+    contents = [item.content for item in request.input]
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
+        for content in contents
+        if content
+    )
+
+
 def qualified(namespace: str | None, name: str) -> str:
     """The name by which the model knows a function."""
     return f"{namespace}__{name}" if namespace else name

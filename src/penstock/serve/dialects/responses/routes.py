@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.core import Failure
 from penstock.core.errors import invalid
-from penstock.serve.chat.prompt import count_tokens
+from penstock.serve.chat.prompt import ChatPrompt
 from penstock.serve.dialects.openai.responses import ErrorResponse, encode, error_of
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
@@ -23,11 +23,12 @@ from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
+from penstock.serve.models.service import ModelService
 
 from . import conversations
 from .events import Events
 from .handler import Document, ResponseHandler
-from .parse import read, to_chat_request
+from .parse import num_characters, read, to_chat_request
 from .references import resolve_references
 from .requests import (
     ConversationRequest,
@@ -97,21 +98,30 @@ class ResponsesRoutes:
         self.background = Background()
 
     async def create(self, raw_request: Request) -> Response:
-        body = await self._served_models.read_body(raw_request)
         record, events, stores = record_of(raw_request.scope), Events(), self._stores
-        request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
-        error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
-        service = self._served_models.find(request.model)
-        request, size = await self._with_items(request, len(body), record)
-        keeper = self._keeper(record, request)
+        error_format = ResponsesErrorFormat(FIELD_NAMES, events)
+
+        def parse(body: bytes) -> tuple[ResponsesRequest, ModelService, int]:
+            request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
+            record.error_format = error_format
+            service = self._served_models.find(request.model)
+            service.gateway.check_characters(num_characters(request))
+            return request, service, len(body)
+
+        largest = self._served_models.max_body_size
+        request, service, size = await self._served_models.read(raw_request, parse, largest)
+        request, size = await self._with_items(request, size, record)
+        keeper = await self._served_models.parse(record, size, lambda: (0, self._keeper(record, request)))
         stored = keeper is not None and keeper.stores_response
         if stores:
             if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
                 await stores.responses.check_room(record.tenant)
-            request, size = await with_conversation(
-                request, size, stores, record.tenant, self._served_models.max_body_size
-            )
-        handler = ResponseHandler(service, record, request, size, events, keeper, stored)
+            request, size = await with_conversation(request, size, stores, record.tenant, largest)
+
+        def handle() -> tuple[int, ResponseHandler]:
+            return 0, ResponseHandler(service, record, request, size, events, keeper, stored)
+
+        handler = await self._served_models.parse(record, size, handle)
         if not request.background:
             return Reply.of(service, handler, error_format, request.stream)
         if request.stream:
@@ -121,17 +131,27 @@ class ResponsesRoutes:
         return _json(await self.background.start(service, handler, keeper))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
-        body = await self._served_models.read_body(raw_request)
-        record = record_of(raw_request.scope)
-        request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
-        service = self._served_models.find(request.model)
-        request, size = await self._with_items(request, len(body), record)
+        record, served_models = record_of(raw_request.scope), self._served_models
+        largest = served_models.max_body_size
+
+        def parse(body: bytes) -> tuple[CountTokensRequest, ModelService, int]:
+            request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
+            service = served_models.find(request.model)
+            service.gateway.check_characters(num_characters(request))
+            return request, service, len(body)
+
+        request, service, size = await served_models.read(raw_request, parse, largest)
+        request, size = await self._with_items(request, size, record)
         if self._stores:
-            request, size = await with_conversation(
-                request, size, self._stores, record.tenant, self._served_models.max_body_size
-            )
-        chat = to_chat_request(request, service.template_variables, service.sees_images)
-        count = await count_tokens(service, chat, size, record.unknown)
+            request, size = await with_conversation(request, size, self._stores, record.tenant, largest)
+
+        def prompt_of() -> tuple[int, ChatPrompt]:
+            chat = to_chat_request(request, service.template_variables, service.sees_images)
+            service.adapter_of(chat.model)
+            return 0, ChatPrompt(service, chat, size, record.unknown)
+
+        prompt = await served_models.parse(record, size, prompt_of)
+        count = await prompt.count_tokens()
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
     async def _with_items(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:

@@ -16,8 +16,8 @@ from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.openapi import OBJECT, STRING, operation, reference
 from penstock.serve.http.reply import Reply
-from penstock.serve.http.request_record import record_of
-from penstock.serve.http.routes import Routes
+from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.models.served_models import ServedModels
 from penstock.version import __version__
 
@@ -38,33 +38,39 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     routes.error_formats.add(ERROR_FORMAT, "/generate_stream", "/info")
     routes.error_formats.add_exact(ERROR_FORMAT, "/")
 
-    async def read(raw_request: Request, schema: type[T]) -> T:
-        record = record_of(raw_request.scope)
-        record.error_format = ERROR_FORMAT
-        fields = {
-            name: value
-            for name, value in read_object(await served_models.read_body(raw_request)).items()
-            if value is not None
-        }
+    def read(body: bytes, schema: type[T], record: RequestRecord) -> T:
+        fields = {name: value for name, value in read_object(body).items() if value is not None}
         if isinstance(given := fields.get("parameters"), dict):
             fields["parameters"] = {name: value for name, value in given.items() if value is not None}
         return convert(fields, schema, record.unknown)
 
-    def answer(raw_request: Request, request: GenerateRequest, streamed: bool, as_list: bool = False) -> Response:
-        service, record = served_models.find(request.parameters.adapter_id), record_of(raw_request.scope)
+    def answer(request: GenerateRequest, record: RequestRecord, streamed: bool, as_list: bool = False) -> Response:
+        service = served_models.find(request.parameters.adapter_id)
         fields = completion_fields(request, streamed)
         completions = CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown, lax=""))
         return Reply.of(service, TGIHandler(service, request, completions, as_list), ERROR_FORMAT, streamed)
 
-    async def generate(raw_request: Request) -> Response:
-        return answer(raw_request, await read(raw_request, GenerateRequest), streamed=False)
+    def generating(streamed: bool) -> Endpoint:
+        async def generate(raw_request: Request) -> Response:
+            record = record_of(raw_request.scope)
+            record.error_format = ERROR_FORMAT
+            return await served_models.read(
+                raw_request, lambda body: answer(read(body, GenerateRequest, record), record, streamed)
+            )
 
-    async def generate_stream(raw_request: Request) -> Response:
-        return answer(raw_request, await read(raw_request, GenerateRequest), streamed=True)
+        return generate
+
+    generate, generate_stream = generating(streamed=False), generating(streamed=True)
 
     async def compat_generate(raw_request: Request) -> Response:
-        request = await read(raw_request, CompatGenerateRequest)
-        return answer(raw_request, request, request.stream, as_list=True)
+        record = record_of(raw_request.scope)
+        record.error_format = ERROR_FORMAT
+
+        def answer_compat(body: bytes) -> Response:
+            request = read(body, CompatGenerateRequest, record)
+            return answer(request, record, request.stream, as_list=True)
+
+        return await served_models.read(raw_request, answer_compat)
 
     async def info(_: Request) -> Response:
         service = served_models.find()

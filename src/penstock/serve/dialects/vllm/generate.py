@@ -102,15 +102,16 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     async def create(raw_request: Request) -> Response:
         record = record_of(raw_request.scope)
         record.error_format = error_format
-        body = await served_models.read_body(raw_request)
+        return await served_models.read(raw_request, lambda body: answer(body, record))
+
+    def answer(body: bytes, record: RequestRecord) -> Response:
         fields = {name: value for name, value in read_object(body).items() if name not in IGNORED}
         request = parse(fields, GenerateRequest, record.unknown)
         if request.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
         service = served_models.find(request.model)
-        return Reply.of(
-            service, GenerateHandler(service, record, request, error_format.end), error_format, request.stream
-        )
+        handler = GenerateHandler(service, record, request, error_format.end)
+        return Reply.of(service, handler, error_format, request.stream)
 
     described = operation(reference(GenerateResponse), reference(ErrorResponse), reference(GenerateRequest))
     routes.add(

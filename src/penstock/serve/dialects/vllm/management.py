@@ -68,8 +68,10 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Response()
 
     async def abort_requests(raw_request: Request) -> Response:
-        fields = read_object(await served_models.read_body(raw_request))
-        request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown, "pydantic")
+        unknown = record_of(raw_request.scope).unknown
+        request = await served_models.read(
+            raw_request, lambda body: convert(read_object(body), AbortRequest, unknown, "pydantic")
+        )
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in served_models:

@@ -108,8 +108,10 @@ class BatchRoutes:
         self._worker = worker
 
     async def create(self, raw_request: Request) -> Response:
-        body = await self._served_models.read_body(raw_request)
-        request = convert(read_object(body), BatchRequest, record_of(raw_request.scope).unknown, "pydantic")
+        unknown = record_of(raw_request.scope).unknown
+        request = await self._served_models.read(
+            raw_request, lambda body: convert(read_object(body), BatchRequest, unknown, "pydantic")
+        )
         tenant, now = _tenant(raw_request), int(time.time())
         file = await self._files.get(tenant, request.input_file_id, "input_file_id")
         if file.purpose != "batch":

@@ -1,0 +1,217 @@
+"""What one client may send at most, to every endpoint: bodies with as many elements as are allowed, and with more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import grpc
+import httpx
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+MIB = 2**20
+VALID: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "a"}],
+    "prompt": "a",
+    "input": "a",
+    "inputs": "a",
+    "query": "a",
+    "documents": ["a"],
+    "text_1": "a",
+    "text_2": "a",
+    "tokens": [1],
+    "texts": ["a"],
+    "content": "a",
+    "model": "default",
+    "max_tokens": 1,
+    "endpoint": "/v1/completions",
+    "input_file_id": "file-1",
+    "completion_window": "24h",
+    "lora_name": "a",
+    "lora_path": "a",
+}
+"""Values of fields that requests must have."""
+
+
+def texts(size: int) -> Any:
+    return ["a"] * min(size // 4, 1_000_000)
+
+
+def numbers(size: int) -> Any:
+    return [1] * min(size // 2, 1_000_000)
+
+
+def objects(size: int) -> Any:
+    return [{"type": "text", "text": "a", "role": "user", "content": "a"}] * min(size // 60, 65_000)
+
+
+def nested_lists(size: int) -> Any:
+    return [[1]] * min(size // 4, 65_000)
+
+
+def members(size: int) -> Any:
+    return {str(number): 1 for number in range(min(size // 12, 250_000))}
+
+
+def nested_objects(size: int) -> Any:
+    properties = {f"p{number}": {"type": "string"} for number in range(min(size // 30, 60_000))}
+    return {"type": "object", "properties": properties}
+
+
+def text(size: int) -> Any:
+    return "a " * (size // 2)
+
+
+def wide_text(size: int) -> Any:
+    return "\U0001f600" + "a " * (size // 2)
+
+
+def json_text(size: int) -> Any:
+    return '{"a":[' + "1," * (size // 2) + "1]}"
+
+
+def message_parts(size: int) -> Any:
+    return [{"role": "user", "content": [{"type": "text", "text": "a"}] * min(size // 30, 65_000)}]
+
+
+def images(size: int) -> Any:
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    return [{"role": "user", "content": [part] * min(size // 48, 32_000)}]
+
+
+def tool_arguments(size: int) -> Any:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json_text(size // 16)}}
+    return [*VALID["messages"], {"role": "assistant", "tool_calls": [call] * 16}]
+
+
+def tools(size: int) -> Any:
+    function = {"name": "f", "description": "a", "parameters": {"type": "object"}}
+    return [{"type": "function", "function": function}] * min(size // 110, 16_000)
+
+
+SHAPES: tuple[Callable[[int], Any], ...] = (
+    *(texts, numbers, objects, nested_lists, members, nested_objects, text, wide_text, json_text),
+    *(message_parts, images, tool_arguments, tools),
+)
+REFUSED: tuple[Callable[[int], bytes], ...] = (
+    lambda size: b'{"a":[' + b"{}," * (70_000 if size > 250_000 else size // 3) + b"{}]}",
+    lambda size: b'{"messages":[{"role":"user","content":[' + b'{"type":"text"},' * (size // 17) + b"{}]}]}",
+    lambda size: b"[" * (size - 1),
+    lambda size: b'"' * (size - 1),
+    lambda size: b'{"a":"' + b"\\\\" * (size // 2 - 8) + b'"}',
+)
+"""Bodies that no endpoint takes."""
+
+
+class Body(NamedTuple):
+    """What is sent."""
+
+    path: str
+    name: str
+    content: bytes
+
+
+def json_paths(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields of the JSON requests of each path of an OpenAPI document, with their schemas."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, methods in document["paths"].items():
+        body = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
+        if body:
+            reference = body["schema"].get("$ref", "").rpartition("/")[2]
+            found[path] = document["components"]["schemas"].get(reference, {})
+    return found
+
+
+def bodies(path: str, schema: dict[str, Any], size: int, draw: random.Random) -> Iterator[Body]:
+    """For each field of a path one of the shapes, and one of ``REFUSED``; messages in all shapes."""
+    required = {name: VALID.get(name, "a") for name in schema.get("required", ())}
+    for field in schema.get("properties", {"text_input": {}}):
+        chosen = SHAPES if field in ("messages", "prompt", "input") else [draw.choice(SHAPES)]
+        for shape in chosen:
+            content = json.dumps({**required, field: shape(size - 300)}, separators=(",", ":")).encode()
+            yield Body(path, f"{field}: {shape.__name__}", content[:size])
+    number = draw.randrange(len(REFUSED))
+    yield Body(path, f"refused {number}", REFUSED[number](size))
+
+
+def send(root: str, headers: dict[str, str], given: Sequence[Body], width: int, times: int) -> Counter[Any]:
+    """Send each body ``times`` times, ``width`` at a time; the statuses of the answers, 0 where there is none."""
+
+    def one(body: Body) -> int:
+        path = body.path.replace("{name}", "ensemble")
+        try:
+            with client.stream("POST", root + path, content=body.content) as answer:
+                return answer.status_code  # an answer that is a stream is left
+        except httpx.HTTPError:  # the server has closed the connection, as it does not read the rest
+            return 0
+
+    limits = httpx.Limits(max_connections=width, max_keepalive_connections=0)
+    with (
+        httpx.Client(headers=headers, timeout=300, limits=limits, verify=False) as client,
+        ThreadPoolExecutor(width) as threads,
+    ):
+        return Counter(threads.map(one, [body for body in given for _ in range(times)]))
+
+
+def ask(root: str, headers: dict[str, str], path: str, times: int) -> int:
+    """Get a path on ``times`` connections at once; how many answers have status 200."""
+    host, _, port = root.rpartition("/")[2].rpartition(":")
+    lines = [f"GET {path} HTTP/1.1", "host: x", "connection: close", *map(": ".join, headers.items())]
+    request = "\r\n".join([*lines, "", ""]).encode()
+
+    async def one() -> bool:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        return answer.startswith(b"HTTP/1.1 200")
+
+    async def run() -> int:
+        return sum(await asyncio.gather(*(one() for _ in range(times))))
+
+    return asyncio.run(run())
+
+
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function in a process of its own, so that this one measures the server and not itself."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def send_forms(url: str, headers: dict[str, str], times: int) -> Counter[int]:
+    """Send forms with many large fields, all at once."""
+    fields = {f"f{i}": "a" * (MIB - 1) for i in range(190)}
+
+    def one(_: int) -> int:
+        try:
+            files = {"file": ("a", b"a")}
+            return httpx.post(f"{url}/files", data=fields, files=files, headers=headers, timeout=300).status_code
+        except httpx.HTTPError:
+            return 0
+
+    with ThreadPoolExecutor(times) as threads:
+        return Counter(threads.map(one, range(times)))
+
+
+def send_messages(address: str, headers: dict[str, str], times: int, size: int) -> Counter[str]:
+    """Send gRPC messages, 40 at once, each on a connection of its own."""
+    request = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * size])
+
+    def one(number: int) -> str:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(address, options) as channel:
+            try:
+                service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, metadata=[*headers.items()])
+            except grpc.RpcError as error:
+                return str(error.code())
+        return "OK"
+
+    with ThreadPoolExecutor(40) as threads:
+        return Counter(threads.map(one, range(times)))

@@ -1,0 +1,483 @@
+"""Load by one client: limits of bodies, elements and memory, turns in the event loop; the streams of others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import load_storm
+import pytest
+from attacks import Victim, peak
+from load_storm import MIB, Body
+from serving import Served
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from penstock import demo
+from penstock.core import Code, PenstockError
+from penstock.frontend.fair_queue import FairQueue
+from penstock.serve.http import body_parser
+from penstock.serve.http.body_memory import BodyMemory, Reservation
+from penstock.serve.http.body_parser import BodyParser, ElementCount
+from penstock.serve.shared_result import SharedResult
+
+A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}
+JSON = {"content-type": "application/json"}
+ROOM = ("--num-gpu-blocks-override", "2000")
+GAP = 0.5
+"""Seconds that a stream may pause, on a machine that does nothing else."""
+MAX_GROWTH = 1024
+"""MiB that a process may take beyond its idle size."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with all its routes."""
+    storage = ("--storage-dir", str(tmp_path_factory.mktemp("storage")), "--server-dev-mode")
+    keys = ("--api-key", "key-a,key-b", "--allow-runtime-lora-updating")
+    with Served(*ROOM, *keys, *storage, "--grpc-port", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def paths(served: Served) -> dict[str, dict[str, Any]]:
+    """The paths that take JSON, and the schemas of their requests."""
+    return load_storm.json_paths(httpx.get(f"{served.root}/openapi.json", headers=A).json())
+
+
+# --- Counting elements ----------------------------------------------------------------------------------------------
+
+PIECES = (None, True, 1, -1.5, "", "a,b{[:", "\\", '\\\\"', '"', '\u00e9\U0001f600\\"{', '\\\\\\"{,')
+
+
+def draw_document(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.random()
+    if depth > 4 or kind < 0.5:
+        return draw.choice(PIECES)
+    if kind < 0.75:
+        return [draw_document(draw, depth + 1) for _ in range(draw.randrange(5))]
+    return {f"{draw.choice(PIECES)}{i}": draw_document(draw, depth + 1) for i in range(draw.randrange(5))}
+
+
+def elements(document: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    if isinstance(document, dict | list):
+        found += Counter(objects=1, values=max(len(document) - 1, 0))
+        for inner in document.values() if isinstance(document, dict) else document:
+            found += elements(inner)
+    if isinstance(document, dict):
+        found += Counter(members=len(document))
+    return found
+
+
+def test_elements_are_counted_without_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(41)
+    for _ in range(3000):
+        document = draw_document(draw)
+        text = json.dumps(document, ensure_ascii=draw.random() < 0.5).encode()
+        monkeypatch.setattr(body_parser, "PIECE_SIZE", draw.choice((1, 2, 3, 7, 64)))
+        count = ElementCount()
+        count.add(text)
+        right = elements(document)
+        memory = body_parser.OBJECT_BYTES * right["objects"]
+        assert count.memory == memory + body_parser.VALUE_BYTES * (right["members"] + right["values"]), text
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"[" + b"[]," * 2**16 + b"[]]", "65536 objects and arrays"),
+        (b"{" + b'"a":1,' * 2**18 + b'"b":1}', "262144 members of objects"),
+        (b"[" + b"1," * (2**20 + 1) + b"1]", "1048576 values"),
+        (b'""' * (2**20 + 2**18 + 1), "1310720 texts"),
+    ],
+)
+def test_text_with_too_many_elements_is_refused(text: bytes, what: str) -> None:
+    with pytest.raises(PenstockError, match=f"has more than {what}"):
+        ElementCount().add(text)
+
+
+def test_elements_of_several_texts_are_counted_together() -> None:
+    count = ElementCount("arguments")
+    with pytest.raises(PenstockError, match="arguments: has more than 1048576 values"):
+        for _ in range(17):
+            count.add(b"[" + b"1," * 2**16 + b"1]")
+
+
+# --- Memory of bodies -----------------------------------------------------------------------------------------------
+
+
+def test_memory_of_bodies_stays_within_the_limits_and_returns() -> None:
+    asyncio.run(random_reservations(random.Random(41)))
+
+
+async def random_reservations(draw: random.Random) -> None:
+    memory, held = BodyMemory(1000), Counter[str]()
+
+    def check() -> None:
+        assert held.total() <= memory.used <= 2000  # what is granted is taken before its task goes on
+        assert all(size <= 1000 for size in held.values()), "a client's share"
+
+    async def request(client: str) -> None:
+        size = draw.randrange(1, 500)
+        try:
+            reservation = await memory.reserve(client, size, patience=60)
+        except PenstockError as error:
+            assert error.failure.code is Code.OVERLOADED
+            return
+        held[client] += size
+        try:
+            check()
+            for _ in range(draw.randrange(4)):
+                await asyncio.sleep(0)
+                new = draw.randrange(1, 700)
+                try:
+                    reservation.resize(new, parsed=True)
+                except PenstockError:
+                    continue
+                held[client] += new - size
+                size = new
+                check()
+        finally:
+            held[client] -= size
+            reservation.release()
+            reservation.release()
+
+    for _ in range(30):
+        tasks = [asyncio.create_task(request(draw.choice("abc"))) for _ in range(draw.randrange(1, 200))]
+        for task in draw.sample(tasks, len(tasks) // 4):
+            for _ in range(draw.randrange(3)):
+                await asyncio.sleep(0)
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [result for result in results if isinstance(result, Exception)]
+        assert memory.used == 0
+        (await memory.reserve("d", 1000, patience=0)).release()  # nobody is left waiting
+
+
+def test_body_waits_for_memory_no_longer_than_its_patience() -> None:
+    async def run() -> None:
+        memory = BodyMemory(1000)
+        first = await memory.reserve("a", 500, patience=1)
+        with pytest.raises(PenstockError, match="there is no room for 1 more of 1000"):
+            await memory.reserve("a", 1, patience=0)
+        other = await memory.reserve("b", 500, patience=0)
+        waiting = asyncio.create_task(memory.reserve("a", 400, patience=60))
+        await asyncio.sleep(0)
+        first.release()
+        (await waiting).release()
+        other.release()
+        assert memory.used == 0
+
+    asyncio.run(run())
+
+
+def test_body_larger_than_a_share_is_taken_alone() -> None:
+    async def run() -> None:
+        memory = BodyMemory(1000)
+        (await memory.reserve("a", 3000, patience=0)).release()
+        growing = Reservation(memory, "a")
+        growing.resize(5000, parsed=True)
+        growing.release()
+        assert memory.used == 0
+
+    asyncio.run(run())
+
+
+# --- Turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_clients_take_turns_one_piece_in_each_iteration() -> None:
+    async def run() -> list[str]:
+        queue, order = FairQueue(), []
+        iteration = 0
+
+        async def work(client: str) -> None:
+            await queue.wait_turn(client)
+            order.append((iteration, client))
+
+        tasks = [asyncio.create_task(work(client)) for client in "aaaaabc"]
+        while not all(task.done() for task in tasks):
+            iteration += 1
+            await asyncio.sleep(0)
+        assert len({when for when, _ in order}) == len(tasks), "one in each iteration"
+        return [client for _, client in order]
+
+    assert asyncio.run(run()) == [*"aabcaaa"]
+
+
+def test_large_bodies_are_parsed_one_at_a_time_clients_in_turn() -> None:
+    async def run() -> list[str]:
+        parser, order, running = BodyParser(), [], []
+
+        def work(client: str) -> None:
+            running.append(client)
+            assert len(running) == 1
+            order.append(running.pop())
+
+        large = body_parser.MAX_INLINE_SIZE + 1
+        parses = [parser.parse(client, large, lambda client=client: work(client)) for client in "aaaabc"]
+        tasks = [asyncio.create_task(parse) for parse in parses]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return order
+
+    assert asyncio.run(run()) == [*"aabca"]
+
+
+def test_result_is_shared_and_never_older_than_the_question() -> None:
+    async def run() -> None:
+        begun = 0
+
+        async def compute() -> int:
+            nonlocal begun
+            begun += 1
+            number = begun
+            await asyncio.sleep(0)
+            return number
+
+        shared = SharedResult(compute, interval=0.0)
+
+        async def ask() -> None:
+            before = begun
+            assert await shared.get() > before
+
+        async def ask_often() -> None:
+            for _ in range(5):
+                await ask()
+
+        await asyncio.gather(*(ask_often() for _ in range(200)))
+        assert begun < 20, "not one for each of the 1000 questions"
+
+    asyncio.run(run())
+
+
+# --- Limits of every endpoint ---------------------------------------------------------------------------------------
+
+
+def test_every_endpoint_refuses_too_many_elements_in_its_own_format(
+    served: Served, paths: dict[str, dict[str, Any]]
+) -> None:
+    body = b'{"a":[' + b"[]," * 2**16 + b"[]]}"
+    with httpx.Client(headers=A | JSON, timeout=60) as client:
+        for path in paths:
+            answer = client.post(served.root + path.replace("{name}", "ensemble"), content=body)
+            assert answer.status_code in (400, 404, 422), (path, answer.text)
+            if answer.status_code != 404:  # of a thing that the path names
+                assert "has more than 65536 objects and arrays" in answer.text, (path, answer.text)
+    assert not [line for line in served.lines if "Traceback" in line]
+
+
+def test_every_endpoint_refuses_a_large_body_without_reading_it(
+    served: Served, paths: dict[str, dict[str, Any]]
+) -> None:
+    host, _, port = served.root.rpartition("/")[2].rpartition(":")
+    for path in paths:
+        name = path.replace("{name}", "ensemble").replace("{version}", "1")
+        with socket.create_connection((host, int(port))) as connection:
+            head = (
+                f"POST {name} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-a\r\ncontent-length: {100 * MIB}\r\n\r\n"
+            )
+            connection.sendall(head.encode())
+            status = connection.recv(2**16).split(b" ")[1]
+        assert status in (b"413", b"404", b"422"), (path, status)
+
+
+def test_schema_as_text_is_not_parsed_beyond_its_limit(served: Served) -> None:
+    schema = '{"properties":{"a":[' + "1," * 300_000 + "1]}}"
+    for body in (
+        {"prompt": "a", "guided_json": schema},
+        {"prompt": "a", "structured_outputs": {"json": schema}},
+        {"prompt": "a", "structural_tag": schema},
+    ):
+        answer = httpx.post(f"{served.url}/completions", json=body, headers=A, timeout=60)
+        assert answer.status_code == 400 and "at most 65536 characters" in answer.text, answer.text
+
+
+def test_arguments_of_all_calls_are_limited_together(served: Served) -> None:
+    arguments = '{"a":[' + "[]," * 4000 + "[]]}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call] * 20}]
+    answer = httpx.post(f"{served.url}/chat/completions", json={"messages": messages}, headers=A, timeout=60)
+    assert answer.status_code == 400 and "has more than 65536 objects and arrays" in answer.text
+    assert "arguments" in answer.json()["error"]["message"]
+
+
+def test_form_has_few_and_short_fields(served: Served) -> None:
+    file = {"file": ("a.jsonl", b"{}")}
+    for fields, message in (
+        ({f"f{i}": "a" for i in range(190)}, "Too many fields"),
+        ({"purpose": "a" * 100_000}, "Part exceeded maximum size"),
+    ):
+        answer = httpx.post(f"{served.url}/files", data=fields, files=file, headers=A)
+        assert answer.status_code == 400 and message in answer.text, answer.text
+
+
+def test_batch_line_with_too_many_elements_gets_an_error(served: Served) -> None:
+    body = {"prompt": [[1]] * 70_000, "max_tokens": 1}
+    lines = [{"custom_id": "many", "body": body}, {"custom_id": "one", "body": {"prompt": "a", "max_tokens": 1}}]
+    text = "\n".join(json.dumps({"method": "POST", "url": "/v1/completions"} | line) for line in lines)
+    with httpx.Client(base_url=served.url, headers=A, timeout=60) as client:
+        file = client.post("/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", text)}).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = client.post("/batches", json=asked).json()
+        while (batch := client.get(f"/batches/{batch['id']}").json())["status"] != "completed":
+            time.sleep(0.05)
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        assert "has more than 65536 objects" in client.get(f"/files/{batch['error_file_id']}/content").text
+
+
+# --- gRPC -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "message"), [(1.5, "at most 1048576 are taken"), (3, "larger than max")])
+def test_grpc_message_beyond_the_limit_is_refused(served: Served, size: float, message: str) -> None:
+    request = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * int(size * MIB)])
+    with grpc.insecure_channel(served.find(r"gRPC at (\S+)")[1]) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ModelInfer(request, metadata=list(A.items()))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert message in refused.value.details()
+
+
+def test_grpc_limit_follows_the_context_and_the_option(tmp_path: Path) -> None:
+    """64 bytes per token are 4 MiB for a context of 65,536, which is known once the engine is ready."""
+    shutil.copytree(demo.DRAFT, folder := tmp_path / "long")
+    configuration = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**16}
+    (folder / "config.json").write_text(json.dumps(configuration))
+    request = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * (3 * MIB)])
+    for flags in (("--model", str(folder)), ("--max-body-size", str(4 * MIB))):
+        with (
+            Served("--num-gpu-blocks-override", "5000", "--grpc-port", "0", *flags) as server,
+            grpc.insecure_channel(server.find(r"gRPC at (\S+)")[1]) as channel,
+            pytest.raises(grpc.RpcError) as refused,
+        ):
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+
+
+# --- Memory of a server's bodies ------------------------------------------------------------------------------------
+
+
+def test_bodies_wait_for_memory_and_are_answered() -> None:
+    """A half-sent body holds its client's memory: another waits until it has come to its end."""
+    content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 300_000}).encode()
+    with Served(*ROOM, "--max-body-memory", "1000000", "--client-timeout", "20") as server:
+        host, _, port = server.root.rpartition("/")[2].rpartition(":")
+        address, head = (host, int(port)), b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        with socket.create_connection(address) as first, socket.create_connection(address) as second:
+            length = b"content-length: %d\r\n\r\n" % len(content)
+            first.sendall(head + length + content[:-1])
+            second.sendall(head + length + content)
+            second.settimeout(1)
+            with pytest.raises(TimeoutError):
+                second.recv(1)
+            with httpx.stream("POST", f"{server.url}/completions", content=iter([content]), timeout=60) as chunked:
+                assert chunked.status_code == 429 and chunked.headers["retry-after"]
+                assert "there is no room for" in json.loads(chunked.read())["error"]["message"]
+            first.sendall(content[-1:])
+            for connection in (first, second):
+                connection.settimeout(60)
+                assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+
+
+# --- The storm ------------------------------------------------------------------------------------------------------
+
+
+class Sizes:
+    """How much the API and engine processes of a server grow in a test."""
+
+    def __init__(self, served: Served) -> None:
+        self._pids = [*served.pids["api"], *served.pids["engine"]]
+        self._idle = [peak(pid) for pid in self._pids]
+
+    def check(self) -> None:
+        growth = [peak(pid) - idle for pid, idle in zip(self._pids, self._idle, strict=True)]
+        assert max(growth) <= MAX_GROWTH, growth
+
+
+def storm_of(paths: dict[str, dict[str, Any]], size: int) -> dict[str, list[Body]]:
+    draw = random.Random(41)
+    return {path: [*load_storm.bodies(path, schema, size, draw)] for path, schema in paths.items()}
+
+
+@pytest.mark.thorough
+def test_streams_do_not_pause_for_the_largest_bodies_of_any_endpoint(
+    served: Served, paths: dict[str, dict[str, Any]]
+) -> None:
+    sizes, gaps = Sizes(served), {}
+    for path, bodies in storm_of(paths, MIB).items():
+        with Victim(served, B) as victim:
+            load_storm.elsewhere(load_storm.send, served.root, A | JSON, bodies, 4, 1)
+        gaps[path] = victim.gap
+    assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
+    sizes.check()
+
+
+@pytest.mark.thorough
+def test_streams_do_not_pause_for_many_bodies(served: Served, paths: dict[str, dict[str, Any]]) -> None:
+    """100 bodies of 1 MB at a time, for each endpoint one of its fields."""
+    sizes, gaps, draw = Sizes(served), {}, random.Random(42)
+    for path, bodies in storm_of(paths, MIB).items():
+        with Victim(served, B) as victim:
+            load_storm.elsewhere(load_storm.send, served.root, A | JSON, [draw.choice(bodies)], 100, 100)
+        gaps[path] = victim.gap
+    assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
+    sizes.check()
+
+
+@pytest.mark.thorough
+def test_streams_do_not_pause_where_bodies_may_have_64_mib(paths: dict[str, dict[str, Any]]) -> None:
+    with Served(*ROOM, "--api-key", "key-a,key-b", "--max-body-size", str(64 * MIB)) as server:
+        sizes, gaps = Sizes(server), {}
+        for path, bodies in storm_of(paths, 64 * MIB).items():
+            if not path.startswith("/v1/") or path.startswith(("/v1/responses/", "/v1/conversations")):
+                continue
+            chosen = [body for body in bodies if body.name.startswith(("messages", "prompt", "input", "refused"))]
+            with Victim(server, B) as victim:
+                load_storm.elsewhere(load_storm.send, server.root, A | JSON, chosen, 4, 1)
+            gaps[path] = victim.gap
+        with Victim(server, B) as victim:
+            load_storm.elsewhere(load_storm.send, server.root, A | JSON, [chosen[0]], 30, 30)
+        gaps["30 connections"] = victim.gap
+        assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
+        sizes.check()
+
+
+@pytest.mark.thorough
+def test_streams_do_not_pause_for_bursts_of_cheap_requests(served: Served) -> None:
+    """1000 connections at once ask for each path that can be read."""
+    document = httpx.get(f"{served.root}/openapi.json", headers=A).json()
+    known = [path for path, methods in document["paths"].items() if "get" in methods and "{" not in path]
+    readable = [path for path in known if path not in ("/clear_load_weight", "/update_model_weight")]
+    sizes, gaps = Sizes(served), {}
+    for path in readable:
+        with Victim(served, B) as victim:
+            load_storm.elsewhere(load_storm.ask, served.root, A, path, 1000)
+        gaps[path] = victim.gap
+    assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
+    sizes.check()
+
+
+@pytest.mark.thorough
+def test_streams_do_not_pause_for_forms_and_messages(served: Served) -> None:
+    """10 forms with 190 fields of 1 MB, and 40 gRPC messages of 60 MB."""
+    sizes = Sizes(served)
+    with Victim(served, B) as victim:
+        load_storm.elsewhere(load_storm.send_forms, served.url, A, 10)
+        load_storm.elsewhere(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 40, 60 * MIB)
+        load_storm.elsewhere(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 400, MIB - 100)
+    assert victim.gap <= GAP
+    sizes.check()
