@@ -44,7 +44,7 @@ MAX_GROWTH = 1024
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with all its routes."""
     storage = ("--storage-dir", str(tmp_path_factory.mktemp("storage")), "--server-dev-mode")
-    keys = ("--api-key", "key-a,key-b", "--allow-runtime-lora-updating")
+    keys = ("--api-key", "key-a,key-b", "--admin-api-key", "key-a", "--allow-runtime-lora-updating")
     with Served(*ROOM, *keys, *storage, "--grpc-port", "0") as server:
         yield server
 

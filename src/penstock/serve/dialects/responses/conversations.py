@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any, TypeVar
 
@@ -75,10 +76,14 @@ class ConversationRoutes:
 
     async def _items(self, raw_request: Request, given: list[Item]) -> list[dict[str, Any]]:
         """What is kept of items. Raises ``PenstockError`` where no request could have them."""
-        given = await resolve_references(given, self._stores, _tenant(raw_request), "items")
-        check_items(given)
-        documents: list[dict[str, Any]] = msgspec.to_builtins(given)
-        return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
+        resolved = await resolve_references(given, self._stores, _tenant(raw_request), "items")
+
+        def kept() -> list[dict[str, Any]]:
+            check_items(resolved)
+            documents: list[dict[str, Any]] = msgspec.to_builtins(resolved)
+            return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
+
+        return await asyncio.to_thread(kept)  # many items would hold up others
 
     async def _read(self, raw_request: Request, schema: type[T]) -> T:
         unknown, largest = record_of(raw_request.scope).unknown, self._served_models.max_body_size

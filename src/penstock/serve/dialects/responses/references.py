@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -51,7 +52,7 @@ async def resolve_references(items: list[Item], stores: Stores | None, owner: st
     for name, path in names.items():
         if name not in found and not name.startswith(REASONING):
             _refuse(name, path, stores is not None)
-    known = msgspec.convert(found, dict[str, Item])
+    known = await asyncio.to_thread(msgspec.convert, found, dict[str, Item])  # large items would hold up others
     resolved = [known.pop(item.id or "", None) if _is_reference(item) else item for item in items]
     return [item for item in resolved if item is not None]
 

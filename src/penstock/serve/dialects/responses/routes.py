@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -161,7 +162,8 @@ class ResponsesRoutes:
         items = await resolve_references(given, self._stores, record.tenant, "input")
         if items is given:
             return request, size
-        return msgspec.structs.replace(request, input=items), size + len(msgspec.json.encode(items))
+        encoded = await asyncio.to_thread(msgspec.json.encode, items)  # large items would hold up others
+        return msgspec.structs.replace(request, input=items), size + len(encoded)
 
     def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
         """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""
