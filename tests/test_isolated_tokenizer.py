@@ -18,7 +18,7 @@ from penstock.text import Tokenizer
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, Limits, check_tokenizer
 
 LIMITS = Limits(memory=2**30, cpu=2)
-REFUSED = r"cannot be used within 1 GiB of memory and 1 s of processor time"
+REFUSED = r"cannot be used within 1 GiB of memory and 2 s of processor time"
 
 
 @pytest.fixture
