@@ -30,6 +30,7 @@ thorough: .venv/tools executors exactness fuzz
 	PENSTOCK_PD_REQUESTS=2400 $(BIN)/python -m pytest tests/test_prefill_decode.py
 	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/test_server_schema.py
 	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/test_server.py
+	PENSTOCK_STREAM_PARTS=300 $(BIN)/python -m pytest tests/test_stream_parts.py
 	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/test_speculation.py
 	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_kserve.py
 	PENSTOCK_OPS_EXAMPLES=200 $(BIN)/python -m pytest tests/test_ops.py

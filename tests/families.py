@@ -288,8 +288,9 @@ def qwen3_moe(rng: Random) -> PreTrainedConfig:
         moe_intermediate_size=rng.choice((24, 32, 64)),
         mlp_only_layers=rng.choice(([], [0], [2])),
         decoder_sparse_step=rng.choice((1, 1, 2)),
-        sliding_window=None,
         hidden_act=rng.choice(("silu", "gelu", "gelu_pytorch_tanh", "relu")),
+        use_sliding_window=flag(rng),
+        sliding_window=rng.choice((None, 24)),
     )
 
 
@@ -307,6 +308,9 @@ def qwen2_moe(rng: Random) -> PreTrainedConfig:
         mlp_only_layers=rng.choice(([], [1])),
         decoder_sparse_step=rng.choice((1, 1, 2)),
         qkv_bias=flag(rng),
+        use_sliding_window=flag(rng),
+        sliding_window=24,
+        max_window_layers=rng.choice((0, 2, 9)),
     )
 
 

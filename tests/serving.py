@@ -35,6 +35,7 @@ MODULES = {
     "penstock.serve.process.api_process": "api",
     "penstock.engine.service.server": "engine",
     "penstock.text.isolated_tokenizer": "tokenizer",
+    "penstock.text.template_process": "template",
 }
 
 
@@ -156,7 +157,7 @@ class Served(Logged):
 
     @property
     def pids(self) -> dict[str, list[int]]:
-        """The processes that run now: ``engine``, ``api`` and ``tokenizer``."""
+        """The processes that run now: ``engine``, ``api``, ``tokenizer`` and ``template``."""
         found: dict[str, list[int]] = {kind: [] for kind in MODULES.values()}
         for pid in processes(self.pid):
             for word in _file(pid, "cmdline").split("\0"):

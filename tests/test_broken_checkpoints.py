@@ -204,4 +204,4 @@ def test_a_broken_checkpoint_is_told_in_one_sentence(seed: int, made: Callable[[
         assert error
     if error:
         assert error.failure.code in (Code.INVALID, Code.UNSUPPORTED)
-        assert "\n" not in str(error) and len(str(error)) < 3000  # which names all architectures
+        assert "\n" not in str(error) and len(str(error)) <= 500

@@ -44,7 +44,7 @@ def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
     ("text", "environment", "words"),
     [
         ("max_num_sequences: 3", {}, r"no such option, in .*did you mean max_num_seqs\?"),
-        ("port: many", {}, "port: Expected `int`"),
+        ("port: many", {}, "port: 'many' is wrong: it must be a whole number, in "),
         ("port: 70000", {}, "port: .*65535"),
         ("- port", {}, "does not hold options by name"),
         ("port: [", {}, "cannot be read"),

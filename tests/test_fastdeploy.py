@@ -17,6 +17,7 @@ from serving import Served, free_ports, within
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 from penstock.cli.main import main
+from penstock.frontend import fastdeploy
 
 MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
 
@@ -226,18 +227,18 @@ def test_ranks_may_have_whole_experts() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--tensor-parallel-size 0", "tensor_parallel_size: "),
+        ("--tensor-parallel-size 0", "--tensor-parallel-size: "),
         ("--splitwise-role both", "--splitwise_role: 'both' is wrong: it is not one of mixed, prefill, decode"),
         ("--innode-prefill-ports a", "--innode_prefill_ports: 'a' is wrong: "),
         ("--cache-transfer-protocol tcp", "--cache_transfer_protocol: 'tcp' is wrong: 'tcp' is neither ipc nor rdma"),
         ("--scheduler-name splitwise", "--scheduler_name: 'splitwise' is wrong: instances are found by a router"),
         ("--splitwise-role decode --engine-worker-queue-port x", "--engine_worker_queue_port: 'x' is no port"),
-        ("--dynamic-load-weight 2", "--dynamic_load_weight: '2' is wrong"),
+        ("--dynamic-load-weight 2", "unknown argument 2"),
         ("--graph-optimization-config [1]", "--graph_optimization_config: '[1]' is wrong: it is not a JSON object"),
         ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
-        ("--max-waiting-time -2", "max_queue_time: "),
+        ("--max-waiting-time -2", "--max_waiting_time: "),
         ("--max-model-len long", "--max_model_len: 'long' is not a number of tokens"),
-        ("--reasoning-parser nobody", "reasoning_parser: "),
+        ("--reasoning-parser nobody", "--reasoning-parser: "),
         ("--max-num-sequence 8", "unknown argument --max-num-sequence; did you mean --max-num-seqs?"),
     ],
 )
@@ -276,10 +277,48 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
         ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
         ({"quantization": "block_wise_fp8"}, "quantization: Invalid enum value"),
-        ({"max_waiting_time": -3}, "max_queue_time: Expected `float` >= 0.0"),
+        ({"max_waiting_time": -3}, "max_waiting_time: -3.0 is wrong: it must be at least 0"),
         ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: 'maybe' is wrong"),
         ({"speculative_config": {"method": "mtp", "model": "x"}}, "speculative_config: the method mtp takes no model"),
     ]
     for wrong, words in refusals:
         with pytest.raises(PenstockError, match=words):
             LLM(compat="fastdeploy", **wrong)
+
+
+def test_llm_returns_results_with_its_attributes() -> None:
+    """Those of ``RequestOutput``, ``CompletionOutput`` and ``RequestMetrics`` in FastDeploy's documentation."""
+    llm = LLM(compat="fastdeploy", num_gpu_blocks_override=64)
+    sampling = SamplingParams(temperature=0, max_tokens=40)
+    (output,) = llm.chat(MESSAGES, sampling, use_tqdm=False)
+    found: Any = output.outputs
+    assert (found.text, found.reasoning_content, found.tool_calls) == ("The capital of Canada is Ottawa.", None, None)
+    assert (found.index, found.send_idx, found.completion_tokens) == (0, 0, found.text)
+    assert found.token_ids == output.outputs[0].token_ids and found.logprobs is None, "as one sequence and as a list"
+    named: Any = output
+    assert (named.error_code, named.error_msg, output.finished, output.num_cached_tokens) == (200, None, True, 0)
+    metrics = named.metrics
+    assert metrics.arrival_time <= metrics.inference_start_time and metrics.first_token_time > 0
+    assert metrics.time_in_queue == pytest.approx(metrics.inference_start_time - metrics.arrival_time, abs=1e-3)
+    thinking: list[Any] = llm.chat(MESSAGES, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": True})
+    message = thinking[0].outputs[0].message
+    assert thinking[0].outputs.reasoning_content == message.reasoning_content
+    assert thinking[0].outputs.text == message.content
+    continued: list[Any] = llm.generate(["Once", "Twice"], sampling, use_tqdm=False)
+    assert [one.outputs.text for one in continued] == [one.outputs[0].text for one in continued]
+
+
+def test_its_python_module_has_its_arguments_and_defaults() -> None:
+    llm = fastdeploy.LLM(model="", num_gpu_blocks_override=64)
+    default = fastdeploy.SamplingParams()
+    assert (default.max_tokens, default.min_tokens, default.temperature) == (None, 1, 1.0)
+    greedy = fastdeploy.SamplingParams(top_p=0, temperature=None, max_tokens=4, bad_words_token_ids=[7, 8])
+    assert (greedy.temperature, greedy.bad_word_ids) == (0, ((7,), (8,)))
+    by_text: list[Any] = llm.generate({"prompt": "Once"}, greedy, False)
+    by_ids: list[Any] = llm.generate([by_text[0].prompt_token_ids], greedy, False)
+    assert by_text[0].outputs.text == by_ids[0].outputs.text
+    with pytest.raises(PenstockError, match="multi_modal_data"):
+        llm.generate([{"prompt": "Once", "multimodal_data": {"audio": []}}], greedy, False)
+    for wrong in ({"stream": True}, {"chat_template": "{{ messages }}"}):
+        with pytest.raises(PenstockError, match=next(iter(wrong))):
+            llm.chat(MESSAGES, greedy, False, **wrong)

@@ -288,7 +288,6 @@ REFUSED = {
     "uniqueItems": {"type": "array", "uniqueItems": True},
     "if": {"if": {"type": "string"}, "then": {"minLength": 3}},
     "contains": {"type": "array", "contains": {"type": "integer"}},
-    "format": {"type": "string", "format": "shoe-size"},
     "lenient": {"not": {}, "x-guidance": {"lenient": True}},
     "oneOf": {"oneOf": [{"type": "string"}, {"maxLength": 3}], "x-guidance": {"coerce_one_of": True}},
     "minProperties": {"minProperties": 2},  # of names that may come twice
@@ -331,6 +330,102 @@ def test_a_schema_that_cannot_be_kept_to_is_refused_by_name(llm: LLM, keyword: s
     with pytest.raises(PenstockError, match=rf"guided_json.*\b{named}\b") as caught:
         llm.generate("x", sampling(guided(json=REFUSED[keyword])))
     assert caught.value.failure.code is Code.UNSUPPORTED
+
+
+ANNOTATED: list[dict[str, Any]] = [
+    *(
+        {"type": "string", "format": name}
+        for name in ("path", "password", "binary", "uri-reference", "uuid4", "shoe-size")
+    ),
+    {"type": "integer", "format": "int32"},
+    {"type": "array", "items": {"type": "null"}, "uniqueItems": False, "maxItems": 2},
+    {"type": "object", "propertyNames": {"type": "string"}, "dependentRequired": {}, "maxProperties": 1},
+    {"type": "array", "contains": {"type": "null"}, "minContains": 0, "unevaluatedItems": True, "maxItems": 1},
+    {"type": "string", "not": False, "then": {"minLength": 9}, "nullable": True, "contentEncoding": "base64"},
+    {"type": "boolean", "enum": None, "required": None, "discriminator": {"propertyName": "a"}, "x-order": 1},
+]
+
+
+@pytest.mark.parametrize("schema", ANNOTATED, ids=str)
+def test_annotations_are_accepted_and_constrain_nothing(llm: LLM, schema: dict[str, Any]) -> None:
+    schema = {"maxLength": 20, "additionalProperties": False} | schema
+    (output,) = llm.chat(ASKED, sampling(guided(json=schema)), use_tqdm=False)
+    known = {name: value for name, value in schema.items() if value is not None}
+    jsonschema.Draft202012Validator(known).validate(json.loads(output.outputs[0].text))
+
+
+@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)  # xgrammar follows references to definitions alone
+def test_reference_into_unknown_keyword_is_followed(llm: LLM) -> None:
+    schemas = {"A": {"example": 1, "const": 2}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/components/schemas/A"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    (output,) = llm.chat(ASKED, sampling(guided(json=schema | {"components": {"schemas": schemas}})), use_tqdm=False)
+    assert json.loads(output.outputs[0].text) == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": ["a"]}, "properties must be an object"),
+        ({"properties": {"a": None}}, "a schema must be an object"),
+        ({"items": {"pattern": 5}}, "pattern must be text"),
+        ({"anyOf": {}}, "anyOf must be a list"),
+        ({"required": True}, "required must be a list of names"),
+        ({"maxLength": "5"}, "maxLength must be a number"),
+    ],
+)
+def test_malformed_schema_is_refused_with_keyword(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(PenstockError, match=f"guided_json: is no JSON Schema: {message}") as caught:
+        guided(json=schema)
+    assert caught.value.failure.code is Code.INVALID
+
+
+def loop(llm: LLM, form: GuidedDecodingParams, text: str, **params: Any) -> Any:
+    """The output of a model that prefers one token whatever came before."""
+    (token,) = llm.get_tokenizer().encode(text)
+    return llm.chat(ASKED, sampling(form, logit_bias={token: 100}, **params), use_tqdm=False)[0].outputs[0]
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_number_of_a_looping_model_ends(llm: LLM, kind: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": kind}, "b": {"type": kind}}, "required": ["a", "b"]}
+    output = loop(llm, guided(json=schema | {"additionalProperties": False}), "9", max_tokens=400)
+    assert output.finish_reason == "stop"
+    document = json.loads(output.text)
+    assert all(len(digits) < 45 for digits in re.findall(r"\d+", output.text))
+    jsonschema.validate(document, schema)
+
+
+@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)  # xgrammar has no patterns
+def test_number_beyond_the_bound_is_written_where_the_schema_requires_it(llm: LLM) -> None:
+    output = loop(llm, guided(json={"type": "string", "pattern": r"^\d{60}$"}), "9")
+    assert json.loads(output.text) == "9" * 60
+
+
+def test_string_of_a_looping_model_ends(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    output = loop(llm, guided(json=schema), "z", max_tokens=400)
+    assert output.finish_reason == "stop" and set(json.loads(output.text)["a"]) == {"z"}
+    assert len(output.token_ids) > 128
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "string"}], ids=["digits", "letters"])
+def test_bounds_are_the_same_with_drafts(llm: LLM, backend: str, schema: dict[str, Any]) -> None:
+    """N-grams guess that a loop goes on, so that drafts reach beyond the bound."""
+    drafting = LLM(
+        num_gpu_blocks_override=100,
+        guided_decoding_backend=backend,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2},
+    )
+    form = guided(json={"type": "array", "items": schema, "minItems": 2, "maxItems": 2})
+    text = "9" if schema["type"] == "integer" else "z"
+    expected, drafted = (loop(one, form, text, max_tokens=400) for one in (llm, drafting))
+    assert drafted.token_ids == expected.token_ids and expected.finish_reason == "stop"
 
 
 LEAST = -(2**63)
@@ -631,6 +726,18 @@ def test_refusals_come_before_any_token(client: openai.OpenAI, stream: bool) -> 
         ask(client, tools=unique, tool_choice="required", stream=stream)
     assert caught.value.param == "tools"
     assert ask(client, extra_body={"guided_choice": ["ok"]}) == "ok"
+
+
+def test_refused_schema_names_pattern_and_tool(client: openai.OpenAI) -> None:
+    pattern = {"type": "string", "pattern": "(?=ab)c"}
+    with pytest.raises(openai.BadRequestError, match=r"guided_json: .*\(\?=ab\)c .*look-around"):
+        ask(client, extra_body={"guided_json": pattern})
+    tools = [tool("roll", sides={"enum": [6]}), tool("look_up", text=pattern)]
+    with pytest.raises(openai.BadRequestError, match=r"tools: .*\(\?=ab\)c .*look-around.*look_up") as caught:
+        ask(client, tools=tools, tool_choice="required")
+    assert "\n" not in str(caught.value.body["message"])
+    with pytest.raises(openai.BadRequestError, match=r"guided_regex: .*\[a .*unclosed"):
+        ask(client, extra_body={"guided_regex": "x[a"})
 
 
 def test_it_can_be_switched_off() -> None:

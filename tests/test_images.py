@@ -618,7 +618,6 @@ def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
         ({"messages": user({"type": "input_audio", "input_audio": {}})}, "input_audio is not supported", "[1]"),
         ({"messages": user({"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}})}, "is not fetched", "[1]"),
         ({"messages": user(red, red, red, red)}, "images: 4 are more than a prompt may have", "images"),
-        ({"messages": [{"role": "assistant", "content": [red]}]}, "image_url is not supported, only text", "[0]"),
         ({"messages": user(red), "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: is not supported", ""),
         ({"messages": user(red), "mm_processor_kwargs": {"crop": 2}}, "'crop' is not supported", "mm_processor_kwargs"),
         (

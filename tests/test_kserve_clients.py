@@ -29,6 +29,9 @@ class UserData:
         self.completed: queue.Queue[Any] = queue.Queue()
 
 
+SCORES = ("cum_log_probs", "output_log_probs", "context_logits", "generation_logits")
+
+
 def callback(user_data: UserData, result: Any, error: Any) -> None:
     user_data.completed.put(result if error is None else error)
 
@@ -93,7 +96,7 @@ def test_text_from_end_to_end(
     for result in found(user_data):
         assert not isinstance(result, InferenceServerException), result
         output = result.as_numpy("text_output")
-        assert output is not None and result.as_numpy("cum_log_probs") is None
+        assert output is not None and result.as_numpy("cum_log_probs") == 0
         text += output[0].decode("utf-8")
     assert text == ("" if streaming else PROMPT) + completion(served, max_tokens=16)["text"]
 
@@ -202,6 +205,138 @@ def test_the_ensemble_by_hand(served: Served, client: triton.InferenceServerClie
         for name in told:
             np.testing.assert_array_equal(between.as_numpy(name), result.as_numpy(name))
     assert result.as_numpy("context_logits").shape[1] == before.as_numpy("INPUT_ID").size
+
+
+@pytest.mark.row("triton", "CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS")
+@pytest.mark.parametrize("asked", [(), ("context_logits", "generation_logits")])
+def test_the_ensemble_by_hand_in_0_10(client: triton.InferenceServerClient, asked: tuple[str, ...]) -> None:
+    """``test_functionality`` of TensorRT-LLM 0.10 reads every score, and has ``postprocessing`` pass them on."""
+    text, tokens = np.array([[PROMPT]]).astype(object), np.array([[16]], dtype=np.int32)
+    flags = [prepare_tensor(f"return_{name}", np.array([[True]])) for name in asked]
+    query = [prepare_tensor("QUERY", text), prepare_tensor("REQUEST_OUTPUT_LEN", tokens)]
+    before = client.infer("preprocessing", query)
+    passed = {
+        "input_ids": "INPUT_ID",
+        "input_lengths": "REQUEST_INPUT_LEN",
+        "request_output_len": "REQUEST_OUTPUT_LEN",
+        "end_id": "OUT_END_ID",
+        "pad_id": "OUT_PAD_ID",
+    }
+    given = [prepare_tensor(name, before.as_numpy(output)) for name, output in passed.items()]
+    between = client.infer("tensorrt_llm", [*given, *flags])
+    scores = {name: between.as_numpy(name) for name in SCORES}
+    tokens_in = {"TOKENS_BATCH": between.as_numpy("output_ids"), "SEQUENCE_LENGTH": between.as_numpy("sequence_length")}
+    after = client.infer(
+        "postprocessing",
+        [prepare_tensor(name.upper(), value) for name, value in (tokens_in | scores).items()],
+    )
+    inputs = [prepare_tensor("text_input", text), prepare_tensor("max_tokens", tokens), *flags]
+    whole = client.infer("ensemble", inputs)
+    assert after.as_numpy("OUTPUT") == whole.as_numpy("text_output")
+    for name, score in scores.items():
+        np.testing.assert_array_equal(after.as_numpy(f"OUT_{name.upper()}"), score)
+        np.testing.assert_array_equal(whole.as_numpy(name), score)
+        assert score.any() == (name in asked)
+    bare = client.infer("postprocessing", [prepare_tensor(name, value) for name, value in tokens_in.items()])
+    assert {bare.as_numpy(f"OUT_{name.upper()}").item() for name in SCORES} == {0.0}
+
+
+VERSIONS = {
+    "0.10": {
+        "preprocessing": (
+            "QUERY:BYTES REQUEST_OUTPUT_LEN:INT32 BAD_WORDS_DICT:BYTES STOP_WORDS_DICT:BYTES"
+            " EMBEDDING_BIAS_WORDS:BYTES EMBEDDING_BIAS_WEIGHTS:FP32 END_ID:INT32 PAD_ID:INT32",
+            "INPUT_ID:INT32 REQUEST_INPUT_LEN:INT32 BAD_WORDS_IDS:INT32 STOP_WORDS_IDS:INT32 EMBEDDING_BIAS:FP32"
+            " REQUEST_OUTPUT_LEN:INT32 OUT_END_ID:INT32 OUT_PAD_ID:INT32",
+        ),
+        "tensorrt_llm": (
+            "input_ids:INT32 input_lengths:INT32 request_output_len:INT32 end_id:INT32 pad_id:INT32"
+            " stop_words_list:INT32 bad_words_list:INT32 embedding_bias:FP32 beam_width:INT32 temperature:FP32"
+            " runtime_top_k:INT32 runtime_top_p:FP32 len_penalty:FP32 repetition_penalty:FP32 min_length:INT32"
+            " presence_penalty:FP32 frequency_penalty:FP32 random_seed:UINT64 return_log_probs:BOOL"
+            " return_context_logits:BOOL return_generation_logits:BOOL stop:BOOL streaming:BOOL",
+            "output_ids:INT32 sequence_length:INT32 cum_log_probs:FP32 output_log_probs:FP32 context_logits:FP32"
+            " generation_logits:FP32",
+        ),
+        "postprocessing": (
+            "TOKENS_BATCH:INT32 SEQUENCE_LENGTH:INT32 CUM_LOG_PROBS:FP32 OUTPUT_LOG_PROBS:FP32 CONTEXT_LOGITS:FP32"
+            " GENERATION_LOGITS:FP32",
+            "OUTPUT:BYTES OUT_CUM_LOG_PROBS:FP32 OUT_OUTPUT_LOG_PROBS:FP32 OUT_CONTEXT_LOGITS:FP32"
+            " OUT_GENERATION_LOGITS:FP32",
+        ),
+        "ensemble": (
+            "text_input:BYTES max_tokens:INT32 bad_words:BYTES stop_words:BYTES end_id:INT32 pad_id:INT32 top_k:INT32"
+            " top_p:FP32 temperature:FP32 length_penalty:FP32 repetition_penalty:FP32 min_length:INT32"
+            " presence_penalty:FP32 frequency_penalty:FP32 random_seed:UINT64 return_log_probs:BOOL"
+            " return_context_logits:BOOL return_generation_logits:BOOL beam_width:INT32 stream:BOOL"
+            " embedding_bias_words:BYTES embedding_bias_weights:FP32",
+            "text_output:BYTES cum_log_probs:FP32 output_log_probs:FP32 context_logits:FP32 generation_logits:FP32",
+        ),
+    },
+    "1.0": {
+        "preprocessing": ("", "DECODER_INPUT_ID:INT32 REQUEST_DECODER_INPUT_LEN:INT32"),
+        "tensorrt_llm": (
+            "num_return_sequences:INT32 decoder_input_ids:INT32 decoder_input_lengths:INT32 early_stopping:BOOL"
+            " exclude_input_in_output:BOOL return_perf_metrics:BOOL return_num_input_tokens:BOOL"
+            " return_num_output_tokens:BOOL lookahead_window_size:INT32 lookahead_ngram_size:INT32"
+            " lookahead_verification_set_size:INT32",
+            "batch_index:INT32 sequence_index:INT32 kv_cache_alloc_new_blocks:INT32 kv_cache_reused_blocks:INT32"
+            " kv_cache_alloc_total_blocks:INT32 arrival_time_ns:INT64 first_scheduled_time_ns:INT64"
+            " first_token_time_ns:INT64 last_token_time_ns:INT64 acceptance_rate:FP32"
+            " total_accepted_draft_tokens:INT32 total_draft_tokens:INT32 num_input_tokens:INT32"
+            " num_output_tokens:INT32",
+        ),
+        "ensemble": (
+            "num_return_sequences:INT32 exclude_input_in_output:BOOL return_perf_metrics:BOOL"
+            " guided_decoding_guide_type:BYTES guided_decoding_guide:BYTES",
+            "batch_index:INT32 sequence_index:INT32",
+        ),
+    },
+}
+"""By version, tensors in ``config.pbtxt`` of its models, without those of adapters, drafts and embeddings; for the
+newer version those that it adds."""
+
+
+@pytest.mark.parametrize(
+    ("version", "model"), [(version, model) for version in VERSIONS for model in VERSIONS[version]]
+)
+def test_models_have_the_tensors_of_each_version(
+    client: triton.InferenceServerClient, version: str, model: str
+) -> None:
+    names = (model, "tensorrt_llm_bls") if model == "ensemble" else (model,)
+    for name in names:
+        found: Any = client.get_model_metadata(name, as_json=True)
+        for kind, expected in zip(("inputs", "outputs"), VERSIONS[version][model], strict=True):
+            assert {f"{one['name']}:{one['datatype']}" for one in found[kind]} >= set(expected.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "neutral", "wrong"),
+    [
+        ("runtime_top_p_min", np.float32, (0, 1e-6), 0.5),
+        ("runtime_top_p_decay", np.float32, (0, 1), 0.5),
+        ("runtime_top_p_reset_ids", np.int32, (0, -1), 7),
+        ("beam_search_diversity_rate", np.float32, (0,), 1.5),
+        ("draft_acceptance_threshold", np.float32, (0,), 0.5),
+    ],
+)
+@pytest.mark.row("triton", "runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids")
+@pytest.mark.row("triton", "beam_search_diversity_rate", "draft_acceptance_threshold")
+def test_inputs_that_change_nothing_are_taken(
+    served: Served,
+    client: triton.InferenceServerClient,
+    name: str,
+    dtype: Any,
+    neutral: tuple[float, ...],
+    wrong: float,
+) -> None:
+    ids = completion(served, max_tokens=4)["prompt_token_ids"]
+    expected = client.infer("tensorrt_llm", prepare_inputs(ids, 4, False)).as_numpy("output_ids")
+    for value in neutral:
+        found = client.infer("tensorrt_llm", prepare_inputs(ids, 4, False, **{name: np.array([[value]], dtype=dtype)}))
+        np.testing.assert_array_equal(found.as_numpy("output_ids"), expected)
+    with pytest.raises(InferenceServerException, match=name):
+        client.infer("tensorrt_llm", prepare_inputs(ids, 4, False, **{name: np.array([[wrong]], dtype=dtype)}))
 
 
 def prepare_stop_signals() -> list[triton.InferInput]:

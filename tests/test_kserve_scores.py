@@ -120,11 +120,15 @@ def test_they_are_the_same_bits_in_any_form(served: Served) -> None:
     np.testing.assert_array_equal(np.concatenate(pieces, axis=2), generated)
 
 
-def test_who_does_not_ask_is_told_none(served: Served) -> None:
-    names = {output["name"] for output in http(served, TEXTS, 3).get_response()["outputs"]}
-    assert not names & {"context_logits", "generation_logits"}
-    only = {output["name"] for output in http(served, TEXTS, 3, **dict([*ALL.items()][:1])).get_response()["outputs"]}
-    assert "context_logits" in only and "generation_logits" not in only
+def test_scores_that_are_not_requested_are_a_zero(served: Served) -> None:
+    """As in TensorRT-LLM 0.10, whose ``end_to_end_test.py`` reads them always."""
+    dummies = {"cum_log_probs": (2, 1), "output_log_probs": (2, 1, 1)}
+    dummies |= {"context_logits": (2, 1, 1), "generation_logits": (2, 1, 1, 1)}
+    for asked in ({}, dict([*ALL.items()][:1])):
+        found = http(served, TEXTS, 3, **asked)
+        for name, shape in dummies.items():
+            array = found.as_numpy(name)
+            assert (array.shape == shape and not array.any()) == (f"return_{name}" not in asked), name
 
 
 def test_too_many_are_refused(served: Served) -> None:

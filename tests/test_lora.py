@@ -410,6 +410,8 @@ def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, de
     loaded = update(server, "load", lora_name="b", lora_path=path)
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'b' added successfully.")
     assert client.models.retrieve("b").parent == "penstock-demo"  # type: ignore[attr-defined]
+    roots = {model.id: model.root for model in client.models.list()}  # type: ignore[attr-defined]
+    assert roots == {"penstock-demo": "penstock-demo", "a": str(demo_adapters / "a"), "b": str(demo_adapters / "b")}
     assert answers(client, "b") == expected(demo_adapters / "b")
     again = update(server, "load", lora_name="b", lora_path=path)
     assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")

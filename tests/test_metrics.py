@@ -31,7 +31,8 @@ PANELS = {
 """What the panels of vLLM's dashboard show, but for its two panels of gauges."""
 VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info "
-    "num_requests_waiting_by_reason engine_sleep_state kv_offload_cpu_cache_usage_perc",
+    "num_requests_waiting_by_reason engine_sleep_state kv_offload_cpu_cache_usage_perc num_requests_swapped "
+    "cpu_cache_usage_perc gpu_prefix_cache_hit_rate cpu_prefix_cache_hit_rate spec_decode_draft_acceptance_rate",
     "counter": "num_preemptions prompt_tokens prompt_tokens_cached prompt_tokens_by_source generation_tokens "
     "request_success prefix_cache_queries prefix_cache_hits external_prefix_cache_queries external_prefix_cache_hits "
     "mm_cache_queries mm_cache_hits spec_decode_num_drafts spec_decode_num_draft_tokens "
@@ -111,6 +112,8 @@ def test_gauges_tell_who_runs_and_who_waits(served: Served) -> None:
     assert found["vllm:num_requests_running"] == 2 and 0 < found["vllm:kv_cache_usage_perc"] <= 1
 
 
+@pytest.mark.row("vllm", "vllm:num_requests_swapped", "vllm:cpu_cache_usage_perc", "vllm:gpu_prefix_cache_hit_rate")
+@pytest.mark.row("vllm", "vllm:cpu_prefix_cache_hit_rate", "vllm:spec_decode_draft_acceptance_rate")
 @pytest.mark.row("vllm", "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions")
 @pytest.mark.row("vllm", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "vllm:prompt_tokens")
 @pytest.mark.row("vllm", "vllm:generation_tokens", "vllm:request_prompt_tokens", "vllm:request_generation_tokens")

@@ -20,6 +20,8 @@ from penstock.text import (
     reasoning_format,
     tool_call_format,
 )
+from penstock.text.tool_calls.json_calls import JSONFormat
+from penstock.text.tool_calls.xml_calls import XMLFormat
 
 EXAMPLES = int(os.environ.get("PENSTOCK_READING_EXAMPLES", "40"))
 """Drawn texts for each format of tool calls and each stage of reasoning."""
@@ -114,7 +116,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Look: <tool_call>\nnot JSON\n</tool_call>", "Look: <tool_call>\nnot JSON\n</tool_call>", []),
         (f"Write <tool_call>, as in {HERMES}", "Write <tool_call>, as in", [CALL]),
         ('<tool_call>{"x": {"name": "n"}}</tool_call>', '<tool_call>{"x": {"name": "n"}}</tool_call>', []),
-        ('It was \n<tool_call>{"name": ', 'It was \n<tool_call>{"name": ', []),
+        ('It was \n<tool_call>{"name": ', "It was", []),
         ("A line. \n\n", "A line. \n\n", []),
     ],
     "llama3_json": [
@@ -139,7 +141,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f"<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", "", [("add", "{}")] * 2),
         (f"Yes.\n\n{V31}<｜tool▁calls▁end｜>", "Yes.", [CALL]),
         (f"{V31}<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>", "", [CALL, NOW]),
-        ("<｜tool▁calls▁begin｜>none", "<｜tool▁calls▁begin｜>none", []),
+        ("<｜tool▁calls▁begin｜>none.\n", "<｜tool▁calls▁begin｜>none.\n", []),
     ],
     "granite": [
         (
@@ -183,7 +185,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("<function=now></function><function=now></tool_call>", "", [NOW, NOW]),
         ("<tool_call><function=add><parameter=a>\n 007 \n</parameter></function>", "", [("add", '{"a": " 007 "}')]),
         ("<tool_call><function=add><parameter=a>7</parameter>so<parameter=b>x", "", [("add", '{"a": 7, "b": "x')]),
-        ("<tool_call><function=add><parameter=a>7", "", [("add", '{"a": ')]),
+        ("<tool_call><function=add><parameter=a>7", "", [("add", "{")]),
         ("<tool_call><function=add><parameter=a", "", [("add", "{")]),
         ("<tool_call><function=x><parameter=y>TRUE</parameter></function>", "", [("x", '{"y": true}')]),
         ("<tool_call><function=x><parameter=y>{'z': None}</parameter></function>", "", [("x", '{"y": {"z": null}}')]),
@@ -259,6 +261,64 @@ def test_calls_are_found(form: str, text: str, content: str, calls: list[Any], d
     assert [(call.name, call.arguments) for call in found.tool_calls] == calls
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [(form, *case) for form, cases in CALLS.items() for case in cases if case[2]],
+)
+def test_a_call_that_is_cut_off_leaves_no_markup(form: str, text: str, content: str, calls: list[Any]) -> None:
+    """Cut after any character: the content and the arguments are the beginnings of those of the whole text."""
+    tools = TOOLS[form]
+    assert tools
+    for length in range(len(text)):
+        found = read(ParserConfig(tools=tools, schemas=SCHEMAS), [text[:length]])
+        if tools.allow_unmarked and not found.tool_calls and "<|" not in text[:length]:
+            continue  # an answer in JSON or a list begins in the same way
+        markers = (*tools.start_markers, *tools.separators) if isinstance(tools, JSONFormat) else tools.start_markers
+        begun = [marker[:n] for marker in ("", *markers) for n in range(len(marker) or 1)]  # it may still be a text
+        rests = [found.content.removesuffix(end).rstrip() for end in begun if found.content.endswith(end)]
+        assert any(content.startswith(rest) for rest in rests), text[:length]
+        for call, (name, arguments) in zip(found.tool_calls, calls, strict=False):
+            assert call.name == name and arguments.startswith(call.arguments), text[:length]
+
+
+VALUES = [
+    ("a", "1,000", "1000"),
+    ("a", "-12,345,678", "-12345678"),
+    ("a", "1,00", '"1,00"'),
+    ("a", "1, 2", '"1, 2"'),
+    ("a", "(1, 2)", "[1, 2]"),
+    ("a", "", None),
+    ("a", " ", None),
+    ("b", "1,000", '"1,000"'),
+    ("b", "", '""'),
+    ("c", "", '""'),
+    ("d", "", None),
+    ("f", "", "null"),
+    ("n", "1,000.5", "1000.5"),
+    ("x", "1,000", '"1,000"'),
+    ("x", "", '""'),
+]
+"""Parameter of ``SCHEMAS``, its text, and its JSON; None where the argument is left out. The schema has no ``x``."""
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45"])
+@pytest.mark.parametrize(("name", "written", "value"), VALUES)
+def test_values_without_quotes(form: str, name: str, written: str, value: str | None) -> None:
+    tools = TOOLS[form]
+    assert isinstance(tools, XMLFormat)
+    begin, end = tools.parameter
+    element = f"{begin}{name}{end}{tools.value_start}{written}{tools.value_end}"
+    before, after = tools.call_start
+    text = (
+        f"{tools.prefix}{before}add{after}{element}{begin}b{end}{tools.value_start}z{tools.value_end}{tools.call_end}"
+    )
+    schema = SCHEMAS["add"]
+    schemas = {"add": schema | {"properties": schema["properties"] | {"n": {"type": "number"}}}}
+    (call,) = read(ParserConfig(tools=tools, schemas=schemas), [text]).tool_calls
+    first = f'"{name}": {value}, ' if value is not None else ""
+    assert call.arguments == f'{{{first}"b": "z"}}'
+
+
 ANSWERS = [
     ("qwen3", ReasoningStage.BEFORE, "<think>\nLet me see.\n</think>\n\nIt is 4.\n", "Let me see.", "It is 4.\n"),
     ("qwen3", ReasoningStage.BEFORE, "\nIt is <think>4</think>.", "", "\nIt is <think>4</think>."),
@@ -303,7 +363,7 @@ def test_calls_come_after_thoughts() -> None:
 def test_special_tokens_are_no_content() -> None:
     form = TOOLS["mistral"]
     assert form
-    assert read(ParserConfig(tools=form), ["a [TOOL_CALLS]", " b"], form.marker_tokens).content == "a  b"
+    assert read(ParserConfig(tools=form), ["a [TOOL_CALLS]", " b c"], form.marker_tokens).content == "a  b c"
 
 
 MARKS = {mark for form in TOOLS.values() if form for mark in form.marker_tokens} | {"</think>", "<think>", "<response>"}

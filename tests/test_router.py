@@ -145,12 +145,16 @@ class Stream:
         return "".join(piece["choices"][0]["text"] for piece in pieces), error
 
 
+@pytest.mark.row("fastdeploy", "/registered_number")
 def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
     expected = [answer(deployment.prefill, *request) for request in REQUESTS]
     with ThreadPoolExecutor(len(REQUESTS)) as threads:
         found = list(threads.map(lambda request: answer(deployment.router, *request), REQUESTS))
     assert found == expected
     assert not deployment.router.pids["engine"]
+    numbers = {"mixed": 0, "prefill": 1, "decode": 2}
+    assert httpx.get(f"{deployment.router.root}/registered_number").json() == numbers, "as FastDeploy's router says"
+    assert httpx.get(f"{deployment.prefill.root}/registered_number").status_code == 404
     page = httpx.get(f"{deployment.router.root}/metrics").text
     assert page.count("penstock:replica_kv_blocks{") == 3
 

@@ -607,6 +607,7 @@ def test_a_swap_out_that_fails_is_not_swapped_in_before_it_is_known() -> None:
     engine.pause("1", True)
     engine.abort("0")
     assert not engine.schedule(), "there is room for the swapped sequence, whose copy may not exist"
+    assert engine.num_swapped == 1
     assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
     expected = alone(swapped, LONGEST)[0][0]
     rest = finish(engine, machine)["2"]

@@ -21,6 +21,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from scripted_engine import clear_registry
 from serving import Served
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -122,6 +123,7 @@ def test_the_document_lists_every_path(client: httpx.Client) -> None:
 def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But its own, and the files of the web page."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    clear_registry()
     served_models = ServedModels(ServerOptions(allow_runtime_lora_updating=True, server_dev_mode=True), Metrics())
     app: Any = build(served_models, ModelRepository(served_models, ModelManager(served_models, io.BytesIO())))
     while not isinstance(app, Starlette):  # what stands before it

@@ -29,15 +29,24 @@ NAMED = {
     "paddlenlp": {"start_server", "stop_server", "download_model.py"},
     "bladellm": {"blade_llm_server", "blade_llm_quantize", "blade_llm_split"},
     "fastdeploy": {
+        "modules/fastdeploy/__init__.py",
+        "modules/fastdeploy/engine/sampling_params.py",
+        "modules/fastdeploy/entrypoints/llm.py",
         "modules/fastdeploy/entrypoints/openai/api_server.py",
         "modules/fastdeploy/router/launch.py",
     },
     "vllm": {
         "vllm",
+        "modules/vllm/__init__.py",
+        "modules/vllm/lora/request.py",
+        "modules/vllm/sampling_params.py",
         "modules/vllm/entrypoints/api_server.py",
         "modules/vllm/entrypoints/openai/api_server.py",
     },
     "ascend-vllm": {
+        "modules/vllm/__init__.py",
+        "modules/vllm/lora/request.py",
+        "modules/vllm/sampling_params.py",
         "llm_tools/PD_separate/start_servers.sh",
         "llm_tools/PD_separate/pd_ranktable_tools.py",
         "modules/vllm/entrypoints/api_server.py",
@@ -139,3 +148,39 @@ def test_an_interpreter_in_a_folder_with_a_space(tmp_path: Path) -> None:
     for name in ("quantize.py", "blade_llm_split"):
         ran = run(tmp_path / "shims" / name, "--help", env=environment)
         assert ran.returncode == 0 and "my programs/python" in (tmp_path / "shims" / name).read_text(), ran.stderr
+
+
+IMPORTS = {
+    "fastdeploy": """
+from fastdeploy import LLM, SamplingParams
+from fastdeploy.entrypoints.llm import LLM as same_llm
+from fastdeploy.engine.sampling_params import SamplingParams as same_params
+(result,) = LLM(model="", num_gpu_blocks_override=64).chat(MESSAGES, SamplingParams(top_p=0))
+assert same_llm is LLM and same_params is SamplingParams and result.finished and result.error_code == 200
+print(result.outputs.text)
+""",
+    "vllm": """
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams as same_params
+(result,) = LLM(model="", num_gpu_blocks_override=64).chat(MESSAGES, SamplingParams(temperature=0))
+assert same_params is SamplingParams and result.finished and LoRARequest
+print(result.outputs[0].text)
+""",
+}
+
+
+@pytest.mark.parametrize("system", IMPORTS)
+def test_python_code_imports_from_its_modules(tmp_path: Path, system: str) -> None:
+    assert main(["shims", str(tmp_path), system]) == 0
+    messages = "MESSAGES = [{'role': 'user', 'content': 'What is the capital of Canada?'}]"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "modules")}
+    ran = run(sys.executable, "-c", messages + IMPORTS[system], env=environment)
+    assert ran.stdout == "The capital of Canada is Ottawa.\n", ran.stderr
+
+
+def test_import_without_penstock_names_the_interpreter(tmp_path: Path) -> None:
+    assert main(["shims", str(tmp_path), "fastdeploy"]) == 0
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'modules')!r}); from fastdeploy import LLM"
+    ran = run(sys.executable, "-I", "-S", "-c", code)
+    assert f"ImportError: penstock is not installed in this Python; run {sys.executable}" in ran.stderr

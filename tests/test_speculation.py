@@ -231,6 +231,17 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path_factory: pytest
         llm(speculative_config={"model": str(folder)})
 
 
+def test_a_draft_model_of_a_shorter_context_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(demo.DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    with pytest.raises(
+        PenstockError, match=r"max_model_len: is 1024, and the draft model .* has a context of 512 tokens"
+    ):
+        llm(speculative_config={"model": str(folder)}, max_model_len=1024)
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     config = json.dumps({"model": str(demo.DRAFT), "num_speculative_tokens": 3})

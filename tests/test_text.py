@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -184,6 +185,38 @@ def test_a_message_can_be_continued(ours: Tokenizer, tokenizer: PreTrainedTokeni
             continue_final_message=True,
         )
         assert continued.endswith(f"\n{begun}")
+
+
+KEEPING = "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}<end>\n{% endfor %}"
+CONTINUED = {
+    "keeps": KEEPING,
+    "trims": KEEPING.replace("message.content", "message.content | trim"),
+    "strips": KEEPING.replace("message.content", "message.content.strip('\\n')"),
+    "parts": KEEPING.replace(
+        "{{ message.content }}",
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}",
+    ),
+    "own": "",
+}
+
+
+@pytest.mark.parametrize("template", CONTINUED)
+@pytest.mark.parametrize("content", ["You are", " You are ", "You are\n", "\n\n  You", "def f():\n    ", " ", "", "."])
+def test_a_continued_message_is_kept_as_transformers_keeps_it(
+    tokenizer: PreTrainedTokenizerFast, template: str, content: str
+) -> None:
+    source = CONTINUED[template] or tokenizer.chat_template
+    contents: list[Any] = [content]
+    if template == "parts":
+        contents.append([{"type": "text", "text": "So. "}, {"type": "text", "text": content}])
+    for begun in contents:
+        messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+        expected = tokenizer.apply_chat_template(
+            copy.deepcopy(messages), chat_template=source, tokenize=False, continue_final_message=True
+        )
+        rendered = ChatTemplate(source).render(messages, add_generation_prompt=False, continue_final_message=True)
+        assert rendered == expected
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,17 @@ def test_paths(client: InferenceClient, served: Served) -> None:
     body = {"inputs": PROMPT, "parameters": {"details": None}}
     text = client.text_generation(PROMPT)
     answer = httpx.post(f"{served.root}/generate", json=body)
-    assert answer.json() == {"generated_text": text, "details": None}
+    assert answer.json() == {"generated_text": text}, "without details"
+    for tops in (0, 2):
+        parameters = {"details": True, "top_n_tokens": tops, "max_new_tokens": 2}
+        asked = {"inputs": PROMPT, "parameters": parameters if tops else parameters | {"top_n_tokens": None}}
+        details = httpx.post(f"{served.root}/generate", json=asked).json()["details"]
+        assert details.keys() - {"top_tokens"} == {"finish_reason", "generated_tokens", "seed", "prefill", "tokens"}
+        events = httpx.post(f"{served.root}/generate_stream", json=asked).text.split("\n\n")[:-1]
+        first, last = (json.loads(event.removeprefix("data:")) for event in (events[0], events[-1]))
+        assert (first["generated_text"], first["details"]) == (None, None)
+        assert last["details"].keys() == {"finish_reason", "generated_tokens", "seed", "input_length"}
+        assert ("top_tokens" in details) == ("top_tokens" in first) == (tops > 0), "absent where there are none"
     vllms = httpx.post(f"{served.root}/generate", json={"prompt": PROMPT, "max_tokens": 60, "temperature": 0}).json()
     assert vllms == {"text": [PROMPT + text]}
     streamed = httpx.post(f"{served.root}/generate_stream", json=body)

@@ -11,6 +11,7 @@ from test_triton_profile import config, filled
 from triton_templates import write_templates
 
 from penstock import demo
+from penstock.cli.compat.repository_parameters import PARAMETERS, has_gpus
 from penstock.cli.main import main
 
 
@@ -88,6 +89,8 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
 @pytest.mark.row("triton", "--pinned-memory-pool-byte-size", "--buffer-manager-thread-count")
 @pytest.mark.row("triton", "--model-load-thread-count", "--http-thread-count", "--grpc-infer-thread-count")
 @pytest.mark.row("triton", "--allow-gpu-metrics", "--allow-cpu-metrics", "--metrics-interval-ms", "--metrics-config")
+@pytest.mark.row("triton", "--disable-spawn-processes", "--trtllm_llmapi_launch", "-f")
+@pytest.mark.row("triton", "--multimodal_gpu0_cuda_mem_pool_bytes")
 @pytest.mark.row("triton", "--multi-model", "--tritonserver", "--force", "--oversubscribe", "--no-mpi")
 @pytest.mark.parametrize(
     "flag",
@@ -100,12 +103,14 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
         *("--http-thread-count=8", "--grpc-infer-thread-count=2", "--allow-gpu-metrics=false"),
         *("--allow-cpu-metrics=false", "--metrics-interval-ms=2000", "--metrics-config=summary_latencies=true"),
         *("--multi-model", "--tritonserver=/opt/tritonserver", "--force", "--oversubscribe", "--no-mpi"),
+        *("-f", "--disable-spawn-processes", "--trtllm_llmapi_launch", "--multimodal_gpu0_cuda_mem_pool_bytes=64"),
+        "--enable-peer-access=false",
     ],
 )
 def test_a_flag_without_a_meaning_is_told(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, flag: str
 ) -> None:
-    name = flag.partition("=")[0]
+    name = "--force" if flag == "-f" else flag.partition("=")[0]
     assert main(["config", "--compat", "triton", flag]) == 0
     ignored = capsys.readouterr().out.rpartition("\nignored\n")[2]
     underscored = f"--{name[2:].replace('-', '_')}"
@@ -126,8 +131,11 @@ def test_a_flag_without_a_meaning_is_told(
             "'127.0.0.1' is wrong: all listen on one address, --http-",
         ),
         (["--grpc-address=::1", "--http-address=127.0.0.1"], "all listen on one address, --http-address (127.0.0.1)"),
-        (["--grpc-use-ssl", "true"], "unknown argument --grpc-use-ssl"),
-        (["--http-restricted-api", "health:k=v"], "unknown argument --http-restricted-api"),
+        (["--grpc-use-ssl", "true"], "--grpc_use_ssl: 'true' is wrong: TLS is for HTTP and gRPC together"),
+        (
+            ["--http-restricted-api", "health:k=v"],
+            "--http_restricted_api: its value is wrong: routes cannot be restricted one by one",
+        ),
         (["--world_size", "4"], "an engine's folder says how many ranks it is for"),
         (["--tensorrt_llm_model_name", "a,b"], "models have the names that they have in TensorRT-LLM"),
         (["--model-control-mode", "poll"], "the repository is not polled; only none and explicit"),
@@ -206,10 +214,10 @@ def test_a_name_means(
     ("model", "key", "good", "wrong", "words"),
     [
         ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices for each instance, and the engine is for 1"),
-        ("tensorrt_llm", "gpu_device_ids", "0;1", "0;2", "CUDA_VISIBLE_DEVICES says which these are"),
+        ("tensorrt_llm", "gpu_device_ids", "2;3", "0;2", "devices must have consecutive numbers"),
         ("tensorrt_llm", "decoding_mode", "top_k_top_p", "redrafter", "each request selects its decoding"),
         ("tensorrt_llm", "normalize_log_probs", "true", "false", "possible is true"),
-        ("tensorrt_llm", "max_attention_window_size", "", "512", "a model's attention is its own"),
+        ("tensorrt_llm", "max_attention_window_size", "2048", "512", "attends to 2048 tokens, which cannot be changed"),
         ("tensorrt_llm", "sink_token_length", "0", "4", "a model's attention is its own"),
         ("tensorrt_llm", "medusa_choices", "{0}", "[0]", "no tree of choices"),
         ("tensorrt_llm", "eagle_choices", "", "{0", "no tree of choices"),
@@ -234,6 +242,69 @@ def test_a_name_can_be_few_things(
     asked = changed(repository, tmp_path / "wrong", model, parameter(key, wrong))
     assert main(["config", "--compat", "triton", *asked]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "values"),
+    [
+        ("tensorrt_llm", "max_attention_window_size", ("2048", "2560", "2560,4096", "{4096, 2560}")),
+        ("tensorrt_llm", "sink_token_length", ("0",)),
+        ("tensorrt_llm", "gpu_weights_percent", ("1", "1.0")),
+        ("tensorrt_llm", "speculative_decoding_fast_logits", ("false",)),
+        ("tensorrt_llm", "num_nodes", ("1",)),
+        ("tensorrt_llm", "normalize_log_probs", ("true", "True")),
+        ("tensorrt_llm", "stats_check_period_ms", ("100",)),
+        ("tensorrt_llm", "multi_block_mode", ("true", "false")),
+        ("tensorrt_llm", "cuda_graph_mode", ("false",)),
+        ("tensorrt_llm", "cuda_graph_cache_size", ("0",)),
+        ("tensorrt_llm", "enable_context_fmha_fp32_acc", ("true",)),
+        ("tensorrt_llm", "cross_kv_cache_fraction", ("0.5",)),
+        ("tensorrt_llm", "participant_ids", ("1,2",)),
+        ("tensorrt_llm", "xgrammar_tokenizer_info_path", ("/models/tokenizer_info.json",)),
+        ("tensorrt_llm", "encoder_model_path", ("",)),
+        ("preprocessing", "max_num_images", ("1",)),
+        ("preprocessing", "visual_model_path", ("${visual_model_path}",)),
+        ("tensorrt_llm_bls", "multimodal_encoders_name", ("",)),
+        ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", ("",)),
+    ],
+)
+@pytest.mark.row("triton", "gpu_weights_percent", "num_nodes", "speculative_decoding_fast_logits")
+@pytest.mark.row("triton", "participant_ids", "cross_kv_cache_fraction", "cuda_graph_mode", "cuda_graph_cache_size")
+@pytest.mark.row("triton", "multi_block_mode", "enable_context_fmha_fp32_acc", "stats_check_period_ms")
+@pytest.mark.row("triton", "max_num_images", "xgrammar_tokenizer_info_path")
+def test_values_that_change_nothing_are_taken(
+    capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path, model: str, key: str, values: tuple[str, ...]
+) -> None:
+    plain = config(capsys, "--model-repository", str(repository))
+    for i, value in enumerate(values):
+        asked = changed(repository, tmp_path / str(i), model, parameter(key, value))
+        assert config(capsys, *asked) == plain
+
+
+def test_devices_are_those_of_gpus(capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path) -> None:
+    """As the guide of TensorRT-LLM's orchestrator has them: several models, each on other GPUs."""
+    gpus = has_gpus()
+    for devices, expected, count in (("0", "auto", 1), ("2", "cuda:2", 1), ("2;3", "cuda:2", 2)):
+        asked = changed(repository, tmp_path / devices, "tensorrt_llm", parameter("gpu_device_ids", devices))
+        found = config(capsys, *asked)
+        assert (found["device"], found["data_parallel_size"]) == (expected if gpus else "auto", count)
+
+
+@pytest.mark.row("triton", "guided_decoding_backend", "encoder_model_path", "lora_prefetch_dir", "visual_model_path")
+@pytest.mark.row("triton", "multimodal_model_path", "multimodal_encoders_name")
+@pytest.mark.parametrize("value", ["nothing", "0.7"])
+@pytest.mark.parametrize(
+    ("model", "key"), [(model, key) for model, known in PARAMETERS.items() for key, one in known.items() if not one.why]
+)
+def test_a_refusal_says_what_is_possible(
+    capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path, model: str, key: str, value: str
+) -> None:
+    """No message ends with an empty list."""
+    asked = changed(repository, tmp_path / "models", model, parameter(key, value))
+    if main(["config", "--compat", "triton", *asked]) == 2:
+        (line,) = capsys.readouterr().err.splitlines()
+        assert value in line or "max_" in line, line
+        assert not re.search(r"(is|of|to|are|or)\s*$", line), line
 
 
 @pytest.mark.row("triton", "decoupled_mode", "max_queue_delay_microseconds", "bls_instance_count")

@@ -186,9 +186,9 @@ def test_what_changes_nothing_is_taken_and_said(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("-tp 0", "tensor_parallel_size: "),
-        ("--tensor-parallel-size=99", "tensor_parallel_size: "),
-        ("--nnodes 0", "nnodes: "),
+        ("-tp 0", "--tensor-parallel-size: '0' is wrong: it must be at least 1"),
+        ("--tensor-parallel-size=99", "--tensor-parallel-size: '99' is wrong: it must be at most 32"),
+        ("--nnodes 0", "--nnodes: '0' is wrong: it must be at least 1"),
         ("--chat-template-content-format openai", "--chat_template_content_format: 'openai' is wrong"),
         ("--config-format mistral", "--config_format: 'mistral' is wrong"),
         ("--model-impl terratorch", "'terratorch' is wrong: it is not one of auto, vllm"),
@@ -211,8 +211,8 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--max-model-len 8q", "--max-model-len: '8q' is wrong: it is not a number such as 4096, 4k or 4K"),
         ("--max-model-len 1.5K", "--max-model-len: '1.5K' is wrong"),
         ("--dtype fp8", "--dtype: 'fp8' is wrong: it is not one of auto, float16"),
-        ("--tool-call-parser xlam", "tool_call_parser: Invalid enum value 'xlam', in --tool-call-parser"),
-        ("--max-logprobs 50", "max_logprobs: Expected `int` <= 20, in --max-logprobs"),
+        ("--tool-call-parser xlam", "--tool-call-parser: 'xlam' is wrong: it is not one of auto, hermes"),
+        ("--max-logprobs 50", "max_logprobs: 50 is wrong: it must be at most 20, in --max-logprobs"),
         ("--override-generation-config {", "--override-generation-config: '{' is wrong: it is not JSON"),
         ('--override-generation-config {"temprature":1}', "Unexpected keyword argument 'temprature'"),
         ('--override-generation-config {"top_p":2}', "top_p: must be at most 1, is 2"),

@@ -50,6 +50,37 @@ def deltas(plain: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("chat/completions", {"messages": CAPITAL}), ("completions", {"prompt": "a"})]
+)
+def test_continuous_usage_needs_include_usage(plain: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
+    for include, given in ((None, False), (False, False), (True, True)):
+        options = {"continuous_usage_stats": True} | ({} if include is None else {"include_usage": include})
+        body = {**prompt, **GREEDY, "stream": True, "stream_options": options}
+        lines = plain.post(f"/v1/{path}", json=body).text.split("\n\n")
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert chunks and [bool(chunk.get("usage")) for chunk in chunks] == [given] * len(chunks)
+
+
+@pytest.mark.row("vllm", "spaces_between_special_tokens")
+@pytest.mark.parametrize("value", [True, False])
+def test_spaces_between_special_tokens_change_nothing(plain: httpx.Client, value: bool) -> None:
+    content = chat(plain, spaces_between_special_tokens=value)["choices"][0]["message"]["content"]
+    assert content == chat(plain)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"truncation_side": "up"}, """truncation_side: 'up' is not one of "left", "right\""""),
+        ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' is not one of"),
+        ({"early_stopping": "maybe"}, """early_stopping: 'maybe' is not one of "never", true, false"""),
+    ],
+)
+def test_wrong_choice_is_answered_with_all_choices(plain: httpx.Client, field: dict[str, Any], words: str) -> None:
+    assert words in chat(plain, 400, **field)["error"]["message"]
+
+
 # --- Thoughts -------------------------------------------------------------------------------------------------------
 
 

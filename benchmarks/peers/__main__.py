@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from drawing import draw
+from drawing import OURS, WITH_PEERS_FILE, draw
 from isa import ONEDNN, check_llama_cpp, hold_openvino
 from tqdm import tqdm
 
@@ -119,7 +119,7 @@ def found(args: argparse.Namespace) -> Iterator[System]:
     own = penstock_environment(args.isa)
     ours = [sys.executable, str(HERE / "run_penstock.py"), str(args.checkpoint), str(args.threads)]
     for format, quantization in {"bf16": "none", "int8": "w8a8", "int4": "w4a8"}.items():
-        yield System("Penstock", format, [*ours, quantization], own)
+        yield System(OURS, format, [*ours, quantization], own)
     if args.openvino:
         held = hold_openvino(args.isa, args.work)
         for format in ("bf16", "int8", "int4"):
@@ -146,7 +146,7 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             if format != "bf16":  # activations in 8 bits, as llama.cpp has them
                 kept = "w8a8" if format == "int8" else "w4a8"
                 runner = [sys.executable, str(HERE / "run_penstock.py")]
-                yield System("Penstock, its file", format, [*runner, str(file), str(args.threads), kept], own)
+                yield System(WITH_PEERS_FILE, format, [*runner, str(file), str(args.threads), kept], own)
 
 
 def convert(target: Path, make: Callable[[], object]) -> None:
@@ -245,20 +245,24 @@ def table(
     limits: dict[str, float],
     formats: list[str],
 ) -> str:
-    """Rates, and the median of the rounds' ratios to whoever was the fastest peer in that round."""
+    """Rates of all systems, and the median of the rounds' ratios of Penstock to the fastest peer of that round.
+
+    Penstock with a peer's file is a column, and no peer.
+    """
     lines = [
         f"Limits: reads {limits['read'] / 1e9:.0f} GB/s; products and sums of bfloat16 "
         f"{limits['bfloat16'] / 1e9:.0f} G/s, of 8-bit integers {limits['int8'] / 1e9:.0f} G/s.",
     ]
     for format in formats:
         own = {name.rsplit(" ", 1)[0]: r for name, r in rates.items() if name.endswith(f" {format}")}
-        peers = [name for name in own if name != "Penstock"]
-        head = ["tokens/s", "Penstock", *peers, *(["ratio to the best"] if peers else [])]
+        others = [name for name in own if name != OURS]
+        peers = [name for name in others if name != WITH_PEERS_FILE]
+        head = ["tokens/s", OURS, *others, *(["ratio to the best"] if peers else [])]
         lines += ["", f"**{format}**", "", row(head), row(["---", *["---:"] * (len(head) - 1)])]
-        for work in own["Penstock"]:
-            turns = zip(*(seconds[f"{name} {format}"][work] for name in ("Penstock", *peers)), strict=True)
+        for work in own[OURS]:
+            turns = zip(*(seconds[f"{name} {format}"][work] for name in (OURS, *peers)), strict=True)
             ratio = [f"{statistics.median(min(theirs) / ours for ours, *theirs in turns):.2f}"] if peers else []
-            figures = (own[name][work] for name in ("Penstock", *peers))
+            figures = (own[name][work] for name in (OURS, *others))
             lines.append(row([WORKS[work], *(f"{figure:.{figure < 20:d}f}" for figure in figures), *ratio]))
     return "\n".join(lines)
 

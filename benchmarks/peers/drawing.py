@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-COLOURS = {"Penstock": "#0b7285", "OpenVINO": "#adb5bd", "vLLM": "#868e96", "llama.cpp": "#ced4da"}
+OURS = "Penstock"
+WITH_PEERS_FILE = f"{OURS} (GGUF file)"
+"""Penstock with the file that llama.cpp reads: a column of tables, and no peer."""
+COLOURS = {
+    OURS: "#0b7285",
+    WITH_PEERS_FILE: "#66a9b5",
+    "OpenVINO": "#adb5bd",
+    "vLLM": "#868e96",
+    "llama.cpp": "#ced4da",
+}
 
 
 def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> None:
@@ -17,9 +26,9 @@ def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> 
     figure, panels = plt.subplots(len(formats), 1, figsize=(9, 2.6 * len(formats)), squeeze=False, layout="constrained")
     for format, panel in zip(formats, panels[:, 0], strict=True):
         own = {name.rsplit(" ", 1)[0]: r for name, r in rates.items() if name.endswith(f" {format}")}
-        works, width = list(own["Penstock"]), 0.8 / len(own)
+        works, width = list(own[OURS]), 0.8 / len(own)
         for number, (name, found) in enumerate(own.items()):
-            shares = [found.get(work, 0) / own["Penstock"][work] for work in works]
+            shares = [found.get(work, 0) / own[OURS][work] for work in works]
             at = [i + (number - (len(own) - 1) / 2) * width for i in range(len(works))]
             bars = panel.bar(at, shares, width * 0.92, label=name, color=COLOURS[name])
             labels = [f"{found[work]:.0f}" if work in found else "" for work in works]

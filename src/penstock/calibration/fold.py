@@ -96,5 +96,5 @@ def producer_of(
     if outputs == inputs:
         return Producer(matrix, False, outputs)
     if outputs * (config.num_heads // config.num_kv_heads) == inputs:
-        return Producer(matrix, False, outputs, config.head_dim, inputs // outputs)
+        return Producer(matrix, False, outputs, config.checkpoint_head_dim, inputs // outputs)
     return None

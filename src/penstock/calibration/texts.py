@@ -176,7 +176,7 @@ def _render(record: Mapping[str, Any], tokenizer: Tokenizer) -> str:
             return "".join(f"{message.get('content')}\n" for message in messages)
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            return tokenizer.render(given, tools=record.get("tools"), add_generation_prompt=False)
+            return tokenizer.template.render(given, tools=record.get("tools"), add_generation_prompt=False)
         except PenstockError as error:
             raise invalid(FIELD, f"the chat template refuses a record ({error})") from error
     answer = next((record[name] for name in ANSWERS if isinstance(record.get(name), str)), "")

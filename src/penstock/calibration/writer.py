@@ -20,7 +20,8 @@ from penstock.core.quantization import Format
 from penstock.models import ModelConfig
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import INDEX
+from penstock.planning.config_json import read_plain_config_json
+from penstock.planning.stored_tensors import INDEX
 from penstock.quant import awq, compressed_tensors, gptq
 
 from .gptq import DAMPING
@@ -167,7 +168,9 @@ class CheckpointWriter:
 
     def write_config(self) -> None:
         """Write ``config.json``, with which the checkpoint is complete."""
-        raw = {name: value for name, value in self._config.raw.items() if name != "quantization_config"}
+        raw = {
+            name: each for name, each in read_plain_config_json(self._model).items() if name != "quantization_config"
+        }
         self._write_json(CONFIG, {**raw, "quantization_config": self._quantization_config()})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

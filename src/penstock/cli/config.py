@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from penstock.config.secrets import MASK, masked
 from penstock.config.settings import Setting, settings
 from penstock.config.sources import ResolvedConfiguration
 
@@ -36,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def value_of(configured: ResolvedConfiguration, setting: Setting) -> Any:
-    """The value, masked where it is secret."""
-    value = getattr(getattr(configured.configuration, setting.section), setting.name)
-    return "***" if setting.secret and value else value or in_cache(setting.empty) or value
+    """The value with secrets masked."""
+    value = masked(getattr(getattr(configured.configuration, setting.section), setting.name), setting.name)
+    return value or in_cache(setting.empty) or value
 
 
 def _print_table(configured: ResolvedConfiguration) -> None:
@@ -79,7 +80,7 @@ def _print_yaml(configured: ResolvedConfiguration) -> None:
         value = value_of(configured, setting)
         if value == in_cache(setting.empty):
             value = () if setting.kind is tuple else ""
-        if setting.secret and value:
+        if MASK in str(value):
             print(f"  # {setting.name}: given by {configured.sources[setting.name]}")
         else:
             print(f"  {setting.name}: {json.dumps(value)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import logs
+from penstock.config import logs, secrets
 from penstock.config.profiles import Alias, Profile, load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import Setting, settings
@@ -58,7 +58,7 @@ def add_options(
 
 def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfiguration:
     """The whole configuration: defaults, file, environment, and the flags that were given. What is ignored of them is
-    said in the log.
+    said in the log. ``args.given_names`` become those of the configuration.
 
     Args:
         process: under which this one writes to the log, which is then set up as the configuration has it.
@@ -71,6 +71,8 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
     typed = {name: getattr(args, dest) for name, dest in profile_flags.items() if hasattr(args, dest)}
     aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
     result = read(flags, args.config, profile=profile, aliases=aliases, model_defaults=engine_defaults)
+    secrets.register(result.configuration)
+    args.given_names = result.given_names
     if process:
         logs.set_up(result.configuration.log, process)
     for name, why in result.ignored.items():
@@ -86,14 +88,14 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_profile(
     parser: argparse.ArgumentParser, arguments: list[str], environment: Mapping[str, str] = os.environ
-) -> None:
+) -> bool:
     """Add the flags of the selected profile to the parser of a command with ``--compat``; they replace ours of the same
-    name.
+    name. Returns whether it is such a command.
 
     Raises ``PenstockError`` (``invalid``) for an unknown one.
     """
     if "compat" not in (parser.get_default("options") or ()):
-        return
+        return False
     looking = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
     known, _ = looking.parse_known_args(arguments)
@@ -102,6 +104,7 @@ def add_profile(
     group = parser.add_argument_group(f"options of {profile.title}")
     for name, alias in profile.flags.items():
         _add_alias(parser, group, name, alias)
+    return True
 
 
 def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
@@ -113,22 +116,24 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
         existing.dest, existing.type, existing.choices = PROFILE_PREFIX + name, None, None
         if settings()[name].choices:
             existing.metavar = f"{{{','.join(settings()[name].choices)}}}"
-        if alias.short:
-            existing.option_strings = [alias.short, *existing.option_strings]
-            parser._option_string_actions[alias.short] = existing
+        for short in alias.short.split():
+            existing.option_strings = [short, *existing.option_strings]
+            parser._option_string_actions[short] = existing
         return
-    names = [*([alias.short] if alias.short else []), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
-    if alias.why and alias.switch:
-        names.append(f"--no-{dashed}")
+    names = [*alias.short.split(), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
     means = f"means {settings()[alias.to].flag}" if alias.to else "is ignored" if alias.why else "has its meaning there"
     given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": PROFILE_PREFIX + name, "help": f"{means}."}
-    if alias.to and settings()[alias.to].kind is tuple:
+    if alias.several:
+        given |= {"action": "extend", "nargs": "+", "metavar": name.rpartition("_")[2].upper()}
+    elif alias.to and settings()[alias.to].kind is tuple:
         given |= {"action": "append", "metavar": name.rpartition("_")[2].upper()}
     elif alias.switch:
         given |= {"action": "store_const", "const": "true"}
     else:
         given["metavar"] = name.rpartition("_")[2].upper()
     group.add_argument(*names, **given)
+    if alias.switch:
+        group.add_argument(f"--no-{dashed}", **(given | {"const": "false", "help": "the opposite"}))
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from penstock.config.secrets import mask
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
+from penstock.core.machine_errors import start_failure
 
 from .parser import Parser
 from .screen import replace_unprintable
@@ -73,19 +75,33 @@ def _main(arguments: list[str] | None) -> int:
         hint = did_you_mean(arguments[0], COMMANDS)
         print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists them", file=sys.stderr)
         return 2
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries of PyTorch cannot be loaded then
+        print("penstock: the working directory has been deleted; change to another one", file=sys.stderr)
+        return 2
     replace_unprintable()
     atexit.register(gc.freeze)  # so that collections as the interpreter ends find nothing: they take 0.1 seconds
     try:
         if arguments and arguments[0] in parsers:
             from .flags import add_profile  # not for --help alone
+            from .spelling import expand_spellings
 
             module = _module(arguments[0])
             module.add_arguments(parsers[arguments[0]])
             arguments = getattr(module, "expand_arguments", list)(arguments)
-            add_profile(parsers[arguments[0]], arguments)
+            if add_profile(parsers[arguments[0]], arguments):
+                arguments = [arguments[0], *expand_spellings(parsers[arguments[0]], arguments[1:])]
         return _run(parser, parsers, arguments)
     except PenstockError as error:
-        print(f"penstock {arguments[0]}: {error}", file=sys.stderr)
+        print(f"penstock {arguments[0]}: {mask(str(error))}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        raise
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if (failure := start_failure(error)) is None:
+            raise
+        print(f"penstock {arguments[0] if arguments else ''}: {failure.message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -94,10 +110,16 @@ def _main(arguments: list[str] | None) -> int:
 def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.ArgumentParser], arguments: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = did_you_mean(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))
-        print(f"penstock {args.command}: unknown argument {unknown[0]}{hint}", file=sys.stderr)
+        name = unknown[0].partition("=")[0] if unknown[0].startswith("-") else unknown[0]
+        hint = did_you_mean(name, _flags(parsers[args.command], arguments))
+        print(f"penstock {args.command}: unknown argument {name}{hint}", file=sys.stderr)
         return 2
-    return int(_module(args.command).run(args))
+    try:
+        return int(_module(args.command).run(args))
+    except PenstockError as error:
+        from penstock.config.sources import in_given_terms
+
+        raise in_given_terms(error, getattr(args, "given_names", {})) from error
 
 
 def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:

@@ -12,6 +12,7 @@ import msgspec
 from penstock.cluster import ranktable
 from penstock.cluster.ranktable import Local, Server
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 
 GEN_FLAGS = ("api_server", "prefill_server_list", "decode_server_list", "ip")
 MERGE_FLAGS = ("global_ranktable_list",)
@@ -54,7 +55,7 @@ def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
     roles: dict[str, list[Server]] = {"prefill_server_list": [], "decode_server_list": []}
     for role, entry in entries:
         devices = entry.split(",")
-        if wrong := next((device for device in devices if not device.isdecimal()), None):
+        if wrong := next((device for device in devices if read_decimal(device, ranktable.MAX_DEVICE) is None), None):
             raise invalid(role, f"{entry!r} is not numbers of devices with commas between them ({wrong!r})")
         if both := next((device for i, device in enumerate(devices) if device in [*seen, *devices[:i]]), None):
             raise invalid(role, f"device {both} is given twice")

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.options import Configuration
+from penstock.config.secrets import public_url
 from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
@@ -35,7 +36,7 @@ def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
     """
     options, result = configuration.server, []
     if configuration.engine.model or not options.models:
-        names = options.served_model_name or (configuration.engine.model or DEMO,)
+        names = options.served_model_name or (public_url(configuration.engine.model) or DEMO,)
         result.append(ServedModel(names=names, configuration=configuration, kserve={}))
     result += [_additional_model(configuration, name, given) for name, given in _parse_models(options.models).items()]
     kserve_models = [

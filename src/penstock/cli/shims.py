@@ -9,8 +9,8 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config.settings import did_you_mean
@@ -20,6 +20,23 @@ MARK = "written by `penstock shims`"
 """In every file, by which ``penstock shims`` recognizes its own."""
 MODULES = "modules"
 """Folder of Python modules, for ``PYTHONPATH``."""
+IMPORTS = """\
+from importlib import import_module
+
+NAMES = {names}
+
+
+def __getattr__(name):
+    if name not in NAMES:
+        raise AttributeError(f"module {{__name__!r}} has no attribute {{name!r}}; it has {{', '.join(NAMES)}}")
+    try:
+        return getattr(import_module(NAMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "penstock":
+            raise
+        raise ImportError("penstock is not installed in this Python; run " + {interpreter}) from error
+"""
+"""Text of a module to import from. It loads a name when it is used, so that other modules of the package start fast."""
 LONGEST = 120
 """Longest interpreter path that every Linux kernel accepts after ``#!``, characters."""
 
@@ -34,6 +51,7 @@ class Shim:
         module: module of ``penstock.cli`` that it runs.
         arguments: put before those on the command line.
         compat: profile, where no argument can select it.
+        names: of a module to import from: name → module of this package that has it. It runs nothing.
     """
 
     system: str
@@ -41,6 +59,7 @@ class Shim:
     module: str
     arguments: tuple[str, ...]
     compat: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -54,13 +73,19 @@ class Shim:
 
     @property
     def about(self) -> str:
-        """The command for display."""
+        """The command for display; of a module to import from, the names in it."""
+        if self.names:
+            package = self.path[len(MODULES) + 1 : -len(".py")].removesuffix("/__init__").replace("/", ".")
+            return f"from {package} import {', '.join(self.names)}"
         program = "penstock" if self.module == "main" else f"python -m penstock.cli.{self.module}"
         profile = [f"PENSTOCK_COMPAT={self.compat}"] if self.compat else []
         return shlex.join([*profile, *program.split(), *self.arguments])
 
     @property
     def text(self) -> str:
+        if self.names:
+            interpreter = repr(sys.executable)
+            return f"# {self.path}, {MARK}\n{IMPORTS.format(names=dict(self.names), interpreter=interpreter)}"
         if not self.path.endswith(".py"):
             return f'#!/bin/sh\n# {self.path}, {MARK}\nexec {shlex.join(self.command)} "$@"\n'
         runs = ", ".join(map(repr, self.command))
@@ -79,6 +104,20 @@ def _running(system: str, module: str, *paths: str) -> list[Shim]:
     return [Shim(system, path, f"compat.{module}", (path.rpartition("/")[2],)) for path in paths]
 
 
+def _importing(system: str, path: str, module: str, *names: str) -> Shim:
+    """A module to import names from."""
+    return Shim(system, f"{MODULES}/{path}.py", module, (), names=dict.fromkeys(names, module))
+
+
+def _vllm_modules(system: str) -> list[Shim]:
+    return [
+        _importing(system, "vllm/__init__", "penstock", "LLM", "PoolingParams", "SamplingParams"),
+        _importing(system, "vllm/sampling_params", "penstock", "GuidedDecodingParams", "SamplingParams"),
+        _importing(system, "vllm/lora/request", "penstock", "LoRARequest"),
+    ]
+
+
+FASTDEPLOY = "penstock.frontend.fastdeploy"
 VLLM = [f"{MODULES}/vllm/entrypoints/{module}.py" for module in ("openai/api_server", "api_server")]
 SHIMS = [
     *_serving("triton", "tritonserver", "launch_triton_server.py"),
@@ -97,8 +136,13 @@ SHIMS = [
         "main",
         ("serve", "--compat", "fastdeploy", "--role", "router"),
     ),
+    _importing("fastdeploy", "fastdeploy/__init__", FASTDEPLOY, "LLM", "SamplingParams"),
+    _importing("fastdeploy", "fastdeploy/entrypoints/llm", FASTDEPLOY, "LLM"),
+    _importing("fastdeploy", "fastdeploy/engine/sampling_params", FASTDEPLOY, "SamplingParams"),
     Shim("vllm", "vllm", "main", (), "vllm"),
     *_serving("vllm", *VLLM),
+    *_vllm_modules("vllm"),
+    *_vllm_modules("ascend-vllm"),
     *_serving("ascend-vllm", *VLLM, "llm_tools/PD_separate/start_servers.sh"),
     Shim("ascend-vllm", "llm_tools/PD_separate/pd_ranktable_tools.py", "main", ("ranktable",)),
 ]

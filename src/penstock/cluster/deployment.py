@@ -11,6 +11,7 @@ import msgspec
 from penstock.config.addresses import join_address
 from penstock.config.options import Configuration
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 
 from . import ranktable
 from .ranktable import Global, Server
@@ -65,7 +66,7 @@ def _router(
         raise invalid(PORTS, f"{words}; give the --port of each, in this order")
     urls: list[str] = []
     for instance, port in zip(instances, server.node_ports, strict=True):
-        if not port.isdecimal() or not 0 < int(port) < 65536:
+        if not read_decimal(port, 65535):
             raise invalid(PORTS, f"{port!r} is not a port")
         url = f"http://{join_address(instance.server_ip, int(port))}"
         if url in urls:
@@ -112,7 +113,7 @@ def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:
 
     Raises ``PenstockError`` (``invalid``) for an id that is no number.
     """
-    if wrong := next((device for device in here if not device.isdecimal()), None):
+    if wrong := next((device for device in here if read_decimal(device, ranktable.MAX_DEVICE) is None), None):
         raise invalid(GLOBAL, f"the device_id {wrong!r} is not a number")
     order = sorted(set(here), key=int)
     cores = sorted(os.sched_getaffinity(0))

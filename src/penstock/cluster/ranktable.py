@@ -17,6 +17,8 @@ from penstock.core.errors import invalid
 
 GROUPS = {"0": "scheduler", "1": "prefill", "2": "decode"}
 """Group id of a global table → its role."""
+MAX_DEVICE = 10**6
+"""Largest id of a device."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 """Hosts that mean all addresses of a machine."""
@@ -19,9 +20,10 @@ def split_address(text: str, option: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
-    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in bare) != (bare != host):
+    number = read_decimal(port, 65535)
+    if not colon or number is None or (":" in bare) != (bare != host):
         raise invalid(option, f"{text!r} is not an address: write host:port, or [address]:port for IPv6")
-    return bare, int(port)
+    return bare, number
 
 
 def join_address(host: str, port: int | str) -> str:

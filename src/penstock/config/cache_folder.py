@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO
 
+from .user_folders import cache_home
+
 SUFFIX = ".packed"
 UNFINISHED = ".part"
 """Suffix of files that are being written. Their writers hold a lock on them."""
@@ -27,7 +29,7 @@ def cache_folder(name: str) -> Path | None:
     """The folder that ``weight_cache_dir`` names: the user's default for an empty name, None for ``none``."""
     if name == "none":
         return None
-    return Path(name) if name else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    return Path(name) if name else cache_home() / "penstock"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Log formats: text, or one JSON object per line.
+"""Log formats: text, or one JSON object per line; secrets are masked (``secrets``).
 
 Every process writes to standard error and, with ``log_file``, appends to one file, a line at a time.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import log_stream
+from . import log_stream, secrets
 from .options import LogOptions
 
 TRACE: ContextVar[Mapping[str, str]] = ContextVar("TRACE", default={})  # noqa: B039, as nobody changes it
@@ -33,6 +33,7 @@ def set_up(options: LogOptions, process: str) -> None:
     """
     handlers: list[logging.Handler] = [_file(Path(options.log_file))] if options.log_file else []
     handlers.append(log_stream.handler(sys.stderr))
+    secrets.register(options)
     for handler in handlers:
         handler.setFormatter(JsonFormatter(process) if options.log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)
@@ -41,12 +42,11 @@ def set_up(options: LogOptions, process: str) -> None:
 
 
 def _file(path: Path) -> logging.Handler:
-    """A handler that opens a new file when log rotation moves the file."""
-    from logging.handlers import WatchedFileHandler  # slow to import
+    from .log_file import LogFile  # slow to import
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
+        return LogFile(path)
     except OSError as error:
         raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
 
@@ -63,7 +63,7 @@ class TextFormatter(logging.Formatter):
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
         facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
         line = f"{time} {self._process}: {level}{record.getMessage()}{facts}"
-        return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        return secrets.mask(line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""))
 
 
 class JsonFormatter(logging.Formatter):
@@ -79,17 +79,17 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": secrets.mask(record.getMessage()),
             **_facts(record),
         }
         if record.exc_info:
-            result["exception"] = self.formatException(record.exc_info)
+            result["exception"] = secrets.mask(self.formatException(record.exc_info))
         return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = getattr(record, "facts", {})
-    return {**facts, **trace} if (trace := TRACE.get()) else facts
+    facts: dict[str, Any] = {**getattr(record, "facts", {}), **TRACE.get()}
+    return {name: secrets.mask(value) if isinstance(value, str) else value for name, value in facts.items()}
 
 
 def _shown(value: Any) -> str:

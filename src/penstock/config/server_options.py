@@ -116,6 +116,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     require_model: Annotated[bool, option("Refuse requests of OpenAI's API without a model.")] = False
     api_server_count: Annotated[int, option("Number of API processes.", ge=1)] = 1
     api_key: Annotated[tuple[str, ...], option("API keys, one of which a request needs; nothing for open access.")] = ()
+    admin_api_key: Annotated[
+        tuple[str, ...],
+        option(
+            "API keys that may also change the server for all clients: log and trace settings, loading models and "
+            "adapters, sleep, pause, prefix cache. Without any, a single api_key may; of several, none may."
+        ),
+    ] = ()
     share_prefix_cache: Annotated[
         bool,
         option(
@@ -136,6 +143,15 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     client_timeout: Annotated[
         float, option("Time without progress in a request or response that closes its connection.", "seconds", gt=0)
+    ] = 60.0
+    api_process_timeout: Annotated[
+        float,
+        option(
+            "Time without an iteration of an API process's event loop after which the process is killed and restarted. "
+            "0 never kills it.",
+            "seconds",
+            ge=0,
+        ),
     ] = 60.0
     timeout_keep_alive: Annotated[int, option("Time that an idle connection is kept open.", "seconds", ge=0)] = 75
     strict_requests: Annotated[
@@ -202,6 +218,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     storage_limit: Annotated[str, option("The same for what all API keys together have stored.")] = ""
+    max_conversation_items: Annotated[int, option("Items of a stored conversation (/v1/conversations).", ge=1)] = 10_000
+    max_conversation_bytes: Annotated[
+        int, option("Size of all items of a stored conversation; an image in it counts with its base64.", "bytes", ge=1)
+    ] = 64 * 2**20
     max_file_size: Annotated[int, option("Maximum size of a file that clients upload.", "bytes", ge=1)] = 200 * 2**20
     batch_concurrency: Annotated[
         int,

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from .options import Configuration
-
-SECRET = frozenset(("api_key", "hf_token", "storage_url"))
+from .secrets import is_secret
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Setting:
 
     @property
     def secret(self) -> bool:
-        return self.name in SECRET
+        return is_secret(self.name)
 
 
 @cache

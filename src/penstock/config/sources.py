@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import Any
 import msgspec
 
 from penstock.config.options import Configuration
-from penstock.config.profiles import Profile, Settings, flag, translate
+from penstock.config.profiles import Profile, Settings, flag, translate, translate_variables
 from penstock.config.settings import Setting, did_you_mean, settings
-from penstock.core.errors import invalid
+from penstock.core.errors import PenstockError, invalid
 
 logger = logging.getLogger(__name__)
 
 ALL_ADDRESSES = "0.0.0.0"
 """Default of ``host`` with API keys or under a profile."""
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 SECTIONS = tuple(Configuration.__struct_fields__)
 NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS", "PENSTOCK_RAY_PLACEMENT_GROUP")
 """Environment variables that are not options: they are read by the kernels, their build, and the executor ``ray``."""
@@ -37,6 +40,8 @@ class ResolvedConfiguration:
     """By option: ``default``, the profile, the model, the file, the variable or the flag."""
     ignored: Mapping[str, str]
     """Flags and variables without effect, with the reason."""
+    given_names: Mapping[str, str]
+    """By option: the flag or variable of another system that has set it, under which errors are reported."""
 
 
 def read(
@@ -61,19 +66,22 @@ def read(
     known = settings()
     ignored: dict[str, str] = {}
     given: list[tuple[str, Any, str]] = []
+    theirs: list[tuple[str, Any, str]] = []
     num_defaults = 0
     if profile:
-        variables = {name: environment[name] for name in profile.variables if environment.get(name)}
+        variables, translated = translate_variables(profile, environment, ignored)
         together = variables | {flag(name): text for name, text in (aliases or {}).items()}
         profile.check(together)
         defaults = {**profile.defaults, **profile.defaults_for(together)}
         given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
         num_defaults = len(given)
         given += _file_settings(file)
-        given += translate(profile.variables, variables, str, ignored)
+        theirs += translated
+        given += translated
         given += _environment_settings(environment)
-        given += translate(profile.flags, aliases or {}, _flag_as_typed, ignored)
-        given += profile.together(together)
+        translated = [*translate(profile.flags, aliases or {}, _flag_as_typed, ignored), *profile.together(together)]
+        theirs += translated
+        given += translated
     else:
         given += _file_settings(file)
         given += _environment_settings(environment)
@@ -85,33 +93,69 @@ def read(
         given.insert(0, ("host", ALL_ADDRESSES, f"the profile {chosen}" if chosen else "api_key is given"))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
+    their_sources = {source for _, _, source in theirs}
     for name, value, source in given:
-        values[name] = convert_setting(known[name], value, source)
+        values[name] = convert_setting(known[name], value, source, source in their_sources)
         sources[name] = source
     parts: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         parts[known[name].section][name] = value
     hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
     result = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
-    return ResolvedConfiguration(result, sources, ignored)
+    given_names = {name: source for name, source in sources.items() if source in their_sources}
+    return ResolvedConfiguration(result, sources, ignored, given_names)
 
 
-def convert_setting(setting: Setting, value: Any, source: str) -> Any:
-    """A setting's value in its own type. Raises ``PenstockError`` (``invalid``) where it is wrong."""
+def convert_setting(setting: Setting, value: Any, source: str, theirs: bool = False) -> Any:
+    """A setting's value in its own type.
+
+    Args:
+        theirs: the source is another system's flag or variable, under which an error is reported.
+
+    Raises ``PenstockError`` (``invalid``) where it is wrong.
+    """
+    name, place = (source, "") if theirs else (setting.name, f", in {source}")
     if setting.kind is tuple:
         given = value if isinstance(value, list | tuple) else [value]
         value = [part.strip() for entry in given for part in str(entry).split(",")]
         if not all(value):
-            raise invalid(setting.name, f"holds nothing, in {source}; leave it out, or give a value")
+            raise invalid(name, f"holds nothing{place}; leave it out, or give a value")
     if setting.kind is str and isinstance(value, dict):
         value = json.dumps(value)  # options that take JSON text may be objects in a file
+    shown = "its value" if setting.secret else repr(value)
     try:
         result = msgspec.convert(value, setting.annotated, strict=False)
     except msgspec.ValidationError as error:
-        raise invalid(setting.name, f"{error}, in {source}") from error
+        raise invalid(name, f"{shown} is wrong: {_reason(str(error), setting)}{place}") from error
     if isinstance(result, float) and not math.isfinite(result):
-        raise invalid(setting.name, f"is {result}, in {source}; it must be a finite number")
+        raise invalid(name, f"{shown} is wrong: it must be a finite number{place}")
     return result
+
+
+def _reason(message: str, setting: Setting) -> str:
+    """Why a value is wrong, of msgspec's error."""
+    if message.startswith("Invalid enum value"):
+        return f"it is not one of {', '.join(setting.choices)}"
+    found = re.match(r"Expected `(\w+)`(?: (>=|<=|>|<) ([\d.]+))?", message)
+    if not found or found[1] not in KINDS:
+        return message
+    return f"it must be {BOUNDS[found[2]]} {float(found[3]):.15g}" if found[2] else f"it must be {KINDS[found[1]]}"
+
+
+def in_given_terms(error: PenstockError, names: Mapping[str, str]) -> PenstockError:
+    """The error with the names of options replaced by those that the user gave.
+
+    Args:
+        names: ``ResolvedConfiguration.given_names``.
+    """
+    failure = error.failure
+    message = failure.message
+    for name, given in names.items():
+        plain = rf"\A{name}(?=: )|(?<![\w-])--{name.replace('_', '-')}(?![\w-])"
+        pattern = rf"{plain}|(?<![\w.-]){name}(?![\w-])" if "_" in name else plain
+        message = re.sub(pattern, lambda _, given=given: given, message)  # type: ignore[misc]
+    field = names.get(failure.field, failure.field)
+    return PenstockError.of(msgspec.structs.replace(failure, message=message, field=field))
 
 
 def _flag_as_typed(name: str) -> str:

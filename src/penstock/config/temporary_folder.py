@@ -11,8 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from penstock.core.errors import invalid
+
 PREFIX, LOCK = "penstock-", ".penstock.lock"
 """Of the folders' names, and the file in each that is locked while its process runs."""
+
+
+MAX_LENGTH = 80
+"""Bytes of the name of the system's temporary folder: a socket's path has at most 107."""
 
 
 class TemporaryFolder:
@@ -21,10 +27,17 @@ class TemporaryFolder:
 
     Args:
         kind: what its name has after ``penstock-``.
+
+    Raises ``PenstockError`` (``invalid``) where the name of the system's temporary folder is too long for sockets.
     """
 
     def __init__(self, kind: str = "") -> None:
-        _sweep(Path(tempfile.gettempdir()))
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > MAX_LENGTH:
+            raise invalid(
+                "TMPDIR", f"{parent} has more than {MAX_LENGTH} bytes, too many for sockets in it; set another"
+            )
+        _sweep(Path(parent))
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
             with contextlib.suppress(FileNotFoundError):  # another process's sweep met it before it was locked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import StrEnum
 
@@ -30,12 +31,38 @@ RETRYABLE = frozenset((Code.OVERLOADED, Code.UNAVAILABLE))
 """Codes after which the same request may succeed later."""
 
 
+MAX_MESSAGE = 480
+"""Characters of an error message, so that no more than 500 are shown with the name of the command before it."""
+MAX_FIELD = 120
+"""Characters of the name of a field in an error."""
+MAX_WORD = 120
+"""Characters without a space in a message that is too long."""
+LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
+
+
+def bounded(message: str, maximum: int = MAX_MESSAGE) -> str:
+    """A message of at most ``maximum`` characters: quoted values are shortened first, then its middle is left out.
+
+    The beginning says what is wrong and where, and the end what to do.
+    """
+    if len(message) <= maximum:
+        return message
+    message = _shortened(message, 100 * maximum)
+    return _shortened(LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD), message), maximum)
+
+
+def _shortened(text: str, maximum: int) -> str:
+    end = maximum // 3
+    return text if len(text) <= maximum else f"{text[: maximum - end - 1]}…{text[-end:]}"
+
+
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error as data.
 
     ``field`` is the offending field by its internal name (``top_p``), ``limit`` the bound that was exceeded, and
     ``value`` what exceeded it, for dialects that format both in their own words. Its texts can be encoded as UTF-8:
-    unpaired surrogates, which they may quote of a request, are escaped.
+    unpaired surrogates, which they may quote of a request, are escaped. They are ``bounded``, as they may quote
+    anything.
     """
 
     code: Code
@@ -45,9 +72,11 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     value: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("message", "field"):
+        for name, maximum in (("message", MAX_MESSAGE), ("field", MAX_FIELD)):
             if not (text := getattr(self, name)).isascii():
-                force_setattr(self, name, text.encode("utf-8", "backslashreplace").decode())
+                text = text.encode("utf-8", "backslashreplace").decode()
+            if (short := bounded(text, maximum)) is not getattr(self, name):
+                force_setattr(self, name, short)
 
     @property
     def retryable(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from .errors import Code, PenstockError, invalid
+from .json_schema import drop_annotations
 
 MAX_CHARACTERS = 65_536
 """Characters of a schema, pattern or grammar."""
@@ -59,7 +60,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     def __post_init__(self) -> None:
         for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
             if (value := getattr(self, name)) is not None:
-                msgspec.structs.force_setattr(self, name, schema_to_json(self.source_field or field, value))
+                text = schema_to_json(self.source_field or field, value, is_schema=name == "json")
+                msgspec.structs.force_setattr(self, name, text)
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             names = " and ".join(given) or "none"
@@ -139,27 +141,43 @@ def disallow_additional_properties(schema: Any, strict: bool = False) -> Any:
     return result
 
 
-def schema_to_json(field: str, schema: Any) -> str:
+def schema_to_json(field: str, schema: Any, is_schema: bool = True) -> str:
     """A schema as JSON text, in which integral numbers are written as integers.
 
     Args:
         field: the request's field, for errors.
         schema: a JSON object, its text, or a pydantic model.
+        is_schema: remove annotations (``drop_annotations``); False for a structural tag, which contains schemas.
+
     Raises ``PenstockError``: ``invalid`` for anything else, ``unsupported`` as ``check_schema`` does.
     """
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     try:
         parsed = json.loads(schema if isinstance(schema, str) else json.dumps(schema), parse_float=_integer_or_float)
-        if isinstance(parsed, bool):
-            parsed = {} if parsed else {"not": {}}
-        text = json.dumps(parsed)
-        check_schema(field, parsed)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error
+    if isinstance(parsed, bool):
+        parsed = {} if parsed else {"not": {}}
     if not isinstance(parsed, dict):
         raise invalid(field, "must be a JSON object")
-    return text
+    if is_schema:
+        parsed = clean_schema(field, parsed)
+    try:
+        check_schema(field, parsed)
+        return json.dumps(parsed)
+    except RecursionError as error:
+        raise invalid(field, "is nested too deeply") from error
+
+
+def clean_schema(field: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """``drop_annotations``; raises ``PenstockError`` (``invalid``) for a malformed schema."""
+    try:
+        return drop_annotations(schema)
+    except RecursionError as error:
+        raise invalid(field, "is nested too deeply") from error
+    except ValueError as error:
+        raise invalid(field, f"is no JSON Schema: {error}") from error
 
 
 def check_schema(field: str, part: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from .errors import Code, PenstockError, invalid
+from .errors import invalid
 from .guided import GuidedDecodingParams
 
 MAX_LOGPROBS = 20
@@ -175,8 +175,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     if self._has_effect(other):
                         raise invalid(other, f"cannot be combined with {field}")
         self._check_beam_search()
-        if not self.spaces_between_special_tokens:
-            raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
 
     def _check_beam_search(self) -> None:
         if self.best_of is not None:

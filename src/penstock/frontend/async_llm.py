@@ -18,6 +18,7 @@ from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
 from penstock.engine.service.operations import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
+from .fastdeploy_outputs import FastDeployOutput
 from .gateway import Gateway
 from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
 from .options import read_options
@@ -43,6 +44,7 @@ class AsyncLLM:
     ) -> None:
         self._logs = LogOptions(log_level=log_level)
         model_options, self.options = read_options(model, compat, options)
+        self._fastdeploy = compat == "fastdeploy"
         self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
         self._process: EngineProcesses | None = None
         self._gateway: Gateway | None = None
@@ -169,7 +171,7 @@ class AsyncLLM:
         stream = self.gateway.generate(prompt, sampling_params, request_id, adapter=adapter, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                yield output
+                yield FastDeployOutput.of(output) if self._fastdeploy else output
 
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, **options: Any
@@ -193,7 +195,9 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a chat; ``options`` are those of ``generate``."""
-        prompt = self._input_processor.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
+        size = sum(len(str(message.get("content"))) for message in messages)
+        variables = {"tools": tools, **(chat_template_kwargs or {})}
+        prompt = await self.gateway.chat_prompt(messages, size, variables, allow_tool_calls=bool(tools))
         async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
             async for output in outputs:
                 yield output

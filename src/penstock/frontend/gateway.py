@@ -16,15 +16,15 @@ import msgspec
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid, too_long
 from penstock.engine.service.pool import EnginePool
+from penstock.text import ChatTemplate
 from penstock.text.encoding import Texts
 from penstock.text.infill import infill_prompt
-from penstock.text.template_process import RenderRequest
+from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
-from .input_processor import InputProcessor, Messages, Prompt
-from .multimodal import IMAGE, split_media
+from .input_processor import InputProcessor, Messages, Prompt, check_template_options
+from .multimodal import IMAGE, MediaSource, move_tool_media, split_media
 from .outputs import RequestOutput
-from .request_templates import SandboxedTemplateRenderer
 
 T = TypeVar("T")
 
@@ -84,13 +84,14 @@ class Gateway:
         self._owned: dict[str, str] = {}
         """Likewise, its id as its tenant's (``owned``)."""
         self._ids = itertools.count()
-        self._template_renderer = SandboxedTemplateRenderer()
+        self._request_templates = TemplatePool()
+        """Renders templates of requests, apart from the model's own."""
         self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
         self._media_threads = ThreadPoolExecutor(NUM_MEDIA_THREADS, "media")
         self._at_once = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
 
     async def close(self) -> None:
-        self._template_renderer.close()
+        self._request_templates.close()
         await self.engine_pool.close()
         self._threads.shutdown(wait=False)
         self._media_threads.shutdown(wait=False, cancel_futures=True)
@@ -140,6 +141,13 @@ class Gateway:
             self._check_length(texts.text)
         return await self.prepare(max(size, len(texts)), lambda: self.input_processor.encode_texts(texts))
 
+    async def pair(self, first: str, second: str) -> Texts:
+        """Two texts as a cross-encoder reads them. Raises ``PenstockError`` where its chat template refuses them."""
+        pair = self.input_processor.pair(first, second)
+        if isinstance(pair, Texts):
+            return pair
+        return Texts(await self._render_text(pair, len(first) + len(second), {}, None))
+
     async def chat_prompt(
         self,
         messages: Messages,
@@ -169,17 +177,17 @@ class Gateway:
         self.input_processor.check_chats()
         messages, sources = split_media(messages)
         self.input_processor.check_media(sources)
-        if template is None:
-            text = await self.prepare(size, lambda: self.input_processor.render(messages, options))
-        else:
-            special = self.input_processor.tokenizer.special
-            text = await self._template_renderer.render(RenderRequest(template, special, list(messages), dict(options)))
-        token_ids = await self.encode(text, add_special_tokens)
+        render = partial(self._render, sources, size, options, template, add_special_tokens)
+        try:
+            text, token_ids = await render(messages)
+        except PenstockError:  # perhaps the template shows no images in the results of tools
+            if (moved := move_tool_media(messages)) is None:
+                raise
+            text, token_ids = await render(moved)
         parser_config = self.input_processor.parser_config(text, messages, options, allow_tool_calls, template)
         prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         if not sources:
             return prompt
-        self.input_processor.check_placeholders(token_ids, sources)
         loop, load = asyncio.get_running_loop(), self.input_processor.load_media
         num_images = sum(source.kind == IMAGE for source in sources)
         loading = [
@@ -190,6 +198,22 @@ class Gateway:
         place = partial(self.input_processor.place_media, token_ids, text, media, add_special_tokens)
         token_ids, images = await self.prepare(max(size, len(text)), place)
         return prompt | {"prompt_token_ids": token_ids, "images": images}
+
+    async def _render(
+        self,
+        sources: Sequence[MediaSource],
+        size: int,
+        options: Mapping[str, Any],
+        template: str | None,
+        add_special_tokens: bool,
+        messages: Messages,
+    ) -> tuple[str, list[int]]:
+        """The text of a chat and its tokens, with a placeholder for each image and video."""
+        text = await self._render_text(messages, size, options, template)
+        token_ids = await self.encode(text, add_special_tokens)
+        if sources:
+            self.input_processor.check_placeholders(token_ids, sources)
+        return text, token_ids
 
     async def generate(
         self,
@@ -304,6 +328,19 @@ class Gateway:
     async def in_media_thread(self, work: Callable[[], T]) -> T:
         """The result of ``work``, which decodes a file."""
         return await asyncio.get_running_loop().run_in_executor(self._media_threads, work)
+
+    async def _render_text(self, messages: Messages, size: int, options: Mapping[str, Any], source: str | None) -> str:
+        """The text of a chat, by the model's template or that of ``source``."""
+        chosen: ChatTemplate | IsolatedTemplate
+        if source is None:
+            chosen = self.input_processor.template_of(options)
+        else:
+            check_template_options(options)
+            special = self.input_processor.tokenizer.special
+            chosen = IsolatedTemplate(source, special, self._request_templates, "chat_template")
+        if isinstance(chosen, IsolatedTemplate):
+            return await chosen.render_async(messages, size, **options)
+        return await self.prepare(size, partial(chosen.render, messages, **options))
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""

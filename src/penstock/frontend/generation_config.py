@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
 from penstock.planning.config_bounds import GENERATION_BOUNDS, out_of_bounds
 from penstock.text import Tokenizer
 
@@ -53,10 +53,7 @@ def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | Non
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise invalid("model", f"{path} is not JSON: {error}") from error
+    result = read_json_file(path)
     if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
     if sentence := next(out_of_bounds(result, GENERATION_BOUNDS), ""):

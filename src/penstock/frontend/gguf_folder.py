@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from penstock.config.user_folders import cache_home
 from penstock.core.errors import invalid
 from penstock.planning.checkpoint_digest import weight_files
 from penstock.planning.config_json import CONFIG
@@ -60,7 +61,7 @@ def checkpoint_folder(path: Path) -> Path:
     where the file has a model or a tokenizer that is not computed here.
     """
     parts = parts_of(path.absolute())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "gguf"
+    cache = cache_home() / "penstock" / "gguf"
     try:
         folder = cache / f"{parts[0].stem[:80]}-{_identity(parts)}"
         with contextlib.suppress(FileNotFoundError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,25 +15,29 @@ from penstock import demo
 from penstock.config.options import ModelOptions
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_text_file
 from penstock.core.multimodal import ImageInput
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.speech import is_speech
 from penstock.text import (
+    ChatTemplate,
     ParserConfig,
     ReasoningFormat,
     ReasoningStage,
     Tokenizer,
     ToolCallFormat,
+    continued_text,
     initial_stage,
     reasoning_format,
     tool_call_format,
 )
 from penstock.text.encoding import Texts
+from penstock.text.isolated_template import IsolatedTemplate
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 from penstock.text.side_files import choose_template, read_side_files
 
 from .generation_config import read_generation_config
-from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, split_media
+from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, move_tool_media, split_media
 from .multimodal.kwargs import image_kwargs, merge_media_kwargs, video_kwargs
 from .multimodal.processor import read_image_processor
 from .multimodal.prompts import Crops, spread_crops
@@ -225,13 +230,12 @@ class InputProcessor:
         """
         return read_pooler(self._folder, self._options, self.tokenizer)
 
-    def pair(self, first: str, second: str) -> Texts:
-        """Two texts as a cross-encoder reads them: in a chat template that was given, whose messages have the roles
-        ``query`` and ``document``, or as a pair."""
+    def pair(self, first: str, second: str) -> Texts | Messages:
+        """Two texts as a cross-encoder reads them: a pair, or with a chat template that was given, messages of the
+        roles ``query`` and ``document``."""
         first, second = self.pooler.folded(first), self.pooler.folded(second)
         if self._options.chat_template:
-            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-            return Texts(self.tokenizer.render(messages))
+            return [{"role": "query", "content": first}, {"role": "document", "content": second}]
         return Texts(first + second) if self.pooler.joins_texts else Texts(first, second)
 
     def encode_texts(self, texts: Texts) -> dict[str, Any]:
@@ -308,11 +312,14 @@ class InputProcessor:
         """Render and encode a chat; ``options`` are keyword arguments of ``ChatTemplate.render``."""
         messages, sources = split_media(messages)
         self.check_media(sources)
-        text = self.render(messages, options)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        try:
+            text, token_ids = self._render_chat(messages, sources, options)
+        except PenstockError:  # perhaps the template shows no images in the results of tools
+            if (moved := move_tool_media(messages)) is None:
+                raise
+            text, token_ids = self._render_chat(moved, sources, options)
         images: tuple[ImageInput, ...] = ()
         if sources:
-            self.check_placeholders(token_ids, sources)
             token_ids, images = self.place_media(token_ids, text, self._load_all(sources))
         return {
             "prompt": text,
@@ -320,6 +327,16 @@ class InputProcessor:
             "images": images,
             "parser_config": self.parser_config(text, messages, options, bool(options.get("tools"))),
         }
+
+    def _render_chat(
+        self, messages: Messages, sources: Sequence[MediaSource], options: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """The text of a chat and its tokens, with a placeholder for each image and video."""
+        text = self.render(messages, options)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if sources:
+            self.check_placeholders(token_ids, sources)
+        return text, token_ids
 
     def parser_config(
         self,
@@ -334,27 +351,35 @@ class InputProcessor:
         Args:
             prompt: the rendered prompt, or its end.
             messages, options: what it was rendered from; ``tools`` among the options give arguments their types.
-            allow_tool_calls: whether tools may be called.
+            allow_tool_calls: whether calls are recognized; without ``tools`` among the options, those that begin with
+                a marker.
             template: the chat template that was used; None is the model's own.
         """
         tools, reasoning = self.response_formats(template, options.get("tools") is not None)
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
-            stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
-        schemas = _schemas(options.get("tools")) if allow_tool_calls else {}
-        return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None, schemas)
+            stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
+        if not allow_tool_calls:
+            return ParserConfig(reasoning, stage, continued)
+        if tools and tools.allow_unmarked and not options.get("tools"):  # JSON is an answer where no tools are shown
+            tools = replace(tools, allow_unmarked=False)
+        return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
+
+    def template_of(self, options: Mapping[str, Any]) -> ChatTemplate | IsolatedTemplate:
+        """The model's template for a chat with these keyword arguments of ``ChatTemplate.render``.
+
+        Raises ``PenstockError``: ``invalid`` for wrong options, ``unsupported`` for tools that the template does not
+        read.
+        """
+        check_template_options(options)
+        template = self.tokenizer.template_for(tools=options.get("tools") is not None)
+        if options.get("tools") and "tools" not in template.variables:
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them", "tools")
+        return template
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
-        """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``.
-
-        Raises ``PenstockError``: ``invalid`` for wrong options or messages, ``unsupported`` for tools that the chat
-        template does not read.
-        """
-        if wrong := options.keys() & {"messages", "self"}:
-            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
-        if options.get("tools") and "tools" not in self.tokenizer.template_for(tools=True).variables:
-            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them", "tools")
-        return self.tokenizer.render(messages, **options)
+        """Render a chat to text. Raises as ``template_of``, and where the template refuses the messages."""
+        return self.template_of(options).render(messages, **options)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""
@@ -421,6 +446,12 @@ class InputProcessor:
         return text, list(token_ids)
 
 
+def check_template_options(options: Mapping[str, Any]) -> None:
+    """Raise ``PenstockError`` (``invalid``) for keyword arguments that a chat template cannot have."""
+    if wrong := options.keys() & {"messages", "self"}:
+        raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
+
+
 def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     """The schemas of tools' arguments by name; of those that are as OpenAI has them."""
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
@@ -436,12 +467,10 @@ def _template(given: str | None, folder: Path) -> str | None:
     """The text of a chat template: given itself (it contains ``{``), in a file, or one that the checkpoint names."""
     if not given or "{" in given:
         return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except OSError as error:
-        if (template := read_side_files(folder).templates.get(given)) is not None:
-            return template
-        raise invalid("chat_template", f"{given} cannot be read: {error.strerror}") from error
+    path = Path(given)
+    if not path.exists() and (template := read_side_files(folder).templates.get(given)) is not None:
+        return template
+    return read_text_file(path, "chat_template")
 
 
 def _validated(request: EngineRequest) -> EngineRequest:

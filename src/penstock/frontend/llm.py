@@ -15,6 +15,7 @@ from penstock.core import Code, LoRARequest, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
+from .fastdeploy_outputs import FastDeployOutput
 from .input_processor import InputProcessor, Messages, Prompt
 from .options import read_options
 from .output_processor import OutputProcessor
@@ -50,7 +51,8 @@ class LLM(PoolingLLM):
         revision: branch, tag or commit on the hub.
         hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
         download_dir: where downloads are kept; by default Hugging Face's own cache for models of its hub.
-        compat: a system whose names and defaults are used for options: ``fastdeploy`` …
+        compat: a system whose names and defaults are used for options: ``fastdeploy`` …; with ``fastdeploy`` results
+            have its attributes, too (``outputs.text``).
         options: ``EngineOptions`` by name.
 
     Raises ``PenstockError`` with one sentence where options or checkpoint do not allow a start.
@@ -68,6 +70,7 @@ class LLM(PoolingLLM):
         self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
+        self._fastdeploy = compat == "fastdeploy"
 
     def get_tokenizer(self) -> Any:
         """The ``penstock.text.Tokenizer`` of the model."""
@@ -140,7 +143,7 @@ class LLM(PoolingLLM):
             **(chat_template_kwargs or {}),
         }
         prompts = [self._input_processor.chat_prompt(conversation, **options) for conversation in several]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
         """Load an adapter that PEFT has saved in a folder; one that is loaded from there already stays as it is.
@@ -271,4 +274,5 @@ class LLM(PoolingLLM):
             for request_id, processor in by_id.items():
                 if not processor.output.finished:
                     self.engine.abort(request_id)
-        return [processor.output for processor in processors]
+        outputs = [processor.output for processor in processors]
+        return [FastDeployOutput.of(output) for output in outputs] if self._fastdeploy else outputs

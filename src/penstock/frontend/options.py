@@ -15,6 +15,7 @@ from penstock.config.options import EngineOptions, ModelOptions
 from penstock.config.profiles import flag, load, translate
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import did_you_mean, settings
+from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
 from penstock.planning.engine_config import engine_defaults
 
@@ -77,6 +78,8 @@ def translate_options(
     theirs, ours = {}, {}
     for name, value in given.items():
         if name in profile.flags:
+            if value is None:  # the default of vLLM's and FastDeploy's parameters
+                continue
             theirs[name] = value if isinstance(value, str) else json.dumps(value)
         else:
             ours[name] = value
@@ -93,15 +96,8 @@ def translate_options(
             if source:
                 ignored[source] = "it is for servers"
         else:
-            options[name] = _convert_text(name, value) if isinstance(value, str) and source in theirs else value
+            converted = convert_setting(settings()[name], value, source, theirs=True) if source in theirs else value
+            options[name] = converted
     for name, why in ignored.items():
         logger.warning("%s has no meaning here and is ignored: %s", name, why)
     return options
-
-
-def _convert_text(name: str, text: str) -> Any:
-    """A text value in the option's type."""
-    try:
-        return convert(text, settings()[name].annotated, strict=False)
-    except ValidationError as error:
-        raise invalid(name, str(error)) from error

@@ -149,7 +149,11 @@ class PoolingLLM(ABC):
         if not self._input_processor.pooler.scores_pairs:
             return self.similarity(data_1, data_2, use_tqdm=use_tqdm, lora_request=lora_request)
         first, second = _pairs(as_list(data_1), as_list(data_2))
-        texts = [self._input_processor.pair(str(a), str(b)) for a, b in zip(first, second, strict=True)]
+        processor = self._input_processor
+        pairs = [processor.pair(str(a), str(b)) for a, b in zip(first, second, strict=True)]
+        texts = [
+            pair if isinstance(pair, Texts) else Texts(processor.tokenizer.template.render(pair)) for pair in pairs
+        ]
         outputs = self._classified(texts, pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [ScoringRequestOutput(ScoringOutput(embedding_of(one)[0]), one.prompt_token_ids) for one in outputs]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.config_json import CONFIG, read_plain_config_json
 from penstock.planning.engine_config import model_config
 
 from .gguf_folder import checkpoint_folder
@@ -59,7 +59,7 @@ def as_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
     try:
         shared = _without_sharing(tensors)
         save_file(shared, folder / "model.safetensors")
-        config = model_config(read_config_json(Path(model) if model else demo.CHAT))
+        config = model_config(read_plain_config_json(Path(model) if model else demo.CHAT))
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         yield str(folder)
     finally:

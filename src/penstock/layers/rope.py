@@ -29,11 +29,16 @@ def rope_table(
     Raises ``PenstockError`` (``unsupported``) for an unknown type.
     """
     kind = str(parameters.get("rope_type", "default"))
-    if kind not in TYPES:
-        raise PenstockError(Code.UNSUPPORTED, f"rope type {kind!r}; known are {', '.join(TYPES)}", "rope_type")
+    check_rope_type(kind)
     frequencies, scale = TYPES[kind](head_dim, max_len, parameters, max_position_embeddings)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
     return (torch.cat((angles.cos(), angles.sin()), -1) * scale).to(device)
+
+
+def check_rope_type(kind: str) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for an unknown ``rope_type``."""
+    if kind not in TYPES:
+        raise PenstockError(Code.UNSUPPORTED, f"rope type {kind[:40]!r}; known are {', '.join(TYPES)}", "rope_type")
 
 
 def depends_on_length(parameters: Mapping[str, Any]) -> bool:
@@ -54,7 +59,7 @@ def _linear(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int)
 
 def _dynamic(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
     """A base that grows with the length beyond the trained context (dynamic NTK)."""
-    factor, trained = parameters["factor"], parameters.get("original_max_position_embeddings") or trained
+    factor = parameters["factor"]
     stretch = factor * max(max_len, trained) / trained - (factor - 1)
     return _frequencies(dim, parameters["rope_theta"] * stretch ** (dim / (dim - 2))), 1.0
 
@@ -109,6 +114,14 @@ def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: in
     return 1.0 / (factors * _wavelengths(dim, parameters["rope_theta"])), scale
 
 
+def _proportional(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+    """Only the first frequencies of a head rotate, as many as ``partial_rotary_factor`` says; the others are 0."""
+    rotated = int(parameters.get("partial_rotary_factor", 1.0) * dim // 2)
+    frequencies = _frequencies(dim, parameters["rope_theta"])
+    frequencies[rotated:] = 0.0
+    return frequencies / (parameters.get("factor") or 1.0), 1.0
+
+
 def _frequency_factors(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
     """Each frequency divided by a factor of its own (``rope_freqs.weight`` of GGUF files)."""
     return _frequencies(dim, parameters["rope_theta"]) / torch.tensor(parameters["frequency_factors"]), 1.0
@@ -132,5 +145,6 @@ TYPES = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "frequency_factors": _frequency_factors,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -75,6 +76,7 @@ from .weights import (
     FusedExperts,
     GGUFCheckpoint,
     LoRAAdapter,
+    PaddedHeads,
     RenamedWeights,
     WeightCache,
     find_gguf,
@@ -202,7 +204,7 @@ def load_model(
     """
     config = config or read_config(folder)
     if max_len and max_len > config.max_model_len:
-        message = f"this model has a context of {config.max_model_len} tokens"
+        message = f"is {max_len}, and this model has a context of {config.max_model_len} tokens"
         raise invalid("max_model_len", message, config.max_model_len)
     device, built = device or torch.device("cpu"), read_engine_config(folder)
     if dtype is None and built:
@@ -212,6 +214,7 @@ def load_model(
     family = family_of(config)
     find_stored = family.find_stored
     weights: Weights
+    checkpoint: Checkpoint | GGUFCheckpoint | None = None
     cache: PackedWeights | None = None
     if load_format == "dummy":
         weights = DummyWeights(folder, dtype, seed, device)
@@ -224,9 +227,12 @@ def load_model(
         weights = cache = EngineWeights(folder, built, built.stage_of(layers, config.num_layers), group.rank)
     else:
         checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
-        weights = RenamedWeights(checkpoint, partial(find_stored, config)) if find_stored else checkpoint
+        stored = replace(config, head_dim=config.checkpoint_head_dim)
+        weights = RenamedWeights(checkpoint, partial(find_stored, stored)) if find_stored else checkpoint
         if experts := config.experts:
             weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
+        if config.stored_head_dim:
+            weights = PaddedHeads(weights, config.stored_head_dim, config.head_dim)
         if weight_cache_dir and not output:
             packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
             if layers:
@@ -264,7 +270,17 @@ def load_model(
         logger.info("weights in %s are dequantized to %s, %.2f GB%s", given, name, size / 1e9, then)
     if isinstance(cache, WeightCache):
         cache.save()
+    if isinstance(checkpoint, Checkpoint) and group.rank == 0 and not (cache and cache.mapped_bytes):
+        _log_ignored(checkpoint.ignored())
     return model
+
+
+def _log_ignored(names: list[str]) -> None:
+    """Name tensors of a checkpoint that its ``config.json`` says nothing of. Transformers ignores them, too."""
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        message = "%d tensors of the checkpoint are ignored, as config.json does not say that the model has them: %s"
+        logger.warning(message, len(names), shown)
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -280,7 +296,7 @@ def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) 
         whole: as of ``Checkpoint``.
     """
     if parts := find_gguf(folder):
-        return GGUFCheckpoint(folder, parts, config.head_dim)
+        return GGUFCheckpoint(folder, parts, config.checkpoint_head_dim)
     quantized = config.quantization_config
     format = None if quantized is None else read_quantization_config(quantized)
     for note in format.notes if format and log else ():

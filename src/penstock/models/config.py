@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 
 from penstock.core import Code, PenstockError
-from penstock.planning.encoders import CLASSIFIER, architecture_name, encoder_prefix, is_classifier, num_labels
+from penstock.planning.config_defaults import CLASSIFIER
+from penstock.planning.encoders import architecture_name, encoder_prefix, is_classifier, num_labels
 from penstock.planning.model_size import (
     max_model_len_of_config,
     quantization_config_of,
     quantization_of,
-    rope_parameters_of,
-    tie_word_embeddings_of,
 )
+from penstock.planning.rope import rope_parameters_of
 
 from .decoder_options import DecoderOptions
 from .encoder_config import EncoderConfig
@@ -51,6 +51,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Numbers of a head as it is computed, a multiple of 16 (``PADDED_TO``) in decoders."""
     max_model_len: int
     """Longest sequence that the model supports, with positions extended by ``rope_parameters``."""
     max_position_embeddings: int
@@ -88,6 +89,8 @@ class ModelConfig:
     """Of a model that attends in both directions; None for a decoder."""
     speech: SpeechConfig | None = None
     """Of a model that transcribes audio; None for others."""
+    stored_head_dim: int = 0
+    """Numbers of a head in the checkpoint where these are fewer; 0 where it has ``head_dim``."""
     num_labels: int = 0
     """Outputs of the classifier; 0 where the checkpoint has none."""
     model_impl: Literal["penstock", "transformers"] = "penstock"
@@ -96,7 +99,16 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated."""
-        return int(self.head_dim * self.options.partial_rotary_factor)
+        if self.latent:
+            return self.latent.qk_rope_head_dim
+        if self.rope_parameters["rope_type"] == "proportional":  # which has frequencies for the whole head
+            return self.checkpoint_head_dim
+        return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)
+
+    @property
+    def checkpoint_head_dim(self) -> int:
+        """Numbers of a head in the checkpoint."""
+        return self.stored_head_dim or self.head_dim
 
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:
         """The rotary positions of a layer; None where it has none."""
@@ -143,7 +155,7 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
         "rope_parameters": rope,
-        "tie_word_embeddings": tie_word_embeddings_of(raw),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
         "has_lm_head": has_lm_head,
         "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
         "dtype": dtype_of(raw),
@@ -168,8 +180,7 @@ def options_of(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
 
     Raises ``PenstockError`` (``unsupported``) for an activation that is not known.
     """
-    name = str(raw.get("hidden_activation") or raw.get("hidden_act") or "silu")
-    return DecoderOptions(**{"activation": activation_of(name)} | options)
+    return DecoderOptions(**{"activation": activation_of(str(raw.get("hidden_act") or "silu"))} | options)
 
 
 def activation_of(name: str) -> str:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.checkpoint_digest import INDEX, checkpoint_digest
-from penstock.planning.config_json import read_config_json
+from penstock.planning.checkpoint_digest import checkpoint_digest
+from penstock.planning.config_json import read_plain_config_json
 from penstock.planning.engine_config import model_config, read_engine_config
 from penstock.planning.model_size import quantization_config_of
+from penstock.planning.stored_tensors import INDEX
 
 from .engine_source import EngineSource
 from .output_folder import OutputFolder, new_file, sync_folder, write_atomically
@@ -143,7 +144,7 @@ def convert(
     Raises ``PenstockError`` with one sentence where the checkpoint is broken, cannot be turned back, or has numbers
     that ``dtype`` cannot express.
     """
-    config = read_config_json(folder)
+    config = read_plain_config_json(folder)
     quantized = bool(quantization_config_of(config))
     source: Source
     if built := read_engine_config(folder):

@@ -20,6 +20,7 @@ from penstock.core.errors import invalid
 from penstock.layers import Attention, BuildContext, ColumnParallelLinear, Embedding, GatedMLP, RMSNorm
 from penstock.ops import Batch
 from penstock.parallel import shard_outputs
+from penstock.planning.composite_config import complete_config
 
 from .config import ModelConfig, dense_config
 from .model import Model
@@ -48,7 +49,7 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> E
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind, and
     ``PenstockError`` (``unsupported``) for a head that is made of more than one layer.
     """
-    raw = {**raw, **(raw.get("transformer_layer_config") or {})}
+    raw = {**raw, **complete_config(raw.get("transformer_layer_config") or {})}
     decoder = dense_config(raw)
     if decoder.num_layers != 1:
         words = f"the head has {decoder.num_layers} layers, and heads of one layer are supported"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.ops import Routing
+from penstock.planning.model_size import sparse_layers
 
 from .weights.fused_experts import FusedLayout
 
@@ -90,9 +91,9 @@ def read_deepseek_experts(raw: Mapping[str, Any], topk_method: str = "noaux_tc")
     Args:
         topk_method: where ``config.json`` names none.
     """
-    num_experts, first = int(raw.get("n_routed_experts") or 0), int(raw.get("first_k_dense_replace") or 0)
-    layers, frequency = range(int(raw["num_hidden_layers"])), int(raw.get("moe_layer_freq") or 1)
-    dense = frozenset(layer for layer in layers if layer < first or layer % frequency)
+    num_experts = int(raw.get("n_routed_experts") or 0)
+    layers = range(int(raw["num_hidden_layers"]))
+    dense = frozenset(layers).difference(sparse_layers(raw, len(layers)))
     if not num_experts or len(dense) == len(layers):
         return None
     fields: dict[str, Any] = {"scale": float(raw.get("routed_scaling_factor") or 1.0)}

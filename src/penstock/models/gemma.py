@@ -8,27 +8,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.errors import invalid
-from penstock.planning.model_size import local_rope_parameters_of
+from penstock.planning.rope import local_rope_parameters_of
 
-from .config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
+from .config import ModelConfig, activation_of, dense_config, options_of, sliding_windows_by_pattern
 from .decoder import build_decoder
 from .decoder_options import DecoderOptions, LayerNorms, NormOptions
 from .registry import Family
 
 NORM = NormOptions(unit_offset=True)
+TANH = "gelu_pytorch_tanh"
+"""Activation of all published models. The files of the first Gemma name it ``gelu``; Gemma 2 and 3 mean what they
+say."""
 LAYER_NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 
 
-def _options(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
-    if (raw.get("hidden_activation") or raw.get("hidden_act") or "gelu") == "gelu":  # in early files, for the same
-        raw = {**raw, "hidden_activation": "gelu_pytorch_tanh"}
-    return options_of(raw, norm=NORM, embedding_scale=float(raw["hidden_size"]) ** 0.5, **options)
+def _options(raw: Mapping[str, Any], activation: str, **options: Any) -> DecoderOptions:
+    scale = float(raw["hidden_size"]) ** 0.5
+    return options_of(raw, activation=activation_of(activation), norm=NORM, embedding_scale=scale, **options)
 
 
 def read_gemma(raw: Mapping[str, Any]) -> ModelConfig:
-    return dense_config(raw, options=_options(raw))
+    activation = str(raw.get("hidden_act") or TANH)
+    return dense_config(raw, options=_options(raw, TANH if activation == "gelu" else activation))
 
 
 def _windowed_options(raw: Mapping[str, Any]) -> DecoderOptions:
@@ -38,6 +41,7 @@ def _windowed_options(raw: Mapping[str, Any]) -> DecoderOptions:
         raise invalid("model", f"query_pre_attn_scalar is {scale}, and must be positive")
     return _options(
         raw,
+        str(raw.get("hidden_activation") or TANH),
         layer_norms=LAYER_NORMS,
         attention_scale=scale**-0.5,
         attention_softcap=float(raw.get("attn_logit_softcapping") or 0),

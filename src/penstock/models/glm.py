@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.planning.model_size import rope_parameters_of
+from penstock.planning.rope import rope_parameters_of
 
 from .config import ModelConfig, dense_config, options_of
 from .decoder import build_decoder
@@ -20,9 +20,8 @@ LAYER_NORMS = LayerNorms(
 
 
 def read_glm(raw: Mapping[str, Any], layer_norms: LayerNorms = LayerNorms()) -> ModelConfig:  # noqa: B008 (frozen)
-    rope = rope_parameters_of(raw)
-    factor = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.5
-    options = options_of(raw, rope_interleaved=True, partial_rotary_factor=float(factor), layer_norms=layer_norms)
+    share = rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
+    options = options_of(raw, rope_interleaved=True, partial_rotary_factor=share, layer_norms=layer_norms)
     return dense_config(raw, output_bias=False, mlp_bias=False, options=options)
 
 

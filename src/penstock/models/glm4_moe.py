@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from penstock.planning.model_size import rope_parameters_of
+from penstock.planning.rope import rope_parameters_of
 
 from .config import ModelConfig, dense_config, options_of
 from .decoder import build_decoder
@@ -16,12 +16,11 @@ from .registry import Family
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    factor = rope_parameters_of(raw).get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.5
     return dense_config(
         raw,
         output_bias=False,
         qk_norm=bool(raw.get("use_qk_norm", False)),
-        options=options_of(raw, partial_rotary_factor=float(factor)),
+        options=options_of(raw, partial_rotary_factor=rope_parameters_of(raw).get("partial_rotary_factor", 1.0)),
         experts=read_deepseek_experts(raw),
     )
 

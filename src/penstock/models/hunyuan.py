@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from penstock.core import Code, PenstockError
-from penstock.planning.model_size import rope_parameters_of
+from penstock.planning.rope import rope_parameters_of
 
 from .config import ModelConfig, dense_config, options_of
 from .decoder import build_decoder

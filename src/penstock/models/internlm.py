@@ -29,8 +29,8 @@ def read_internlm2(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_internlm3(raw: Mapping[str, Any]) -> ModelConfig:
-    bias, qkv_bias = bool(raw.get("bias")), bool(raw.get("qkv_bias", raw.get("attention_bias", False)))
-    return dense_config(raw, qkv_bias=qkv_bias, output_bias=bias, mlp_bias=bias)
+    bias = bool(raw.get("mlp_bias"))  # which is ``bias`` in its own files, and ``attention_bias`` is ``qkv_bias``
+    return dense_config(raw, output_bias=bias)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

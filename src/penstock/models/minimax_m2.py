@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from penstock.planning.model_size import rope_parameters_of
+from penstock.planning.rope import rope_parameters_of
 
 from .config import ModelConfig, dense_config, options_of
 from .decoder import build_decoder
@@ -18,9 +18,7 @@ from .registry import Family
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    num_experts, factor = num_experts_of(raw), rope_parameters_of(raw).get("partial_rotary_factor")
-    if not factor and raw.get("rotary_dim"):
-        factor = int(raw["rotary_dim"]) / int(raw["head_dim"])
+    num_experts, share = num_experts_of(raw), rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
     experts = ExpertsConfig(
         num_experts,
         int(raw["intermediate_size"]),
@@ -30,7 +28,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         module="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
-    options = options_of(raw, partial_rotary_factor=float(factor or 1.0), qk_norm=QKNormOptions(over="projection"))
+    options = options_of(raw, partial_rotary_factor=share, qk_norm=QKNormOptions(over="projection"))
     return dense_config(raw, qk_norm=True, options=options, experts=experts)
 
 

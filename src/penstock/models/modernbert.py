@@ -9,6 +9,7 @@ from typing import Any
 from penstock.layers import BidirectionalAttention, BuildContext, GatedMLP, LayerNorm, PoolerHead
 from penstock.layers.pooler import dense, norm
 from penstock.planning.encoders import SUFFIXES
+from penstock.planning.rope import local_rope_parameters_of
 
 from .config import ModelConfig, activation_of, dense_config, options_of
 from .encoder import Encoder, PreNormLayer, module_name
@@ -16,9 +17,6 @@ from .encoder_config import encoder_fields
 from .fused import part_of
 from .registry import Family
 from .weights.renamed import Stored
-
-THETA = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
-"""By kind of layer, the name of its rope's base in older files, and the default."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -29,9 +27,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(
         raw,
         **encoder_fields(raw),
-        options=options_of({"hidden_activation": "gelu", **raw}),
+        options=options_of(raw, activation=activation_of(str(raw.get("hidden_activation") or "gelu"))),
         rms_norm_eps=eps,
         sliding_windows=windows,
+        local_rope_parameters=local_rope_parameters_of(raw),
         qkv_bias=bool(raw.get("attention_bias")),
         output_bias=bool(raw.get("attention_bias")),
     )
@@ -54,23 +53,15 @@ def layer_types(raw: Mapping[str, Any]) -> list[str]:
     return raw.get("layer_types") or ["sliding_attention" if number % every else "full_attention" for number in layers]
 
 
-def rope_parameters(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """``rope_parameters`` of a kind of layer, also from older files."""
-    older, default = THETA[kind]
-    given = dict((raw.get("rope_parameters") or {}).get(kind) or raw.get("rope_scaling") or {})
-    theta = float(given.get("rope_theta") or raw.get(older) or default)
-    return {"rope_type": "default"} | given | {"rope_theta": theta}
-
-
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
     name = module_name(context, config, "embeddings.tok_embeddings")
     raw, size, eps = config.raw, config.hidden_size, config.rms_norm_eps
     norm_bias, mlp_bias = bool(raw.get("norm_bias")), bool(raw.get("mlp_bias"))
-    kinds = layer_types(raw)
 
     def layer(number: int) -> PreNormLayer:
         own = f"{name}layers.{number}"
-        parameters = rope_parameters(raw, kinds[number])
+        parameters = config.rope_of(number)
+        assert parameters is not None
         return PreNormLayer(
             context.ops,
             BidirectionalAttention(

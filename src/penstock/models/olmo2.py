@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.planning.model_size import local_rope_parameters_of
+from penstock.planning.rope import local_rope_parameters_of
 
 from .config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
 from .decoder import build_decoder

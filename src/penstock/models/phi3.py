@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.planning.model_size import rope_parameters_of
+from penstock.planning.rope import rope_parameters_of
 
 from .config import ModelConfig, dense_config, options_of
 from .decoder import build_decoder
@@ -14,22 +14,18 @@ from .registry import Family
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    rope = rope_parameters_of(raw)
-    if rope["rope_type"] in ("su", "yarn"):  # as early files name it
-        rope["rope_type"] = "longrope"
-    if original := raw.get("original_max_position_embeddings"):
-        rope["original_max_position_embeddings"] = original
-    factor = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1)
+    share = rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
+    if (kind := rope_parameters_of(raw)["rope_type"]) not in ("default", "longrope"):
+        raise ValueError(f"rope_type is {kind[:40]!r}, and Phi-3 has default or longrope")
     window = int(raw.get("sliding_window") or 0)
     return dense_config(
         raw,
-        rope_parameters=rope,
         max_model_len=int(raw.get("max_position_embeddings") or 4096),
         sliding_windows=(window,) * int(raw["num_hidden_layers"]),
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
-        options=options_of(raw, partial_rotary_factor=factor),
+        options=options_of(raw, partial_rotary_factor=share),
     )
 
 

@@ -15,12 +15,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_sliding_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Each layer's sliding window: by ``layer_types``, or with ``use_sliding_window`` from ``max_window_layers`` on."""
+    """Each layer's sliding window with ``use_sliding_window``: by ``layer_types``, or from ``max_window_layers`` on."""
     layers = int(raw["num_hidden_layers"])
-    if windows := sliding_windows_by_layer_types(raw, layers):
-        return windows
     if not raw.get("use_sliding_window", False):
         return (0,) * layers
+    if windows := sliding_windows_by_layer_types(raw, layers):
+        return windows
     first = raw.get("max_window_layers", layers)
     return tuple(0 if layer < first else raw.get("sliding_window") or 0 for layer in range(layers))
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from . import qwen2
-from .config import ModelConfig
+from .config import ModelConfig, sliding_windows_by_layer_types
 from .decoder import build_decoder
 from .experts import mixture_of_experts
 from .experts_config import ExpertsConfig, dense_layers_by_step, num_experts_of, read_routing
@@ -26,8 +26,20 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         shared_name="shared_expert",
         shared_gate="shared_expert_gate",
     )
-    config = qwen2.read_config(raw)
-    return replace(config, qkv_bias=bool(raw.get("qkv_bias", True)), experts=experts)
+    bias = bool(raw.get("qkv_bias", True))
+    return replace(qwen2.read_config(raw), qkv_bias=bias, experts=experts, sliding_windows=_sliding_windows(raw))
+
+
+def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Each layer's sliding window with ``use_sliding_window``: by ``layer_types``, or in every second one before
+    ``max_window_layers``, which is another rule than Qwen2's."""
+    layers, window = int(raw["num_hidden_layers"]), int(raw.get("sliding_window") or 0)
+    if not raw.get("use_sliding_window"):
+        return (0,) * layers
+    if windows := sliding_windows_by_layer_types(raw, layers):
+        return windows
+    first = int(raw.get("max_window_layers") or 0)
+    return tuple(window if layer % 2 == 0 and layer < first else 0 for layer in range(layers))
 
 
 FAMILY = Family(

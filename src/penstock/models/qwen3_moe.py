@@ -23,7 +23,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         read_routing(raw, num_experts),
         dense_layers=dense_layers_by_step(raw),
     )
-    return replace(qwen3.read_config(raw), experts=experts)
+    window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
+    windows = (window,) * int(raw["num_hidden_layers"])  # of all layers, whatever layer_types says
+    return replace(qwen3.read_config(raw), experts=experts, sliding_windows=windows)
 
 
 FAMILY = Family(

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
-from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.layers.rope import check_rope_type
+from penstock.planning.config_json import CONFIG, read_config_json, read_plain_config_json
 from penstock.planning.encoders import architecture_name, encoder_prefix
-from penstock.planning.model_size import quantization_config_of, quantization_of
+from penstock.planning.model_size import padded_head_dim, quantization_config_of, quantization_of
+from penstock.planning.rope import rope_parameters_of
 from penstock.quant import read_quantization_config
 
 from .config import ModelConfig, architecture_of
+from .registry import OTHERS as OTHERS_HINT
 from .registry import Family, find_family, has_family
 from .transformers import FAMILY as OTHERS
-from .transformers.library import is_installed, knows, unknown
+from .transformers.library import architectures_of, is_installed, knows, unknown
+from .weights.checkpoint import has_other_pytorch_head
+
+logger = logging.getLogger(__name__)
 
 ModelImpl = Literal["auto", "penstock", "transformers"]
 """Values of the option ``model_impl``."""
@@ -27,25 +35,55 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     """Read a checkpoint's ``config.json``.
 
     Args:
-        model_impl: what is to compute the model; auto is transformers only where there is no family of ours.
+        model_impl: what is to compute the model; auto is transformers only where there is no family of ours, or it
+            does not compute what ``config.json`` asks for.
 
     Raises ``PenstockError``: ``invalid`` where it is missing or broken, ``unsupported`` where it asks for what no
     code here computes.
     """
     raw, path = read_config_json(folder), folder / CONFIG
+    if not raw.get("architectures") and model_impl != "penstock" and is_installed():
+        raw = {**raw, "architectures": architectures_of(str(raw.get("model_type")))}
+    if raw.get("tie_word_embeddings") and has_other_pytorch_head(folder):
+        raw = {**raw, "tie_word_embeddings": False}
     architecture, name = architecture_of(raw)[0], architecture_name(raw)
-    auto = model_impl == "auto" and is_installed() and not has_family(architecture)
-    if model_impl == "transformers" or (auto and knows(name)):
-        return _read(OTHERS, raw, path)
-    family = find_family(architecture, name, others=unknown()) if auto else find_family(architecture, name)
+    auto = model_impl == "auto" and is_installed()
+    if model_impl == "transformers" or (auto and knows(name) and not has_family(architecture)):
+        return _read_for_library(raw, folder)
+    others = unknown() if auto and not has_family(architecture) else OTHERS_HINT
+    family = find_family(architecture, name, others)
     decodes = encoder_prefix(raw) is None
     if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
+    try:
+        return _read_own(family, raw, path)
+    except PenstockError as error:
+        if error.failure.code is not Code.UNSUPPORTED or not auto or not knows(name):
+            raise
+        try:
+            config = _read_for_library(raw, folder)
+        except PenstockError:
+            raise error from None
+        logger.info("%s; transformers runs the model instead", error)
+        return config
+
+
+def _read_for_library(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """The configuration of a model that transformers runs, which reads ``config.json`` itself, but for what only the
+    weights tell."""
+    told = {name: raw[name] for name in ("architectures", "tie_word_embeddings", "dtype") if raw.get(name) is not None}
+    given = {name: value for name, value in read_plain_config_json(folder).items() if name != "torch_dtype"}
+    return _read(OTHERS, {**given, **told}, folder / CONFIG)
+
+
+def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
+    """The configuration of a model of a family of our own."""
     quantization = quantization_of(raw)
     if quantization and quantization not in SCHEMES:
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")
     if quantization is None:
         read_quantization_config(quantization_config_of(raw))
+    _check_lists(raw, path)
     config = _read(family, raw, path)
     if config.num_heads % config.num_kv_heads:
         message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
@@ -53,7 +91,48 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     if len(config.sliding_windows) != config.num_layers:
         message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
         raise invalid("model", message)
-    return config
+    _check_rope(config, path)
+    return _with_padded_heads(config)
+
+
+def _with_padded_heads(config: ModelConfig) -> ModelConfig:
+    """A decoder whose heads are padded to what kernels compute; others as they are. Norms on heads would count the
+    zeros."""
+    head_dim, padded = config.head_dim, padded_head_dim(config.head_dim)
+    plain = not (config.latent or config.encoder or config.speech or config.has_vision or config.qk_norm)
+    if head_dim == padded or not plain:
+        return config
+    scale = config.options.attention_scale
+    options = replace(config.options, attention_scale=head_dim**-0.5 if scale is None else scale)
+    return replace(config, head_dim=padded, stored_head_dim=head_dim, options=options)
+
+
+def _check_lists(raw: Mapping[str, Any], path: Path) -> None:
+    """Refuse numbers that differ between layers, which no family has by these names. Raises ``PenstockError``."""
+    rope = rope_parameters_of(raw)
+    for name, value in (("sliding_window", raw.get("sliding_window")), ("rope_theta", rope["rope_theta"])):
+        if isinstance(value, list):
+            message = f"{path} has a {name} for each layer; one of all layers is supported"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
+
+
+def _check_rope(config: ModelConfig, path: Path) -> None:
+    """Refuse rotary positions that cannot be computed. Raises ``PenstockError``."""
+    dim = config.rotary_dim
+    for rope in (config.rope_parameters, config.local_rope_parameters or config.rope_parameters):
+        kind = rope["rope_type"]
+        check_rope_type(kind)
+        if dim % 2:
+            raise PenstockError(Code.UNSUPPORTED, f"{path} rotates {dim} numbers of a head, an odd number", "model")
+        lists = [name for name in ("short_factor", "long_factor") if kind == "longrope" and len(rope[name]) != dim // 2]
+        if lists:
+            message = f"{path}: {lists[0]} of rope_parameters has {len(rope[lists[0]])} numbers; {dim // 2} are needed"
+            raise invalid("model", message)
+        share = rope.get("partial_rotary_factor", 1.0)
+        whole = config.latent.qk_rope_head_dim if config.latent else config.checkpoint_head_dim
+        if kind not in ("default", "proportional") and int(whole * share) != dim:
+            message = f"{path} has partial_rotary_factor {share}, which {config.architecture} does not have"
+            raise invalid("model", message)
 
 
 def _read(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:

@@ -12,8 +12,9 @@ import msgspec
 
 from .engine_config import read_engine_config
 from .gguf_file import GGUFFile
+from .stored_tensors import INDEX
 
-INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+PYTORCH_INDEX = "pytorch_model.bin.index.json"
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 """Files with weights."""
 SAMPLE_BYTES, SPACING = 2**12, 2**24

@@ -20,7 +20,7 @@ class Bound(NamedTuple):
 
     def allows(self, value: Any) -> bool:
         if isinstance(value, list) and self.many:
-            return all(self._replace(many=False).allows(each) for each in value)
+            return all(each is None or self._replace(many=False).allows(each) for each in value)
         kinds = (int,) if self.whole else (int, float)
         return type(value) in kinds and self.least <= value <= self.most  # not of NaN
 
@@ -87,7 +87,8 @@ BOUNDS: dict[str, Bound | Flag | Text] = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"), HEAD_DIM),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Bound(0, MAX_SIZE)),
     **dict.fromkeys(("num_nextn_predict_layers", "first_k_dense_replace", "max_window_layers"), LAYER_NUMBER),
-    **dict.fromkeys(("moe_layer_interval", "moe_layer_freq", "decoder_sparse_step"), LAYERS),
+    **dict.fromkeys(("moe_layer_interval", "decoder_sparse_step"), LAYERS),
+    "moe_layer_freq": Bound(0, MAX_LAYERS, many=True),
     "moe_layer_start_index": Bound(-1, MAX_LAYERS, many=True),
     "moe_layer_end_index": Bound(-1, MAX_LAYERS, many=True),
     **dict.fromkeys(
@@ -99,10 +100,12 @@ BOUNDS: dict[str, Bound | Flag | Text] = {
     **dict.fromkeys(
         ("max_position_embeddings", "original_max_position_embeddings", "num_position_embeddings"), POSITIONS
     ),
-    **dict.fromkeys(("sliding_window", "local_attention"), WINDOW),
+    "sliding_window": WINDOW._replace(many=True),
+    "local_attention": WINDOW,
     "num_labels": Bound(0, 2**20),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"), EPS),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), BASE),
+    "rope_theta": BASE._replace(many=True),
+    "rope_local_base_freq": BASE,
     **dict.fromkeys(("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), FACTOR),
     **dict.fromkeys(("attention_factor", "query_pre_attn_scalar"), FACTOR),
     **dict.fromkeys(("mscale", "mscale_all_dim", "routed_scaling_factor", "logit_scale", "moe_norm_min"), SCALE),

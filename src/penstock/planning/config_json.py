@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
 
-from .composite_config import merge_text_config
+from .composite_config import complete_config
 from .config_bounds import out_of_bounds
 from .speech import with_decoder_fields
+from .stored_tensors import stored_dtype, stored_head
 
 CONFIG = "config.json"
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
@@ -18,23 +20,52 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The object in a checkpoint's ``config.json``. Raises ``PenstockError`` (``invalid``) where there is none, or a
-    number in it is out of bounds (``config_bounds.py``)."""
-    path = folder / CONFIG
+    """The configuration of a checkpoint, with what its ``config.json`` leaves out: defaults of its class, rotary
+    positions in one spelling (``planning/rope.py``), and what only the weights tell.
+
+    Raises ``PenstockError`` (``invalid``) where there is no such file, or it is broken.
+    """
+    given, path = read_plain_config_json(folder), folder / CONFIG
     try:
-        result = _read_object(path)
-    except OSError as error:
-        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint") from error
+        complete = with_decoder_fields(complete_config(given))
+    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+    return _with_stored(complete, given, folder)
+
+
+def read_plain_config_json(folder: Path) -> dict[str, Any]:
+    """The object in a checkpoint's ``config.json``, as it is. Raises ``PenstockError`` (``invalid``) where there is
+    none, or a number in it is out of bounds (``config_bounds.py``)."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
+    result = _read_object(path)
     if not result.get("quantization_config") and not result.get("compression_config"):
         result |= _quantization_of_side_file(folder)
     try:
         sentence = next(out_of_bounds(result), "")
-        merged = with_decoder_fields(merge_text_config(result))
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
     if sentence:
         raise invalid("model", f"{path}: {sentence}")
-    return merged
+    return result
+
+
+def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A configuration with the dtype of the weights where it names none, and tied embeddings as the weights have them:
+    where both matrices are there and differ, ``tie_word_embeddings`` does not hold, as in transformers; where it is
+    not given, a model without a language model head is tied."""
+    if config.get("gguf"):
+        return config
+    named = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) not in (None, "auto")]
+    kept = {name: value for name, value in config.items() if name != "torch_dtype"}
+    config = {**kept, "dtype": named[0] if named else stored_dtype(folder)}
+    tied = config.get("tie_word_embeddings")
+    if tied and stored_head(folder) == "other":
+        return {**config, "tie_word_embeddings": False}
+    if not tied and given.get("tie_word_embeddings") is None and stored_head(folder) == "absent":
+        return {**config, "tie_word_embeddings": True}
+    return config
 
 
 def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
@@ -49,11 +80,8 @@ def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ``OSError``, and ``PenstockError`` (``invalid``) where the file does not hold one."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise invalid("model", f"{path} is not JSON: {error}") from error
+    """A JSON object. Raises ``PenstockError`` (``invalid``) where the file cannot be read, or does not hold one."""
+    result = read_json_file(path)
     if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
     return result

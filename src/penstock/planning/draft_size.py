@@ -14,8 +14,10 @@ import msgspec
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED
 
+from .composite_config import complete_config
 from .config_json import read_config_json
 from .model_size import ModelSize, model_size_of
+from .stored_tensors import read_header
 
 METHODS = ("eagle3", "eagle", "medusa")
 """Of ``speculative_config``, for heads of a checkpoint of their own."""
@@ -76,7 +78,8 @@ def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], method: 
 
     In PyTorch's files they are taken to be as published: with a head and without an embedding.
     """
-    size = model_size_of({**raw, **(raw.get("transformer_layer_config") or {}), "tie_word_embeddings": True})
+    layer = complete_config(raw.get("transformer_layer_config") or {})
+    size = model_size_of({**raw, **layer, "tie_word_embeddings": True})
     hidden, inputs, own = size.hidden_size, size.hidden_size + model.hidden_size, 0
     if method == "eagle3":
         nested = raw.get("eagle_config") or {}
@@ -107,22 +110,13 @@ def _has(shapes: Mapping[str, Sequence[int]], name: str) -> bool:
     return name in shapes or not shapes
 
 
-class _Tensor(msgspec.Struct):
-    """An entry of a safetensors header."""
-
-    shape: list[int] = []
-
-
 def _shapes(folder: Path) -> dict[str, list[int]]:
     """The shape of each tensor of a folder's safetensors files; empty without such files."""
     found: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(min(length, path.stat().st_size))
         try:
-            tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+            tensors, _ = read_header(path)
         except msgspec.MsgspecError as error:
             raise invalid("speculative_config", f"{path} is damaged ({error}). Fetch it again.") from error
-        found |= {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
+        found |= {name: tensor.shape for name, tensor in tensors.items()}
     return found

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .config_defaults import CLASSIFIER, class_named
+
 PREFIXES = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "ModernBert": "model", "Gte": "gte"}
 """How the names of architectures begin, and what the names of tensors begin with where the model has a head."""
 SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
 """How they end. Of a masked language model, and one for pretraining, the head is left out."""
-OF_MODEL_TYPE = {"bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel"}
-"""Architecture by ``model_type``, of old checkpoints that name none."""
-CLASSIFIER = "ForSequenceClassification"
-"""How the names of architectures with a classifier end, those of decoders, too."""
 
 
 def encoder_prefix(config: Mapping[str, Any]) -> str | None:
@@ -23,7 +21,8 @@ def encoder_prefix(config: Mapping[str, Any]) -> str | None:
 
 def architecture_name(config: Mapping[str, Any]) -> str:
     """The first of ``architectures`` of a ``config.json``, or what its ``model_type`` is of."""
-    default = OF_MODEL_TYPE.get(str(config.get("model_type")), "none")
+    known = class_named(config.get("model_type"))
+    default = known.architecture if known and known.architecture else "none"
     return str(next(iter(config.get("architectures") or [default])))
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_text_file
 
 T = TypeVar("T")
 Ranks = list[list[int]]
@@ -167,10 +168,8 @@ def read_load(path: str) -> ExpertLoadReport:
 
 def _read(path: str, kind: type[T], field: str) -> T:
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
-    except OSError as error:
-        raise invalid(field, f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
-    except msgspec.MsgspecError as error:
+        return msgspec.json.decode(read_text_file(Path(path), field), type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid(field, f"{path} is no such file: {error}") from error
 
 

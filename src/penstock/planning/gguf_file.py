@@ -33,7 +33,7 @@ MAX_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 """``struct``'s letter of each type of value."""
-PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z")
 """The end of the name of a file in parts."""
 PROJECTOR = "mmproj"
 """How files with a model's vision encoder begin, which are no model."""

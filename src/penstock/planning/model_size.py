@@ -15,12 +15,15 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from .encoders import encoder_prefix, is_gated, max_encoder_len
 from .gguf_file import TYPES
+from .rope import local_rope_parameters_of, rope_parameters_of
 from .speech import cross_attention_weights, encoder_weights, is_speech
 from .stored_format import stored_format
 from .vision_size import vision_weights
 
 COUNTED_WEIGHTS = "counted_weights"
 """Key of a ``config.json`` in memory with fields of ``ModelSize``, where the parameters were counted."""
+PADDED_TO = 16
+"""Kernels compute heads of multiples of this many numbers; others are padded with zeros."""
 QUANT_METHOD = "penstock"
 """``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
 
@@ -93,7 +96,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     hidden, heads, layers = (int(config[k]) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     vocabulary, latent = int(config["vocab_size"]), int(config.get("kv_lora_rank") or 0)
     kv_heads = 1 if latent else int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    head_dim = padded_head_dim(int(config.get("head_dim") or hidden // heads))
     if latent:
         attention, absorbed, kv_dim = _latent_attention(config, hidden, heads)
     else:
@@ -109,7 +112,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     mtp = int(config.get("num_nextn_predict_layers") or 0)
     encoder = encoder_prefix(config) is not None
     longest = max_encoder_len(config) if encoder else max_model_len_of_config(config)
-    embeddings = vocabulary * hidden * (1 if encoder or tie_word_embeddings_of(config) else 2)
+    embeddings = vocabulary * hidden * (1 if encoder or config.get("tie_word_embeddings") else 2)
     if encoder:
         embeddings += _added_weights(config, longest) * hidden
     stored, layer_weights = stored_format(quantization_config_of(config)), layers * attention + plain * dense
@@ -142,6 +145,11 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         vision_weights=encoder_weights(config) if speech else vision_weights(config),
         encoder=encoder,
     )
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Numbers of a head in the model, and in its KV cache."""
+    return -(-head_dim // PADDED_TO) * PADDED_TO
 
 
 def _added_weights(config: Mapping[str, Any], max_len: int) -> int:
@@ -229,56 +237,39 @@ def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     """Layers with experts, of a model that has any."""
     if config.get("moe_num_experts") and (kinds := config.get("mlp_layer_types")):
         return list(kinds).count("sparse")
+    if isinstance(config.get("moe_intermediate_size"), list) and "moe_topk" not in config:  # ERNIE 4.5 VL
+        return layers - 1
     if (given := config.get("moe_layers")) is not None:
         return len(given)
+    if config.get("n_routed_experts"):
+        return len(sparse_layers(config, layers))
     dense = config.get("mlp_only_layers") or ()
     step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
-    first = int(config.get("first_k_dense_replace") or config.get("moe_layer_start_index") or 0)
+    first = int(config.get("moe_layer_start_index") or 0)
     end, interval = int(config.get("moe_layer_end_index") or -1), int(config.get("moe_layer_interval") or 1)
     numbers = range(first, layers if end < 0 else min(end + 1, layers))
     return sum(number not in dense and (number + 1) % step == 0 == (number + 1) % interval for number in numbers)
 
 
-TIED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2")
-"""``model_type`` of models whose embedding is their language model head, too, where ``config.json`` does not say."""
+def sparse_layers(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Numbers of the layers with experts of DeepSeek's models: from ``first_k_dense_replace`` on each that is a
+    multiple of ``moe_layer_freq``, or those that it marks where it is a list.
 
-
-LOCAL_ROPE = ("gemma3", "gemma3_text", "olmo3")
-"""``model_type`` of models whose windowed layers have rotary positions of their own, which nothing extends."""
-
-
-def tie_word_embeddings_of(config: Mapping[str, Any]) -> bool:
-    """Whether the embedding is the language model head, too."""
-    tied = config.get("tie_word_embeddings")
-    return config.get("model_type") in TIED if tied is None else bool(tied)
-
-
-def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` of a ``config.json``, also from the older ``rope_theta`` and ``rope_scaling``."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if isinstance(rope.get("full_attention"), Mapping):  # by kind of layer
-        rope = dict(rope["full_attention"])
-    rope["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
-    return rope
-
-
-def local_rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_parameters`` of layers with a sliding window, where ``config.json`` has others for these: by kind of
-    layer, or, as in early files of Gemma 3 and OLMo 3, with nothing but a base. None where it has no kinds."""
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping) and isinstance(local := rope.get("sliding_attention"), Mapping):
-        return rope_parameters_of({**config, "rope_parameters": local})
-    if config.get("model_type") not in LOCAL_ROPE:
-        return None
-    base = config.get("rope_local_base_freq") or (10_000.0 if config["model_type"] == "gemma3_text" else None)
-    return {"rope_type": "default", "rope_theta": float(base or config.get("rope_theta") or 10_000.0)}
+    Raises ``ValueError`` for a list of another length.
+    """
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        if len(frequency) != layers:
+            raise ValueError(f"moe_layer_freq has {len(frequency)} of {layers} layers")
+        return [layer for layer in range(layers) if frequency[layer]]
+    first = int(config.get("first_k_dense_replace") or 0)
+    return [layer for layer in range(first, layers) if layer % int(frequency or 1) == 0]
 
 
 def max_model_len_of_config(config: Mapping[str, Any]) -> int:
     """Longest sequence that a model is good for."""
     longest = int(config.get("max_position_embeddings") or 2048)
-    if config.get("model_type") in LOCAL_ROPE:  # theirs is the extended length
+    if local_rope_parameters_of(config) is not None:  # whose length is the extended one
         return longest
     return max_model_len_of(longest, rope_parameters_of(config))
 
@@ -289,7 +280,7 @@ def max_model_len_of(max_position_embeddings: int, rope_parameters: Mapping[str,
     match rope_parameters["rope_type"]:
         case "linear" | "dynamic":
             return int(max_position_embeddings * rope_parameters["factor"])
-        case "yarn" if "factor" in rope_parameters:
+        case "yarn" if rope_parameters.get("factor"):
             trained = rope_parameters.get("original_max_position_embeddings", max_position_embeddings)
             return int(trained * rope_parameters["factor"])
         case _:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
 
 MODULES = "modules.json"
 TRANSFORMER = "Transformer"
@@ -130,9 +130,4 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 def read_json(path: Path) -> Any:
     """A JSON document; None where the file is missing. Raises ``PenstockError`` (``invalid``) where it is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise invalid("model", f"{path} is not JSON: {error}") from error
+    return read_json_file(path) if path.exists() else None

@@ -6,21 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 WHISPER = "WhisperForConditionalGeneration"
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 51_865,
-    "num_mel_bins": 80,
-    "d_model": 384,
-    "encoder_layers": 4,
-    "encoder_attention_heads": 6,
-    "encoder_ffn_dim": 1536,
-    "decoder_layers": 4,
-    "decoder_attention_heads": 6,
-    "decoder_ffn_dim": 1536,
-    "max_source_positions": 1500,
-    "max_target_positions": 448,
-    "activation_function": "gelu",
-    "tie_word_embeddings": True,
-}
 DECODER = {
     "hidden_size": "d_model",
     "num_hidden_layers": "decoder_layers",
@@ -32,11 +17,10 @@ DECODER = {
 
 
 def with_decoder_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` of Whisper with the fields of its decoder by the usual names; others as they are."""
-    if config.get("model_type") != "whisper":
+    """A complete ``config.json`` of Whisper with the fields of its decoder by the usual names; others as they are."""
+    if not is_speech(config):
         return config
-    given = DEFAULTS | {name: value for name, value in config.items() if value is not None}
-    return given | {name: given[source] for name, source in DECODER.items()}
+    return config | {name: config[source] for name, source in DECODER.items()} | {"num_key_value_heads": None}
 
 
 def is_speech(config: Mapping[str, Any]) -> bool:

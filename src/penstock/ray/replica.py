@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.cli.serve import download_model
 from penstock.cli.served_models import served_models
-from penstock.config import logs
+from penstock.config import logs, secrets
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
@@ -48,6 +48,7 @@ class Replica:
 
     async def start(self) -> None:
         """Start the engine; returns once requests are accepted. Raises ``PenstockError`` where it cannot start."""
+        secrets.register(self._configuration)
         logs.set_up(self._configuration.log, "replica")
         try:
             self._resources.enter_context(metrics_folder())

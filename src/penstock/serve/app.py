@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
+from penstock.core.machine_errors import exhausted
 from penstock.version import __version__
 
 from . import health
@@ -41,22 +42,24 @@ from .dialects.openai.batches.routes import add_routes as add_batch_routes
 from .dialects.vllm import development, management
 from .dialects.vllm import generate as vllm
 from .http import unknown_fields
+from .http.access import Access, OriginPolicy
 from .http.error_formats import ErrorFormats
 from .http.middleware import (
     WEIGHTS_HEADER,
     ApiKeyMiddleware,
+    ApiKeys,
     FingerprintMiddleware,
     HeadMiddleware,
     HealthPortMiddleware,
     Refuse,
     RequestLogMiddleware,
     RootPathMiddleware,
-    SameOriginMiddleware,
 )
 from .http.openapi import components
-from .http.reply import INTERNAL, refuse
+from .http.reply import refuse
 from .http.request_record import record_of
 from .http.routes import Route, Routes
+from .http.unexpected import INTERNAL
 from .models.served_models import ServedModels
 from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes
@@ -83,10 +86,6 @@ FILE_PATHS = ("/v1/files", "/v1/batches")
 STORED_PATHS = ("/v1/responses", "/v1/conversations", *FILE_PATHS)
 """Prefixes of the paths under which the server keeps things."""
 NOT_KEPT = "nothing is kept here: start the server with --storage-dir"
-OTHER_SITE = Failure(
-    Code.UNAUTHORIZED,
-    "a page of another site asks for what is stored here: give its origin in allowed_origins, or set an api_key",
-)
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
@@ -109,9 +108,13 @@ def build(
         storage: keeps responses, files and batches; None where nothing is kept.
     """
     blade = BladeLLM(served_models)
-    default = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
-    dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(served_models), default]
-    error_formats = ErrorFormats(default.error_format, [blade.error_format_of, anthropic.error_format_of])
+    default: Dialect = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
+    if served_models.options.compat == fastdeploy.NAME:
+        default = fastdeploy.FastDeploy(served_models)
+    paddle = paddlenlp.PaddleNLP(served_models)
+    dialects: list[Dialect] = [blade, paddle, default]
+    by_head = [blade.error_format_of, paddle.error_format_of, anthropic.error_format_of]
+    error_formats = ErrorFormats(default.error_format, by_head)
     routes = Routes(error_formats)
     add_shared_routes(routes, served_models, dialects, openai.shared_paths())
     anthropic.add_routes(routes, served_models)
@@ -155,14 +158,12 @@ def build(
     prefix = served_models.options.root_path.rstrip("/")
     _add_document(routes, served_models.options.strict_requests, prefix)
     app = Starlette(routes=routes, exception_handlers={PenstockError: failed, HTTPException: failed, Exception: failed})
+    options = served_models.options
+    app.state.origins = OriginPolicy(options.allowed_origins, options.host)
     wrapped: ASGIApp = HeadMiddleware(app)
-    if served_models.options.api_key:
-        page = PAGE_PATHS if served_models.options.web else frozenset[str]()
-        wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, refusing(NO_KEY), page)
-    elif storage:
-        local = served_models.options.host in ("127.0.0.1", "::1", "localhost")
-        allowed = frozenset(served_models.options.allowed_origins)
-        wrapped = SameOriginMiddleware(wrapped, STORED_PATHS, allowed, local, refusing(OTHER_SITE))
+    if options.api_key or options.admin_api_key:
+        page = PAGE_PATHS if options.web else frozenset[str]()
+        wrapped = ApiKeyMiddleware(wrapped, ApiKeys(options.api_key, options.admin_api_key), refusing(NO_KEY), page)
     exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
     if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
@@ -205,7 +206,7 @@ def _add_document(routes: Routes, strict: bool, root: str) -> None:
             encoded = encoded or await asyncio.to_thread(build)
         return Response(encoded, media_type="application/json")
 
-    routes.append(Route("/openapi.json", described))
+    routes.append(Route("/openapi.json", described, access=Access.INFERENCE))
 
 
 class _ErrorResponse(Response):
@@ -228,7 +229,7 @@ def _failure_of(request: Request, error: Exception) -> tuple[Failure, int | None
     if isinstance(error, PenstockError):
         return error.failure, None, None
     if not isinstance(error, HTTPException):
-        return INTERNAL, None, None
+        return exhausted(error) or INTERNAL, None, None
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: Code.NOT_FOUND, 405: Code.NOT_ALLOWED}.get(error.status_code, Code.INVALID)
     return Failure(code, message), error.status_code, error.headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.core import PenstockError
 from penstock.version import __version__
 
+from .http.access import Access
 from .http.routes import Routes
 from .models.served_models import ServedModels
 
@@ -53,8 +55,9 @@ def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None)
         page = served_models.metrics.page(served_models.engine_stats, stored)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    routes.add("/live", live, summary="This process answers")
-    routes.add("/health", health, summary="The engine lives")
-    routes.add("/ready", ready, summary="Requests are accepted")
-    routes.add("/version", version, summary="Version, and the kernels and weights that decide a result's bits")
-    routes.add("/metrics", metrics, summary="Prometheus metrics")
+    add = partial(routes.add, access=Access.PUBLIC)
+    add("/live", live, summary="This process answers")
+    add("/health", health, summary="The engine lives")
+    add("/ready", ready, summary="Requests are accepted")
+    add("/version", version, summary="Version, and the kernels and weights that decide a result's bits")
+    add("/metrics", metrics, summary="Prometheus metrics")

@@ -352,6 +352,10 @@ class _EngineMetrics:
         gauges: dict[str, tuple[str, Callable[[Stats], float]]] = {
             "num_requests_running": ("Sequences that the engine is computing now.", lambda stats: stats.running),
             "num_requests_waiting": ("Sequences that wait to be scheduled.", lambda stats: stats.waiting),
+            "num_requests_swapped": (
+                "Preempted sequences whose KV blocks are in host memory.",
+                lambda stats: stats.num_swapped,
+            ),
             "kv_cache_usage_perc": (
                 "Share of the KV cache's blocks in use, 0 to 1.",
                 lambda stats: stats.blocks_used / max(stats.blocks, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -31,13 +31,27 @@ OTHER_NAMES = {
         "request_params_max_tokens request_time_per_output_token_seconds e2e_request_latency_seconds "
         "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
         "request_decode_time_seconds request_prefill_kv_computed_tokens iteration_tokens_total prompt_tokens_by_source "
-        "num_requests_waiting_by_reason "
+        "num_requests_waiting_by_reason num_requests_swapped "
         "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
         "spec_decode_num_accepted_tokens_per_pos external_prefix_cache_queries external_prefix_cache_hits "
         "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
     ).split()
-} | {"prompt_tokens_cached": "prefix_cache_hits"}
+} | {"prompt_tokens_cached": "prefix_cache_hits", "cpu_cache_usage_perc": "kv_offload_cpu_cache_usage_perc"}
 """Likewise: what only dashboards show."""
+RATES = {
+    "gpu_prefix_cache_hit_rate": ("prefix_cache_hits", "prefix_cache_queries", "prompt tokens found in the KV cache"),
+    "cpu_prefix_cache_hit_rate": (
+        "external_prefix_cache_hits",
+        "external_prefix_cache_queries",
+        "prompt tokens found in host memory",
+    ),
+    "spec_decode_draft_acceptance_rate": (
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_draft_tokens",
+        "draft tokens that were accepted",
+    ),
+}
+"""Gauges of vLLM 0.6 → counters of ours, of which they are the ratio, and what they count."""
 NAMES: Mapping[str, Mapping[str, str]] = {"off": {}, "routers": ROUTER_NAMES, "all": ROUTER_NAMES | OTHER_NAMES}
 """By the option ``metrics_aliases``."""
 ENGINE = "0"
@@ -65,8 +79,25 @@ def vllm_metrics(
     if aliases != "off":
         yield _lora_requests(engines)
         yield _sleep_state(engines)
-    if aliases == "all" and (responses := families.get("http_responses")):
-        yield _http_requests(responses)
+    if aliases == "all":
+        yield from _rates(families, engines)
+        if responses := families.get("http_responses"):
+            yield _http_requests(responses)
+
+
+def _rates(families: Mapping[str, Metric], models: Iterable[str]) -> Iterator[Metric]:
+    """Ratios of counters since the start; 0 before anything was counted."""
+    for name, (part, whole, counted) in RATES.items():
+        family = GaugeMetricFamily(f"vllm:{name}", f"Share of {counted}, 0 to 1.", labels=["model_name", "engine"])
+        for model in models:
+            family.add_metric([model, ENGINE], _count(families, part, model) / max(_count(families, whole, model), 1))
+        yield family
+
+
+def _count(families: Mapping[str, Metric], name: str, model: str) -> float:
+    samples = families[name].samples if name in families else []
+    counts = (one.value for one in samples if not one.name.endswith("_created") and one.labels["model_name"] == model)
+    return float(sum(counts))
 
 
 def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:

@@ -1,27 +1,31 @@
 """Text and tokens: tokenizers, incremental detokenization, stop strings, chat templates, and parsers of answers. No
 torch."""
 
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, continued_text
 from .detokenizer import Detokenizer
+from .message import Message, MessagePart, TextPart, ToolCall
 from .reasoning import ReasoningFormat, ReasoningStage, initial_stage, reasoning_format
-from .response_parser import Message, ParserConfig, ResponseParser
+from .response_parser import ParserConfig, ResponseParser
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
-from .tool_calls import ToolCall, ToolCallFormat, ToolCallParser, forced_call_tag, tool_call_format
+from .tool_calls import ToolCallFormat, ToolCallParser, forced_call_tag, tool_call_format
 
 __all__ = [
     "ChatTemplate",
     "Detokenizer",
     "Message",
+    "MessagePart",
     "ParserConfig",
     "ReasoningFormat",
     "ReasoningStage",
     "ResponseParser",
     "StopStrings",
+    "TextPart",
     "Tokenizer",
     "ToolCall",
     "ToolCallFormat",
     "ToolCallParser",
+    "continued_text",
     "forced_call_tag",
     "initial_stage",
     "reasoning_format",

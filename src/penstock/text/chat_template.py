@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 import jinja2
-from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Name, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -76,6 +75,12 @@ _environment.filters["tojson"] = _tojson
 _environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
 
 
+def template_variables(source: str) -> frozenset[str]:
+    """Names of the variables that a template reads. It is parsed, not compiled, which would compute its constants."""
+    names = _environment.parse(source).find_all(Name)
+    return frozenset(name.name for name in names if name.ctx == "load")
+
+
 class ChatTemplate:
     """A compiled template.
 
@@ -89,10 +94,10 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         try:
             self._template = _environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(_environment.parse(source)))
-            """Names of the variables that the template reads."""
         except jinja2.TemplateSyntaxError as error:
             raise invalid("chat_template", f"line {error.lineno}: {error.message}") from error
+        self.variables = template_variables(source)
+        """Names of the variables that the template reads."""
         self._special = dict(special or {})
 
     def render(
@@ -112,14 +117,13 @@ class ChatTemplate:
 
         Raises ``PenstockError`` (``invalid``) with the template's message where it refuses the conversation.
         """
-        if continue_final_message and not (messages and isinstance(messages[-1].get("content"), str)):
+        if continue_final_message and (not messages or continued_text(messages[-1]) is None):
             raise invalid("continue_final_message", "needs a last message with text")
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
-        end = uuid4().hex if continue_final_message else ""
+        end = f"{uuid4().hex} "  # whose space shows whether the template trims the content, as in transformers
         if continue_final_message:
-            *before, final = messages
-            messages = [*before, {**final, "content": final["content"].strip() + end}]
+            messages = [*messages[:-1], _with_end(messages[-1], end)]
         try:
             text = self._template.render(
                 self._special | variables,
@@ -136,8 +140,31 @@ class ChatTemplate:
             return text
         kept, separator, _ = text.rpartition(end)
         if not separator:
+            kept, separator, _ = text.rpartition(end.strip())
+            kept = kept.rstrip()
+        if not separator:
             raise invalid("continue_final_message", "the chat template does not keep the last message's text")
         return kept
+
+
+def continued_text(message: Mapping[str, Any]) -> str | None:
+    """The text that ``continue_final_message`` continues: the content, or its last part that is text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content or () if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    return texts[-1] if texts else None
+
+
+def _with_end(message: Mapping[str, Any], end: str) -> Mapping[str, Any]:
+    """The message with ``end`` after the text that is continued."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + end}
+    parts = list(content)
+    at = max(i for i, part in enumerate(parts) if isinstance(part.get("text"), str))
+    parts[at] = {**parts[at], "text": parts[at]["text"] + end}
+    return {**message, "content": parts}
 
 
 def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:

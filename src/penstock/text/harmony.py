@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .markers import split_at_marker
-from .reasoning import ReasoningSplit, ReasoningStage
-from .tool_calls import ToolCall
+from .markers import partial_match_length, split_at_marker
+from .message import MessagePart, TextKind, TextPart, ToolCall
+from .reasoning import ReasoningStage
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
@@ -48,8 +48,8 @@ class HarmonyParser:
     """
 
     def __init__(self, stage: ReasoningStage, new_id: Callable[[], str] | None) -> None:
-        self.calls: list[ToolCall] = []
-        """The calls so far; the last one may still grow."""
+        self._call: ToolCall | None = None
+        """The call whose arguments follow."""
         self.found = stage is ReasoningStage.WITHIN
         """Whether there is reasoning."""
         self.in_reasoning = self.found
@@ -58,34 +58,35 @@ class HarmonyParser:
         self._in_header = stage is ReasoningStage.BEFORE
         self._first = True
         """Whether no message has ended yet."""
-        self._in_call = False
         self._begun = {"reasoning": False, "content": False}
         """Whether there is text of each kind."""
         self._joined = True
         """Whether the current message needs no line break before its text."""
 
-    def add(self, text: str, last: bool = False) -> ReasoningSplit:
-        """Parse a piece: reasoning and content in it. With ``last`` nothing is held back any more."""
+    def add(self, text: str, last: bool = False) -> list[MessagePart]:
+        """Parse a piece; returns the parts that begin in it. With ``last`` nothing is held back any more."""
         self._held += text
-        reasoning, content = "", ""
+        parts: list[MessagePart] = []
         while self._held:
             if self._in_header:
-                if not self._read_header(last):
+                if not self._read_header(parts, last):
                     break
                 continue
             split = split_at_marker(self._held, ENDS, last, space="")
-            self._held = split.rest
-            if self._in_call:
-                self.calls[-1].arguments += split.before
-            elif self.in_reasoning:
-                reasoning += self._separated("reasoning", split.before)
+            self._held, text = split.rest, split.before
+            if last and not split.marker:  # "<|" begins markers alone; one that was cut off is no text
+                cut = max(partial_match_length(text, marker) for marker in ENDS)
+                text = text[:-cut] if cut > 1 else text
+            if self._call:
+                self._call.arguments += text
             else:
-                content += self._separated("content", split.before)
+                kind: TextKind = "reasoning" if self.in_reasoning else "content"
+                parts.append(TextPart(kind, self._separated(kind, text)))
             if split.marker is None:
                 break
             self._in_header, self._first = True, False
-            self._in_call = self.in_reasoning = False
-        return ReasoningSplit(reasoning, content)
+            self._call, self.in_reasoning = None, False
+        return parts
 
     def _separated(self, kind: str, text: str) -> str:
         """A piece of a message, after a line break where an earlier message is of the same kind."""
@@ -96,31 +97,31 @@ class HarmonyParser:
         self._begun[kind] = True
         return before + text
 
-    def _read_header(self, last: bool) -> bool:
+    def _read_header(self, parts: list[MessagePart], last: bool) -> bool:
         """Read up to a message's text. False where more is needed, or nothing is left."""
         if self._first and not _may_be_header(self._held):
-            self._begin(_Header("final", ""))
+            self._begin(parts, _Header("final", ""))
             return True
         at = self._held.find(MESSAGE, 0, MAX_HEADER + len(MESSAGE))
         if at >= 0:
             header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
             channel, recipient = CHANNEL_NAME.search(header), RECIPIENT.search(header)
-            self._begin(_Header(channel[1] if channel else "", recipient[1] if recipient else ""))
+            self._begin(parts, _Header(channel[1] if channel else "", recipient[1] if recipient else ""))
             return True
         is_text = last and self._first and "<|" not in self._held
         if is_text or len(self._held) >= MAX_HEADER + len(MESSAGE):
-            self._begin(_Header("final", ""))
+            self._begin(parts, _Header("final", ""))
             return True
         if last:
             self._held = ""
         return False
 
-    def _begin(self, header: _Header) -> None:
+    def _begin(self, parts: list[MessagePart], header: _Header) -> None:
         """Begin the text of a message."""
         self._in_header, self._joined = False, False
         if header.recipient.startswith(FUNCTIONS) and self._new_id:
-            self._in_call = True
-            self.calls.append(ToolCall(self._new_id(), header.recipient.removeprefix(FUNCTIONS)))
+            self._call = ToolCall(self._new_id(), header.recipient.removeprefix(FUNCTIONS))
+            parts.append(self._call)
             return
         built_in = bool(header.recipient) and not header.recipient.startswith(FUNCTIONS)
         self.in_reasoning = header.channel == "analysis" or built_in

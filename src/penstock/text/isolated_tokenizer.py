@@ -9,12 +9,12 @@ second, which would delay the streams of other models.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from functools import cached_property
@@ -24,11 +24,15 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from penstock.config.user_folders import cache_home
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 
 from . import side_files, tokenizer_files
+from .chat_template import ChatTemplate
 from .encoding import Encoded, Texts
+from .isolated_process import IsolatedProcess, receive, send
+from .side_files import choose_template
 from .tokenizer import Tokenizer
 
 ENCODE_TIMEOUT = 30.0
@@ -41,6 +45,8 @@ PROBES = (
     "The river, it's 3.5 km; (x_1) -> `y`\n\n" * 50,
 )
 """Texts that a tokenizer's regular expressions must process in time."""
+MAX_TEMPLATE_SIZE = 2**19
+"""Characters of a chat template."""
 PROBE_MESSAGES = ({"role": "user", "content": "Hello!"},)
 PROBE_TOOLS = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},)
 
@@ -87,7 +93,7 @@ def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limi
     with contextlib.suppress(OSError):
         if mark.lstat().st_uid in (os.geteuid(), 0):
             return
-    process = _Process(Load(str(folder), chat_template, limits or Limits(), keep_running=False))
+    process, _ = _start(Load(str(folder), chat_template, limits or Limits(), keep_running=False))
     process.close()
     with contextlib.suppress(OSError):
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,9 +110,10 @@ class IsolatedTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
         self._load = Load(str(folder), chat_template, limits or Limits(), keep_running=True)
+        self._use_template_of(folder, chat_template)
         self._lock = threading.Lock()
-        self._process: _Process | None = _Process(self._load)
-        self._loaded = self._process.loaded
+        self._process: IsolatedProcess | None
+        self._process, self._loaded = _start(self._load)
         self._ids = {token: token_id for token_id, token in enumerate(self._loaded.tokens) if token}
         self.special = self._loaded.special
         self.templates = self._loaded.templates
@@ -121,7 +128,7 @@ class IsolatedTokenizer(Tokenizer):
             raise invalid("prompt", f"is not valid text: {error}") from error
         with self._lock:
             if self._process is None:
-                self._process = _Process(self._load)
+                self._process, _ = _start(self._load)
             try:
                 return msgspec.msgpack.decode(self._process.ask(request, ENCODE_TIMEOUT), type=Encoded)
             except OSError as error:
@@ -134,6 +141,7 @@ class IsolatedTokenizer(Tokenizer):
                 raise PenstockError(Code.UNAVAILABLE, message) from error
 
     def close(self) -> None:
+        super().close()
         with self._lock:
             if self._process:
                 self._process.close()
@@ -157,43 +165,23 @@ class IsolatedTokenizer(Tokenizer):
         return frozenset(self._loaded.special_ids)
 
 
-class _Process:
-    """The other process, after loading. Raises ``PenstockError`` (``invalid``) where the files cannot be used."""
-
-    def __init__(self, load: Load) -> None:
-        self._socket, child_socket = socket.socketpair()
-        quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        with child_socket:
-            number = child_socket.fileno()
-            command = [sys.executable, "-m", "penstock.text.isolated_tokenizer", str(number)]
-            environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
-                command, pass_fds=(number,), env=environment, process_group=0, **quiet
-            )
-        try:
-            reply = self.ask(msgspec.msgpack.encode(load), 4 * load.limits.cpu)
-            self.loaded = msgspec.msgpack.decode(reply, type=Loaded)
-            if self.loaded.failure:
-                raise PenstockError.of(self.loaded.failure)
-        except OSError as error:
-            self.close()
-            limits = f"{load.limits.memory / 2**30:.2g} GiB of memory and {load.limits.cpu:g} s of processor time"
-            message = f"{load.folder}: its tokenizer or chat template cannot be used within {limits}"
-            raise invalid("tokenizer", message) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def ask(self, message: bytes, timeout: float) -> bytes:
-        """The reply to a message. Raises ``OSError`` where it is late, or the process has died."""
-        self._socket.settimeout(timeout)
-        _send(self._socket, message)
-        return _receive(self._socket)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
+def _start(load: Load) -> tuple[IsolatedProcess, Loaded]:
+    """The other process after loading, and its reply. Raises ``PenstockError`` (``invalid``) where the files cannot be
+    used."""
+    process = IsolatedProcess("penstock.text.isolated_tokenizer")
+    try:
+        loaded = msgspec.msgpack.decode(process.ask(msgspec.msgpack.encode(load), 4 * load.limits.cpu), type=Loaded)
+        if loaded.failure:
+            raise PenstockError.of(loaded.failure)
+        return process, loaded
+    except OSError as error:
+        process.close()
+        limits = f"{load.limits.memory / 2**30:.2g} GiB of memory and {load.limits.cpu:g} s of processor time"
+        message = f"{load.folder}: its tokenizer or chat template cannot be used within {limits}"
+        raise invalid("tokenizer", message) from error
+    except BaseException:
+        process.close()
+        raise
 
 
 def _passed_marker(folder: Path, chat_template: str | None) -> Path:
@@ -202,8 +190,7 @@ def _passed_marker(folder: Path, chat_template: str | None) -> Path:
     for path in tokenizer_files.paths(folder):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         digest.update(side_files.read(path))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "penstock" / "tokenizers" / digest.hexdigest()
+    return cache_home() / "penstock" / "tokenizers" / digest.hexdigest()
 
 
 # --- In the other process --------------------------------------------------------------------------------------------
@@ -211,28 +198,29 @@ def _passed_marker(folder: Path, chat_template: str | None) -> Path:
 
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        load = msgspec.msgpack.decode(_receive(connection), type=Load)
+        load = msgspec.msgpack.decode(receive(connection), type=Load)
         resource.setrlimit(resource.RLIMIT_AS, (load.limits.memory, load.limits.memory))
         signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # SIGPROF ends the process
         tokenizer, loaded = _loaded(load)
         reply = msgspec.msgpack.encode(loaded)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(connection, reply)
+        send(connection, reply)
         with contextlib.suppress(OSError):  # the parent has closed the socket
             while tokenizer and load.keep_running:
-                texts = msgspec.msgpack.decode(_receive(connection), type=Texts)
-                _send(connection, msgspec.msgpack.encode(tokenizer.encode_texts(texts)))
+                texts = msgspec.msgpack.decode(receive(connection), type=Texts)
+                send(connection, msgspec.msgpack.encode(tokenizer.encode_texts(texts)))
 
 
 def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
     try:
         tokenizer = Tokenizer(Path(load.folder), load.chat_template)
-        tokenizer.check_template()
+        templates = [_compiled(tokenizer, tools is not None) for tools in (None, PROBE_TOOLS)]
         vocabulary = tokenizer.vocabulary
         for text in PROBES:
             tokenizer.encode(text)
-        for tools in (None, PROBE_TOOLS):
-            _try_template(tokenizer, tools)
+        for template, tools in zip(templates, (None, PROBE_TOOLS), strict=True):
+            if template:
+                _try_template(template, tools)
         if not load.keep_running:
             return tokenizer, Loaded()
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(len(vocabulary))]
@@ -243,39 +231,31 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
     except MemoryError:
         raise
     except Exception as error:  # the library raises anything for a damaged file
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise
         message = f"{load.folder}: its tokenizer or chat template cannot be used: {error!r:.200}"
         return None, Loaded(invalid("model", message).failure)
 
 
-def _try_template(tokenizer: Tokenizer, tools: Any) -> None:
+def _compiled(tokenizer: Tokenizer, tools: bool) -> ChatTemplate | None:
+    """The template for chats with or without tools; None where there is none. Raises ``PenstockError`` (``invalid``)
+    for one that is too long or does not compile."""
+    source = choose_template(tokenizer.templates, tools)
+    if source is None:
+        return None
+    if len(source) > MAX_TEMPLATE_SIZE:
+        reason = f"has {len(source)} characters; {MAX_TEMPLATE_SIZE} are allowed"
+        raise invalid("chat_template", reason, MAX_TEMPLATE_SIZE)
+    return ChatTemplate(source, tokenizer.special)
+
+
+def _try_template(template: ChatTemplate, tools: Any) -> None:
     """Render a probe conversation. The template may refuse it; running out of memory is an error."""
     try:
-        tokenizer.render(PROBE_MESSAGES, tools=tools)
+        template.render(PROBE_MESSAGES, tools=tools)
     except PenstockError as error:
         if isinstance(error.__cause__, MemoryError):
             raise error.__cause__ from error
-
-
-# --- Messages on the socket: the length, 8 bytes, and so many more ---------------------------------------------------
-
-
-def _send(connection: socket.socket, message: bytes) -> None:
-    connection.sendall(len(message).to_bytes(8, "little") + message)
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Raises ``OSError`` where the other end is closed."""
-    return bytes(_receive_exactly(connection, int.from_bytes(_receive_exactly(connection, 8), "little")))
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytearray:
-    result = bytearray(size)
-    view = memoryview(result)
-    while view:
-        if not (count := connection.recv_into(view)):
-            raise ConnectionResetError("the other end is closed")
-        view = view[count:]
-    return result
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 from .markers import split_at_marker
+from .message import MessagePart, TextPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +131,6 @@ def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> Re
     return ReasoningStage.WITHIN if form.implicit_start else ReasoningStage.BEFORE
 
 
-class ReasoningSplit(NamedTuple):
-    reasoning: str
-    answer: str
-
-
 class ReasoningParser:
     """Splits text into reasoning and answer, without the markers and the line breaks around them.
 
@@ -159,20 +154,20 @@ class ReasoningParser:
         """Whether the reasoning has not ended."""
         return self.stage is ReasoningStage.WITHIN
 
-    def add(self, text: str, last: bool = False) -> ReasoningSplit:
-        """Parse a piece. With ``last`` nothing is held back any more."""
+    def add(self, text: str, last: bool = False) -> list[MessagePart]:
+        """Parse a piece; returns the reasoning and the answer in it. With ``last`` nothing is held back any more."""
         self._held += text
         if self._expect_start and not self._read_start(last):
-            return ReasoningSplit("", "")
+            return []
         if self.stage is ReasoningStage.AFTER:
-            return ReasoningSplit("", self._take_answer())
+            return [self._take_answer()]
         self._strip_newlines()
         result = split_at_marker(self._held, [self._form.end_marker], last, space="\n")
         self._held = result.rest
         if result.marker is None:
-            return ReasoningSplit(result.before, "")
+            return [TextPart("reasoning", result.before)]
         self.stage, self._skip_newlines = ReasoningStage.AFTER, True
-        return ReasoningSplit(result.before, self._take_answer())
+        return [TextPart("reasoning", result.before), self._take_answer()]
 
     def _read_start(self, last: bool) -> bool:
         """Look for the start marker. False where more text is needed."""
@@ -187,10 +182,10 @@ class ReasoningParser:
         self.found = self.stage is ReasoningStage.WITHIN
         return True
 
-    def _take_answer(self) -> str:
+    def _take_answer(self) -> TextPart:
         self._strip_newlines()
         answer, self._held = self._held, ""
-        return answer
+        return TextPart("content", answer)
 
     def _strip_newlines(self) -> None:
         if self._skip_newlines:

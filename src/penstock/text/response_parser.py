@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 
 from .harmony import HarmonyParser
 from .markers import split_at_marker
+from .message import Message, MessagePart, TextPart, ToolCall
 from .reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
-from .tool_calls import HARMONY, Schemas, ToolCall, ToolCallFormat, ToolCallParser
-
-
-@dataclass(slots=True)
-class Message:
-    """The assistant's message so far."""
-
-    content: str = ""
-    reasoning_content: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+from .tool_calls import HARMONY, Schemas, ToolCallFormat, ToolCallParser
 
 
 @dataclass(frozen=True)
@@ -61,12 +53,9 @@ class ResponseParser:
         self._tool_calls: ToolCallParser | None = None
         if config.in_channels:
             self._reasoning = HarmonyParser(config.stage, config.tools.new_id if config.tools else None)
-            self.message.tool_calls = self._reasoning.calls
         else:
             self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
             self._tool_calls = config.tools.parser(config.schemas) if config.tools else None
-        if self._tool_calls:
-            self.message.tool_calls = self._tool_calls.calls
         self._marker_filter = _MarkerFilter((*hidden, *(form.answer_markers if form else ())))
 
     @property
@@ -81,13 +70,30 @@ class ResponseParser:
 
     def add(self, text: str, last: bool = False) -> None:
         """Parse a piece. With ``last`` nothing is held back any more."""
-        message = self.message
+        parts: list[MessagePart] = [TextPart("content", text)]
         if self._reasoning:
-            reasoning, text = self._reasoning.add(text, last)
-            message.reasoning_content += reasoning
-        if self._tool_calls:
-            text = self._tool_calls.add(text, last)
-        message.content += self._marker_filter.add(text, last)
+            parts = self._reasoning.add(text, last)
+        for part in parts:
+            if self._tool_calls and isinstance(part, TextPart) and part.kind == "content":
+                for found in self._tool_calls.add(part.text):
+                    self._append(found)
+            else:
+                self._append(part)
+        if self._tool_calls and last:
+            for found in self._tool_calls.add("", last=True):
+                self._append(found)
+        if last:
+            self.message.add_text("content", self._marker_filter.flush())
+
+    def _append(self, part: MessagePart) -> None:
+        """Append a part of the answer to the message; content passes through the marker filter."""
+        if isinstance(part, ToolCall):
+            self.message.add_text("content", self._marker_filter.flush())
+            self.message.parts.append(part)
+        elif part.kind == "content":
+            self.message.add_text("content", self._marker_filter.add(part.text))
+        else:
+            self.message.add_text("reasoning", part.text)
 
 
 class _MarkerFilter:
@@ -99,7 +105,8 @@ class _MarkerFilter:
         self._skip_newlines = False
         """Whether a marker was just removed, so that line breaks are, too."""
 
-    def add(self, text: str, last: bool) -> str:
+    def add(self, text: str) -> str:
+        """Add a piece of content; returns what is certain to remain."""
         if not self._markers:
             return text
         self._held += text
@@ -108,8 +115,13 @@ class _MarkerFilter:
             if self._skip_newlines:
                 self._held = self._held.lstrip("\n")
                 self._skip_newlines = not self._held
-            split = split_at_marker(self._held, self._markers, last, space="\n")
+            split = split_at_marker(self._held, self._markers, last=False, space="\n")
             kept, self._held = kept + split.before, split.rest
             if split.marker is None:
                 return kept
             self._skip_newlines = True
+
+    def flush(self) -> str:
+        """What is held back, as no marker follows: a call begins, or the answer has ended."""
+        held, self._held, self._skip_newlines = self._held, "", False
+        return held

@@ -96,11 +96,14 @@ def side_paths(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> bytes:
-    """Read a file. Raises ``PenstockError`` (``invalid``) where it exceeds its maximum size."""
+    """Read a file. Raises ``PenstockError`` (``invalid``) where it cannot be read, or exceeds its maximum size."""
     limit = MAX_SIDE_BYTES if path.name in NAMES or path.suffix == ".jinja" else MAX_BYTES
-    if (size := path.stat().st_size) > limit:
-        raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; {limit // 2**20} MiB are allowed", limit)
-    return path.read_bytes()
+    try:
+        if (size := path.stat().st_size) > limit:
+            raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; {limit // 2**20} MiB are allowed", limit)
+        return path.read_bytes()
+    except OSError as error:
+        raise invalid("tokenizer", f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from penstock import demo
 from penstock.core.errors import invalid
 
 from . import tokenizer_files
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
 from .encoding import Encoded, Texts, encode_texts
+from .isolated_template import IsolatedTemplate, TemplatePool
 from .side_files import CONFIG, DEFAULT, choose_template, read_side_files
 from .vocabulary import token_bytes
 
@@ -32,6 +34,7 @@ class Tokenizer:
     """Whether another process encodes."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        self._use_template_of(folder, chat_template)
         self._spelled: dict[int, str] = {}
         try:
             side_files = read_side_files(folder)
@@ -48,6 +51,10 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.info = side_files.config | {"chat_template": self.template_source}
         """``tokenizer_config.json``, with the chat template that is used."""
+
+    def _use_template_of(self, folder: Path, chat_template: str | None) -> None:
+        self._trusted = chat_template is None and folder in (demo.CHAT, demo.DRAFT)
+        self._pool = TemplatePool()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
@@ -66,7 +73,8 @@ class Tokenizer:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def close(self) -> None:
-        """End the process that encodes, where there is one."""
+        """End the processes that encode and that render templates, where there are any."""
+        self._pool.close()
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a complete sequence; ``detokenizer`` decodes one that grows, to the same text."""
@@ -109,30 +117,30 @@ class Tokenizer:
         return choose_template(self.templates, tools=False)
 
     @property
-    def template(self) -> ChatTemplate:
+    def template(self) -> ChatTemplate | IsolatedTemplate:
         """The chat template for chats without tools. Raises ``PenstockError`` (``invalid``) where there is none."""
         return self.template_for(tools=False)
 
-    def template_for(self, tools: bool) -> ChatTemplate:
-        """The chat template for chats with or without tools. Raises ``PenstockError`` (``invalid``) where there is
-        none."""
+    def template_for(self, tools: bool) -> ChatTemplate | IsolatedTemplate:
+        """The chat template for chats with or without tools, rendered in a process with limits unless it is the
+        built-in model's.
+
+        Raises ``PenstockError`` (``invalid``) where there is none.
+        """
         source = choose_template(self.templates, tools)
         if source is None:
             names = f", only others: {', '.join(self.templates)}"[:200] if self.templates else ""
             raise invalid("chat_template", f"this model has none{names}: name one, or use plain completions")
-        if source not in self._compiled:
-            self._compiled[source] = ChatTemplate(source, self.special)
-        return self._compiled[source]
+        if source not in self._by_source:
+            trusted = self._trusted
+            self._by_source[source] = (
+                ChatTemplate(source, self.special) if trusted else IsolatedTemplate(source, self.special, self._pool)
+            )
+        return self._by_source[source]
 
     @cached_property
-    def _compiled(self) -> dict[str, ChatTemplate]:
+    def _by_source(self) -> dict[str, ChatTemplate | IsolatedTemplate]:
         return {}
-
-    def check_template(self) -> None:
-        """Raises ``PenstockError`` (``invalid``) for a chat template that does not compile."""
-        for tools in (False, True):
-            if choose_template(self.templates, tools) is not None:
-                self.template_for(tools)
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token, with U+FFFD for incomplete characters; empty for an unknown id."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from penstock.config.options import LogOptions
 from penstock.core.errors import invalid
@@ -21,6 +22,13 @@ def check(options: LogOptions) -> None:
         return
     if not endpoint.startswith(("http://", "https://")):
         raise invalid("otlp_endpoint", "must begin with http:// or https://, as http://localhost:4317 does")
+    try:
+        url = urlsplit(endpoint)
+        valid = bool(url.hostname) and url.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise invalid("otlp_endpoint", "is not a URL such as http://localhost:4317; in its user and password, / is %2F")
     if find_spec("opentelemetry") is None or any(find_spec(f"opentelemetry.{name}") is None for name in MODULES):
         raise invalid("otlp_endpoint", "needs OpenTelemetry, which is not installed: pip install 'penstock-llm[otel]'")
 

@@ -56,9 +56,11 @@ def new_exporter(endpoint: str) -> SpanExporter:
         return over_grpc
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
+    from .collector_session import CollectorSession
+
     if url.path in ("", "/"):
         endpoint = endpoint.rstrip("/") + HTTP_PATH
-    exporter: SpanExporter = HttpExporter(endpoint, timeout=timeout)
+    exporter: SpanExporter = HttpExporter(endpoint, timeout=timeout, session=CollectorSession())
     return exporter
 
 

@@ -115,7 +115,7 @@ class Session:
         if line.startswith("/") and not images:
             self._command(line)
         elif line.strip():
-            self.ask(line.strip())
+            self.ask(line)
         else:
             self.terminal.note("ask something about it")
 

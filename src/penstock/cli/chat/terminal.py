@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import cycle
-from pathlib import Path
 from threading import Event, Thread
+
+from penstock.config.user_folders import user_folder
 
 from ..screen import can_print, has_escapes
 
@@ -157,7 +158,7 @@ def _history() -> Iterator[None]:
     except ImportError:  # a Python without it still reads lines
         yield
         return
-    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock" / "chat_history"
+    path = user_folder("XDG_STATE_HOME", ".local/state") / "penstock" / "chat_history"
     with suppress(OSError):
         readline.read_history_file(path)
     readline.set_history_length(HISTORY)

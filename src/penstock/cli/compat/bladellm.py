@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.calibration.options import QuantizeOptions
+from penstock.config.secrets import mask
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.config_json import read_config_json
@@ -86,7 +87,7 @@ def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], N
     try:
         work(parser.parse_args())
     except PenstockError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {mask(str(error))}", file=sys.stderr)
         return 2
     return 0
 

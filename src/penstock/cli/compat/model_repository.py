@@ -14,9 +14,11 @@ from typing import Any
 from penstock.config.profiles.triton import ONE_ENGINE
 from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
+from penstock.planning.config_json import read_config_json
+from penstock.planning.model_size import max_model_len_of_config
 
 from .engine_folder import settings_of
-from .repository_parameters import CHOICES, PARAMETERS, Flags, device_groups
+from .repository_parameters import CHOICES, PARAMETERS, Flags, attention_windows, device_groups
 
 logger = logging.getLogger(__name__)
 
@@ -188,12 +190,29 @@ def _settings(files: list[File]) -> dict[str, Any]:
         built["model"] = _checkpoint(Path(engine), tokenizer)
     ranks = built.get("tensor_parallel_size", 1) * built.get("pipeline_parallel_size", 1)
     for file in files:
+        if windows := file.text("max_attention_window_size"):
+            _check_windows(f"{file.path}: max_attention_window_size", attention_windows(windows), built)
         if (text := file.text("gpu_device_ids")) and (count := len(device_groups(text)[0])) != ranks:
             words = (
                 f"{text!r} has {count} devices for each instance, and the engine is for {ranks} (tp_size times pp_size)"
             )
             raise invalid(f"{file.path}: gpu_device_ids", words, ranks)
     return built | _drafts(result.flags)
+
+
+def _check_windows(source: str, windows: list[int], flags: Flags) -> None:
+    """Raises ``PenstockError`` (``invalid``) for windows that would change the model's attention."""
+    folder = Path(flags["model"])
+    length = flags.get("max_model_len") or max_model_len_of_config(read_config_json(folder))
+    if min(windows) >= length:
+        return
+    from penstock.models import read_config  # imports PyTorch
+
+    for layer, own in enumerate(read_config(folder).sliding_windows):
+        needed, given = min(own or length, length), windows[layer % len(windows)]
+        if given < needed:
+            words = f"is {given}, and layer {layer} of the model attends to {needed} tokens, which cannot be changed: "
+            raise invalid(source, f"{words}give {needed} or more, or leave it out", needed)
 
 
 def _drafts(flags: Flags) -> dict[str, Any]:

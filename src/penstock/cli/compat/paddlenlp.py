@@ -19,6 +19,7 @@ from pathlib import Path
 from penstock.config.options import ServerOptions
 from penstock.config.profiles import load
 from penstock.config.profiles.paddlenlp import OLD, model_named, nodes_named
+from penstock.config.secrets import mask
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.executor.node_messages import NODE_READY
@@ -87,7 +88,7 @@ def _print_errors(parser: argparse.ArgumentParser, work: Callable[[], int]) -> i
     try:
         return work()
     except PenstockError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {mask(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

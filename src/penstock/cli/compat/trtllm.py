@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.calibration.options import QuantizeOptions
+from penstock.config.secrets import mask
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
@@ -152,7 +153,7 @@ def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], s
             raise invalid(name, f"unknown argument{did_you_mean(name, parser._option_string_actions)}")
         print(f"{parser.prog}: {work(args)}")
     except PenstockError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {mask(str(error))}", file=sys.stderr)
         return 2
     return 0
 

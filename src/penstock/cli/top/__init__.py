@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
 
+from penstock.config.secrets import mask
 from penstock.core.errors import invalid
 
 from ..screen import can_print, has_escapes
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         history.add(ask(args.url, key))
     except (OSError, ValueError, HTTPException) as error:
-        print(f"penstock top: {reason(args.url, error)}", file=sys.stderr)
+        print(f"penstock top: {mask(reason(args.url, error))}", file=sys.stderr)
         return 1
     with _screen() if on_screen else suppress(KeyboardInterrupt):
         problem, first = "", True

@@ -6,6 +6,7 @@ values as text; the settings that they become check them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,6 +19,13 @@ from penstock.core.errors import invalid
 NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton", "vllm")
 Settings = Iterator[tuple[str, Any, str]]
 """Triples of setting, value, and source (flag, variable or file)."""
+KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)\Z|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?\Z")
+"""Variables that Kubernetes sets for each service, such as ``VLLM_SERVICE_HOST`` for one called vllm."""
+SECURITY = re.compile(
+    r"(\A|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?|AUTH|SSL|TLS|CERTS?|ALLOW|ALLOWED|ORIGINS?|CORS|INSECURE"
+    r"|TRUST|RESTRICT(ED)?|PLUGINS?)\Z|(\A|_)(API_KEY|AUTH|SSL|TLS|CERT|ALLOW|ALLOWED|CORS|INSECURE|TRUST|RESTRICTED)_"
+)
+"""Names of variables that are about security."""
 
 
 class DerivedMetric(NamedTuple):
@@ -51,7 +59,11 @@ class Alias:
     switch: bool = False
     """Whether the flag takes no value."""
     short: str = ""
-    """A short flag, with its dash."""
+    """Short flags with their dash, separated by spaces."""
+    several: bool = False
+    """Whether the flag takes several values, which ``read`` gets joined by commas."""
+    secret: bool = False
+    """Whether errors must not quote the value."""
 
     def settings(self, text: str) -> Mapping[str, Any]:
         """The settings for a value. Raises ``ValueError`` where it is wrong."""
@@ -59,9 +71,14 @@ class Alias:
         return result if isinstance(result, Mapping) else {self.to: result}
 
 
-def ignored(why: str, switch: bool = False, short: str = "") -> Alias:
+def ignored(why: str, switch: bool = False, short: str = "", several: bool = False) -> Alias:
     """A name without effect."""
-    return Alias(why=why, switch=switch, short=short)
+    return Alias(why=why, switch=switch, short=short, several=several)
+
+
+def named(names: str, alias: Alias) -> dict[str, Alias]:
+    """Part of a table: several names, separated by spaces, with the same alias."""
+    return dict.fromkeys(names.split(), alias)
 
 
 COMBINED = Alias(read=lambda text: {})
@@ -72,20 +89,41 @@ def only_value(value: str, why: str, short: str = "") -> Alias:
     """A name that accepts one value, without effect; other values are refused with the reason."""
 
     def read(text: str) -> Mapping[str, Any]:
-        if text.lower() != value:
+        if text.lower() != value and not _same_number(text, value):
             raise ValueError(f"{why}; only {value} is possible")
         return {}
 
     return Alias(read=read, short=short)
 
 
-def refused(why: str, switch: bool = False) -> Alias:
-    """A name that is refused with the reason."""
+def _same_number(text: str, value: str) -> bool:
+    try:
+        return float(text) == float(value)
+    except ValueError:
+        return False
+
+
+def refused(
+    why: str,
+    switch: bool = False,
+    short: str = "",
+    several: bool = False,
+    secret: bool = False,
+    unless: tuple[str, ...] = (),
+) -> Alias:
+    """A name that is refused with the reason.
+
+    Args:
+        unless: values, in lower case, that ask for nothing, and are accepted; of a switch also ``false``.
+    """
+    accepted = ("", "false", *unless) if switch else unless
 
     def read(text: str) -> Mapping[str, Any]:
-        raise ValueError(why)
+        if text.lower() not in accepted:
+            raise ValueError(why)
+        return {}
 
-    return Alias(read=read, switch=switch)
+    return Alias(read=read, switch=switch, short=short, several=several, secret=secret)
 
 
 def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -117,6 +155,9 @@ class Profile:
     """Its flags, by the name without leading dashes and with ``_``."""
     variables: Mapping[str, Alias] = field(default_factory=dict)
     """Its environment variables."""
+    prefixes: tuple[str, ...] = ()
+    """Prefixes of its environment variables: others that begin so are logged, or refused where their name is about
+    security."""
     check: Callable[[Mapping[str, str]], None] = lambda given: None
     """Checks all given names together. Raises ``PenstockError`` (``invalid``) for contradictions."""
     together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
@@ -147,13 +188,39 @@ def translate(
         try:
             values = table[name].settings(text)
         except ValueError as error:
-            raise invalid(source(name), f"{text!r} is wrong: {error}") from error
+            shown = "its value" if table[name].secret else repr(text)
+            raise invalid(source(name), f"{shown} is wrong: {error}") from error
         for setting, value in values.items():
             yield setting, value, source(name)
 
 
 def flag(name: str) -> str:
     return f"--{name}"
+
+
+def translate_variables(
+    profile: Profile, environment: Mapping[str, str], ignored: dict[str, str]
+) -> tuple[dict[str, str], list[tuple[str, Any, str]]]:
+    """Translate the environment variables of a system.
+
+    Returns:
+        The variables that the profile knows and that are not empty, and their settings.
+
+    Raises ``PenstockError`` (``invalid``) for a wrong value, and for an unknown variable that is about security: it
+    cannot be ignored, as the server would be less protected than it was.
+    """
+    known = {name: environment[name] for name in profile.variables if environment.get(name)}
+    for name in sorted(environment):
+        if not name.startswith(profile.prefixes) or name in profile.variables or not environment[name]:
+            continue
+        if KUBERNETES.search(name) or (name.endswith("_PORT") and "://" in environment[name]):
+            continue
+        if SECURITY.search(name):
+            raise invalid(
+                name, f"is not known of {profile.title}, and its name is about security, so it is not ignored: unset it"
+            )
+        ignored[name] = f"this variable of {profile.title} has no counterpart"
+    return known, list(translate(profile.variables, known, str, ignored))
 
 
 def load(name: str) -> Profile | None:

@@ -8,18 +8,34 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, on, one_of
+from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, named, on, one_of, only_value, refused
 
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """``--decode_algo`` → the drafter: a draft model, or n-grams."""
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
 PROMPT_CACHE_SWAP = 4.0
 """Host memory of ``--prompt_cache_enable_swap``, GiB."""
+CACHES = {"no_quant": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3"}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
+DRAFT = "a draft model is computed as its model is, with the same tokenizer"
+OF_DRAFTS = (
+    "tokenizer_dir chat_template dtype kv_cache_quant kv_cache_quant_sub_heads tokenizer_special_tokens "
+    "enable_triton_mla disable_cuda_graph cuda_graph_max_batch_size cuda_graph_batch_sizes with_visual "
+    "use_sps use_lookahead look_ahead_window_size look_ahead_gram_size guess_set_size"
+).split()
+SWITCHES_OF_DRAFTS = ("enable_triton_mla", "disable_cuda_graph")
+IN_REQUESTS = "requests give it; --override-generation-config sets what they do not"
+LOOK_AHEAD = "drafts are n-grams that are looked up in the text"
+LLUMNIX = "instances are joined by --role router"
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
     algorithm = given.get("--decode_algo", "normal")
+    for name, meant in (("--use_sps", "sps"), ("--use_lookahead", "look_ahead")):
+        if given.get(name, "").lower() in ("true", "1"):
+            if "--decode_algo" in given and algorithm.lower() != meant:
+                raise invalid(name, f"contradicts --decode_algo {algorithm}: give one of them")
+            algorithm = meant
     if algorithm.lower() not in ALGORITHMS:
         raise invalid("--decode_algo", f"{algorithm!r} is not one of {', '.join(ALGORITHMS)}")
     method = ALGORITHMS[algorithm.lower()]
@@ -48,8 +64,8 @@ PROFILE = Profile(
     defaults={"port": 8081, "kv_cache_free_memory_fraction": 0.85},
     flags={
         "tokenizer_dir": Alias("tokenizer"),
-        "tensor_parallel_size": Alias("tensor_parallel_size"),
-        "pipeline_parallel_size": Alias("pipeline_parallel_size"),
+        "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),
+        "pipeline_parallel_size": Alias("pipeline_parallel_size", short="-pp"),
         "max_gpu_memory_utilization": Alias("kv_cache_free_memory_fraction"),
         "preempt_strategy": Alias(
             "preemption_mode", one_of({"auto": "recompute", "recompute": "recompute", "swap": "swap"})
@@ -61,12 +77,35 @@ PROFILE = Profile(
         "disable_prompt_cache": Alias("enable_prefix_caching", lambda text: not on(text), switch=True),
         "prompt_cache_enable_swap": Alias(read=_prompt_cache_swap, switch=True),
         "dtype": Alias("dtype", one_of(DTYPES)),
-        "kv_cache_quant": Alias("kv_cache_dtype", one_of({"no_quant": "auto", "int8": "int8"})),
+        "kv_cache_quant": Alias("kv_cache_dtype", one_of(CACHES)),
         "log_level": Alias("log_level", str.lower),
         "disable_cuda_graph": Alias("enforce_eager", on, switch=True),
         "cuda_graph_max_batch_size": Alias("cudagraph_capture_sizes", cuda_graphs.up_to),
         "cuda_graph_batch_sizes": Alias("cudagraph_capture_sizes", cuda_graphs.sizes),
         "enable_custom_allreduce": ignored(COLLECTIVES, switch=True),
+        "use_sps": COMBINED,
+        "use_lookahead": COMBINED,
+        **named("look_ahead_window_size look_ahead_gram_size guess_set_size", ignored(LOOK_AHEAD)),
+        "pipeline_micro_batch": ignored("--max-concurrent-batches says how many steps are in flight"),
+        "attention_dp_size": only_value("1", "attention is shared out by --tensor_parallel_size"),
+        "worker_socket_path": ignored("workers are reached through shared memory"),
+        "decoding_parallelism": ignored("sequences are sampled together in one step"),
+        "metric_exporters": ignored("/metrics is always served", several=True),
+        "enable_json_warmup": ignored("grammars are compiled while a request waits", switch=True),
+        "enable_llumnix": refused(LLUMNIX, switch=True),
+        "llumnix_config": refused(LLUMNIX),
+        "kv_cache_quant_sub_heads": ignored("each head of a token has a scale"),
+        "tokenizer_special_tokens": refused("special tokens are those of the checkpoint's tokenizer"),
+        "enable_triton_mla": ignored("--ops selects the kernels", switch=True),
+        "with_visual": ignored("a model's config.json says whether it sees images"),
+        "enable_quant": refused("--quantization names a format; blade_llm_quantize writes a quantized folder"),
+        **named(
+            "temperature top_p top_k repetition_penalty presence_penalty max_new_tokens stop_sequences stop_tokens "
+            "ignore_eos skip_special_tokens cat_prompt",
+            refused(IN_REQUESTS),
+        ),
+        **{f"draft.{name}": ignored(DRAFT, switch=name in SWITCHES_OF_DRAFTS) for name in OF_DRAFTS},
     },
+    prefixes=("BLADE_", "BLADELLM_"),
     together=_speculative,
 )

@@ -9,14 +9,19 @@ from typing import Any
 from penstock.config.addresses import own_index
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
+from penstock.core.sampling import MAX_LOGPROBS
 
-from . import COMBINED, Alias, DerivedMetric, Profile, Settings, cuda_graphs, ignored, on, one_of, only_value, share
+from . import COMBINED, Alias, DerivedMetric, Profile, Settings, cuda_graphs, on, one_of, share
+from .fastdeploy_untranslated import FLAGS
+from .fastdeploy_variables import PREFIXES, VARIABLES
+from .vllm import TASKS, pooler
 
 LENGTH = 2048
 LONG = 0.04
 """Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
-COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
+BACKENDS = {"guidance": "llguidance"}
+WORDS = {"0": False, "1": True, "false": False, "true": True}
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
 
 
@@ -80,12 +85,12 @@ def _prefill_ports(text: str) -> tuple[str, ...]:
 def _engine_address(given: Mapping[str, str]) -> Settings:
     """Routers, and decode instances on the same machine, reach an instance's engine at ``engine_worker_queue_port``."""
     port = given.get("--engine_worker_queue_port", "")
-    if given.get("--splitwise_role", "mixed") == "mixed" and not given.get("--router"):
-        return
     try:
         number = _first_port(port or "0")
     except ValueError as error:
         raise invalid("--engine_worker_queue_port", f"{port!r} is no port") from error
+    if given.get("--splitwise_role", "mixed") == "mixed" and not given.get("--router"):
+        return
     yield "engine_address", f"0.0.0.0:{number}", "--engine_worker_queue_port"
 
 
@@ -120,12 +125,6 @@ def _graph_optimization(text: str) -> Mapping[str, Any]:
     return cuda_graphs.read_json(text, "use_cudagraph", ("false",))
 
 
-def _hub(text: str) -> str:
-    if text.upper() == "AISTUDIO":
-        raise ValueError("AI Studio is not supported; HUGGINGFACE and MODELSCOPE are")
-    return str(one_of({"huggingface": "huggingface", "modelscope": "modelscope"})(text))
-
-
 def _ready_message(blocks: int, options: EngineOptions) -> str:
     admitting = int(blocks * options.kv_cache_ratio)
     return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
@@ -149,15 +148,14 @@ PROFILE = Profile(
         "log_file": "log/fastdeploy.log",
     },
     flags={
+        **FLAGS,
         "max_waiting_time": Alias("max_queue_time", _waiting),
         "engine_worker_queue_port": COMBINED,
-        "cache_queue_port": ignored("the KV cache is in the engine process"),
         "max_model_len": Alias("max_model_len"),
-        "tensor_parallel_size": Alias("tensor_parallel_size"),
+        "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),
         "data_parallel_size": Alias("data_parallel_size"),
         "ips": Alias(read=_nodes),
         "mm_processor_kwargs": Alias("mm_processor_kwargs", _media_kwargs),
-        "enable_mm": ignored("FastDeploy has deprecated it, and a model's config.json says it", switch=True),
         "use_warmup": Alias("use_warmup", one_of({"0": False, "1": True, "false": False, "true": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
@@ -166,26 +164,30 @@ PROFILE = Profile(
         "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
         "use_cudagraph": Alias("enforce_eager", lambda text: not on(text), switch=True),
         "graph_optimization_config": Alias(read=_graph_optimization),
-        "enable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
         "splitwise_role": Alias("role", one_of({name: name for name in ("mixed", "prefill", "decode")})),
         "innode_prefill_ports": Alias("prefill_instances", _prefill_ports),
         "pd_comm_port": Alias("kv_port", _first_port),
         "cache_transfer_protocol": Alias(read=_protocol),
-        "rdma_comm_ports": ignored("KV goes through shared memory on one machine, and over pd_comm_port between them"),
         "router": Alias("router_address"),
-        "splitwise": ignored("a router uses prefill instances where there are any", switch=True),
-        "scheduler_name": only_value(
-            "local", "instances are found by a router, not through Redis: start one and give --router"
-        ),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
-        "dynamic_load_weight": Alias("server_dev_mode", one_of({"0": False, "1": True, "false": False, "true": True})),
+        "dynamic_load_weight": Alias("server_dev_mode", one_of(WORDS), switch=True),
+        "quantization": Alias("quantization"),
+        "guided_decoding_backend": Alias("guided_decoding_backend", lambda text: BACKENDS.get(text, text)),
+        "tool_call_parser": Alias("tool_call_parser", lambda text: PARSERS.get(text, text)),
+        "load_choices": Alias("load_format", one_of({"default": "auto", "default_v1": "auto", "dummy": "dummy"})),
+        "model_impl": Alias("model_impl", one_of({"auto": "auto", "fastdeploy": "penstock"})),
+        "max_logprobs": Alias("max_logprobs", lambda text: MAX_LOGPROBS if text == "-1" else int(text)),
+        "task": Alias("pooling_task", one_of(TASKS)),
+        "convert": Alias("pooling_task", one_of(TASKS)),
+        "override_pooler_config": Alias(read=pooler),
+        "timeout_graceful_shutdown": Alias("drain_timeout"),
+        "timeout": Alias("timeout_keep_alive"),
+        "request_timeout_secs": Alias("request_timeout"),
         "enable_logprob": Alias("enable_logprob", on, switch=True),
         "workers": Alias("api_server_count"),
     },
-    variables={
-        "FD_MODEL_SOURCE": Alias("model_hub", _hub),
-        "FD_MODEL_CACHE": Alias("download_dir"),
-    },
+    variables=VARIABLES,
+    prefixes=PREFIXES,
     defaults_for=_defaults,
     together=_together,
     metrics={

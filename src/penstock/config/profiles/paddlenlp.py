@@ -22,7 +22,7 @@ OLD = {
 FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8a8"}
 """Format in the third part of a model's name → ``quantization``."""
 
-NODES = r"-(\d+)nodes$"
+NODES = r"-(\d+)nodes\Z"
 """In a model's name: how many nodes it is for."""
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, Profile, Settings, ignored, one_of, only_value, refused
+from . import COMBINED, Alias, Profile, Settings, ignored, named, one_of, only_value, refused
 
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
+OFF = tuple(word for word, is_on in WORDS.items() if not is_on)
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
 """Both of Triton's formats are text."""
 ENGINE_SAYS = "an engine's folder says how many ranks it is for, and --model-repository names it"
@@ -17,10 +18,19 @@ NO_BACKENDS = "there are no backends to load"
 OWN_SHAPES = "inputs and outputs of a model do not depend on its config.pbtxt"
 ANY = "0.0.0.0"
 """Default address."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_FILE = "triton_log.txt"
 """Default log file of ``launch_triton_server.py --log``."""
 NO_POLLING = "the repository is not polled"
 ONE_ENGINE = "all models over an engine share it"
+ALL_OR_NONE = "routes cannot be restricted one by one: --api-key asks for a key on all of them"
+FORWARDED = "headers are not handed to models"
+TLS = "TLS is for HTTP and gRPC together: give --ssl-certfile and --ssl-keyfile"
+TLS_CLIENTS = "clients are not asked for certificates: use --api-key, or a proxy in front that verifies them"
+KEEPALIVE = "--client-timeout closes connections that make no progress"
+NO_CLOUD = "the endpoints of SageMaker and Vertex AI are not served"
+NO_CACHE = "answers are not cached; prefixes of prompts are"
+OLD_TRACE = "--otlp-endpoint and --trace-sampling-ratio send traces to OpenTelemetry"
 
 
 def switched(text: str) -> bool:
@@ -36,8 +46,14 @@ def off(setting: str) -> Callable[[str], Mapping[str, Any]]:
 
 
 def _one_address(given: Mapping[str, str]) -> None:
-    """Raises ``PenstockError`` (``invalid``) for several addresses: a port would be open to more than it should."""
+    """Raises ``PenstockError`` (``invalid``) where a port or memory would be open to more than it should: for several
+    addresses, and for shared memory that cannot be closed."""
     host = given.get("--http_address", ANY)
+    if given.get("--allow_client_shm", "").lower() in ("false", "0", "off", "no") and host in LOOPBACK:
+        raise invalid(
+            "--allow_client_shm",
+            f"cannot be {given['--allow_client_shm']} on {host}: clients on this machine may use it",
+        )
     for name in ("--grpc_address", "--metrics_address"):
         if given.get(name, host) != host:
             raise invalid(name, f"{given[name]!r} is wrong: all listen on one address, --http-address ({host})")
@@ -55,6 +71,14 @@ def _log(given: Mapping[str, str]) -> Settings:
             yield "log_level", level, name
             return
 
+
+def _checked(text: str) -> Mapping[str, Any]:
+    switched(text)
+    return {}
+
+
+CHECKED_SWITCH = Alias(read=_checked)
+"""A boolean that ``_log`` evaluates."""
 
 PROFILE = Profile(
     name="triton",
@@ -77,8 +101,8 @@ PROFILE = Profile(
         "http_thread_count": ignored("--api-server-count sets the number of API processes"),
         "grpc_infer_thread_count": ignored("--api-server-count sets the number of API processes"),
         "grpc_infer_response_compression_level": ignored("clients choose the compression"),
-        "log_info": COMBINED,
-        "log_warning": COMBINED,
+        "log_info": CHECKED_SWITCH,
+        "log_warning": CHECKED_SWITCH,
         "log_error": only_value("true", "errors are always logged"),
         "log_verbose": COMBINED,
         "log": Alias(read=lambda text: {}, switch=True),
@@ -103,16 +127,53 @@ PROFILE = Profile(
         "model_load_thread_count": ignored(ONE_ENGINE),
         "min_supported_compute_capability": ignored("--device selects the device"),
         "rate_limit": only_value("off", "requests wait in one queue (--max-waiting)"),
-        "trace_config": refused("--otlp-endpoint and --trace-sampling-ratio send traces to OpenTelemetry"),
+        "trace_config": refused(OLD_TRACE),
+        **named("trace_file trace_level trace_rate trace_count trace_log_frequency", refused(OLD_TRACE)),
+        **named("http_restricted_api grpc_restricted_protocol", refused(ALL_OR_NONE, secret=True)),
+        **named("http_header_forward_pattern grpc_header_forward_pattern", refused(FORWARDED)),
+        "grpc_use_ssl": refused(TLS, unless=OFF),
+        "grpc_use_ssl_mutual": refused(TLS_CLIENTS, unless=OFF),
+        **named("grpc_server_cert grpc_server_key", refused(TLS)),
+        "grpc_root_cert": refused(TLS_CLIENTS),
+        "allow_client_shm": Alias("allow_shared_memory", switched),
+        "http_max_input_size": Alias("max_body_size"),
+        **named("reuse_http_port reuse_grpc_port", refused("a port belongs to one server", unless=OFF)),
+        **named(
+            "grpc_keepalive_time grpc_keepalive_timeout grpc_keepalive_permit_without_calls "
+            "grpc_http2_max_pings_without_data grpc_http2_min_recv_ping_interval_without_data "
+            "grpc_http2_max_ping_strikes grpc_max_connection_age grpc_max_connection_age_grace",
+            ignored(KEEPALIVE),
+        ),
+        **named("grpc_infer_allocation_pool_size grpc_max_response_pool_size", ignored("there are no memory pools")),
+        **named("allow_sagemaker allow_vertex_ai", refused(NO_CLOUD, unless=OFF)),
+        **named(
+            "sagemaker_port sagemaker_safe_port_range sagemaker_thread_count vertex_ai_port vertex_ai_thread_count",
+            ignored(NO_CLOUD),
+        ),
+        "vertex_ai_default_model": ignored(NO_CLOUD),
+        **named("cache_config cache_directory response_cache_byte_size", ignored(NO_CACHE)),
+        "repoagent_directory": refused("repository agents are not loaded"),
+        "model_config_name": refused("a model's configuration is its config.pbtxt"),
+        "model_load_retry_count": ignored("a model that cannot be loaded stops the start"),
+        "model_namespacing": refused("model names are unique in a repository", unless=OFF),
+        "enable_peer_access": ignored("--device selects the device"),
+        **named("host_policy model_load_gpu_limit", ignored("--device and --gpu-memory-utilization limit it")),
+        "cuda_virtual_address_size": ignored("there are no memory pools"),
+        "rate_limit_resource": ignored("requests wait in one queue (--max-waiting)"),
+        "multimodal_gpu0_cuda_mem_pool_bytes": ignored("there are no memory pools"),
+        "allow_run_as_root": ignored("MPI is not used", True),
         "world_size": only_value("1", ENGINE_SAYS),
         "tritonserver": ignored("this is the server"),
-        "force": ignored("several servers may run at the same time, each on its own ports", True),
+        "force": ignored("several servers may run at the same time, each on its own ports", True, "-f"),
+        "disable_spawn_processes": ignored("the server starts the processes of its models itself", True),
+        "trtllm_llmapi_launch": ignored("MPI is not used", True),
         "multi_model": ignored("all models of a repository are served", True),
         "tensorrt_llm_model_name": only_value("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
         "oversubscribe": ignored("MPI is not used", True),
         "no_mpi": ignored("MPI is not used", True),
         "exit_timeout": Alias("drain_timeout"),
     },
+    prefixes=("TRTLLM_", "TLLM_"),
     check=_one_address,
     together=_log,
 )

@@ -10,23 +10,23 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from penstock.core.errors import invalid
 from penstock.core.quantization import QuantizationName
 
-from . import Alias, Profile, cuda_graphs, ignored, on, one_of, only_value, refused
+from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, on, one_of, only_value, refused
+from .vllm_untranslated import COLLECTIVES, IGNORED, NOT_OFFLOADED, REFUSED, SECURITY
+from .vllm_variables import LEVELS, PREFIXES, RESTRICTING, VARIABLES
+from .vllm_variables import SECURITY as SECURITY_VARIABLES
 
 DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
-LEVELS = {"trace": "debug", "debug": "debug", "info": "info", "warning": "warning", "error": "error"}
-LEVELS |= {"critical": "error"}
 BACKENDS = dict.fromkeys(("auto", "outlines", "lm-format-enforcer"), "auto") | {"xgrammar": "xgrammar"}
 BACKENDS |= {"guidance": "llguidance", "llguidance": "llguidance", "off": "off"}
 """Names of guided decoding backends → ours."""
-HUBS = ("huggingface", "modelscope")
 OF_BACKENDS = {
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
 }
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 LENGTHS = "CUDA graphs are captured for sequences of any length"
 KV_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 KV_SETTINGS = {
@@ -38,31 +38,27 @@ KV_SETTINGS = {
 """Keys of ``--kv-transfer-config`` → ours."""
 NO_MEANING = ("engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size")
 """Keys that say how its connectors work."""
-NO_CODE = "loading code is not supported"
 EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
 """vLLM's names → ours; the last one places several devices, of which there is one."""
 MODEL_IMPLS = {"auto": "auto", "vllm": "penstock", "penstock": "penstock", "transformers": "transformers"}
-IN_METRICS = "statistics are in /metrics, not in the log"
 OF_CHECKPOINTS = (
-    "awq",
-    "awq_marlin",
-    "gptq",
-    "gptq_marlin",
-    "compressed-tensors",
-    "fbgemm_fp8",
-    "bitsandbytes",
-    "gguf",
-)
-"""Methods by which checkpoints are quantized. Here ``config.json`` says so, and nothing is to be done at load."""
+    "aqlm auto_awq auto_gptq auto-round awq awq_marlin ascend bitblas bitsandbytes compressed-tensors deepseek_v4_fp8 "
+    "fbgemm_fp8 fp_quant gguf gpt_oss_mxfp4 gptq gptq_bitblas gptq_marlin gptq_marlin_24 hqq humming inc ipex marlin "
+    "modelopt modelopt_fp4 modelopt_mixed modelopt_mxfp8 moe_wna16 mxfp4 petit_nvfp4 qqq quark smoothquant torchao"
+).split()
+"""Methods by which checkpoints are quantized. Here ``config.json`` says so, and nothing is to be done at load: a
+format that cannot be read is refused there."""
 QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromkeys(OF_CHECKPOINTS, "none")
+QUANTIZATIONS |= {"int8_per_channel_weight_only": "wint8"}
 LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
-LOAD_FORMATS |= dict.fromkeys(("hf", "pt", "gguf", "bitsandbytes"), "auto")
+LOAD_FORMATS |= dict.fromkeys(("hf", "pt", "npcache", "gguf", "bitsandbytes"), "auto")
+LOAD_FORMATS |= dict.fromkeys(("fastsafetensors", "instanttensor", "modelexpress", "runai_streamer"), "safetensors")
 """Formats of files → ours; those of checkpoints are recognized."""
+CACHES = {name: name for name in ("auto", "int8", "fp8", "fp8_e4m3")} | {"int8_per_token_head": "int8"}
 TASKS = dict.fromkeys(("auto", "none", "generate", "reward", "draft", "token_embed", "token_classify"), "auto")
 TASKS |= {"embed": "embed", "embedding": "embed", "classify": "classify", "score": "score"}
 """What a model is pooled for → ours; a reward model's classifier is recognized."""
 POOLING_TYPES = {name: name for name in ("last", "cls", "mean", "all")}
-LOGGED = "the log has a line for each request, and never its text"
 
 
 def size(text: str) -> int:
@@ -122,6 +118,63 @@ def _structured(text: str) -> Mapping[str, Any]:
     return {"guided_decoding_backend": backend} | {OF_BACKENDS[name]: value for name, value in result.items()}
 
 
+def _backend(text: str) -> Mapping[str, Any]:
+    """A backend, and after a colon what it is to do: ``xgrammar:disable-any-whitespace``."""
+    name, _, given = text.partition(":")
+    result: dict[str, Any] = {"guided_decoding_backend": one_of(BACKENDS)(name)}
+    for option in filter(None, given.split(",")):
+        if option == "no-fallback":  # no backend falls back to another
+            continue
+        if (known := option.replace("-", "_")) not in OF_BACKENDS:
+            raise ValueError(f"{option} has no counterpart; {' and '.join(OF_BACKENDS)} have")
+        result[OF_BACKENDS[known]] = True
+    return result
+
+
+def _nullable(text: str) -> str:
+    return "" if text == "None" else text
+
+
+def together(given: Mapping[str, str]) -> Settings:
+    """Settings that depend on several flags: of the tokenizer's revision, and of speculative decoding."""
+    revision = _nullable(given.get("--tokenizer_revision", ""))
+    if revision and revision != given.get("--revision", "main"):
+        raise invalid(
+            "--tokenizer_revision",
+            f"{revision!r} is not --revision, with which the tokenizer comes: name another by its folder, --tokenizer",
+        )
+    yield from _speculative(given)
+
+
+def _speculative(given: Mapping[str, str]) -> Settings:
+    found: dict[str, tuple[str, Any]] = {}
+    for name, key in SPECULATIVE.items():
+        if (text := given.get(f"--{name}")) in (None, "None"):
+            continue
+        value: Any = text
+        if key not in ("model", "method"):
+            if not text.isdecimal():
+                raise invalid(f"--{name}", f"{text!r} is not a number")
+            value = int(text)
+        if key in found:
+            raise invalid(f"--{name}", f"is given twice, as {found[key][0]}, too")
+        found[key] = (f"--{name}", value)
+    if not found:
+        return
+    source = next(iter(found.values()))[0]
+    if "--speculative_config" in given:
+        raise invalid(source, "cannot be combined with --speculative-config, which says the same")
+    result = {key: value for key, (_, value) in found.items()}
+    if "model" not in result and "method" not in result:
+        raise invalid(source, "requires --speculative-model")
+    if result.get("model") == "[ngram]":
+        result |= {"method": "ngram"}
+        del result["model"]
+    elif "model" in result:
+        result.setdefault("method", "draft_model")
+    yield "speculative_config", json.dumps(result), source
+
+
 def _generation(text: str) -> Mapping[str, Any]:
     """``max_new_tokens`` limits every request, as there."""
     result = _object(text or "{}")
@@ -129,7 +182,7 @@ def _generation(text: str) -> Mapping[str, Any]:
     return {"override_generation_config": json.dumps(result) if result else "", **limit}
 
 
-def _pooler(text: str) -> Mapping[str, Any]:
+def pooler(text: str) -> Mapping[str, Any]:
     """How prompts are pooled."""
     settings: dict[str, Any] = {}
     for name, value in _object(text).items():
@@ -176,9 +229,24 @@ def _also(table: Mapping[str, str]) -> Callable[[str], str]:
     return lambda text: table.get(text, text)
 
 
+SPECULATIVE = {
+    "speculative_model": "model",
+    "spec_model": "model",
+    "spec_method": "method",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "spec_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+}
+"""Flags → keys of ``speculative_config``."""
+
 FLAGS: Mapping[str, Alias] = {
     "dtype": Alias("dtype", one_of(DTYPES)),
-    "quantization": Alias("quantization", one_of(QUANTIZATIONS)),
+    **IGNORED,
+    **REFUSED,
+    **SECURITY,
+    "quantization": Alias("quantization", one_of(QUANTIZATIONS), short="-q"),
+    "kv_cache_dtype": Alias("kv_cache_dtype", one_of(CACHES)),
     "load_format": Alias("load_format", one_of(LOAD_FORMATS)),
     "max_model_len": Alias("max_model_len", _length),
     "max_num_batched_tokens": Alias("max_num_batched_tokens", size),
@@ -186,10 +254,9 @@ FLAGS: Mapping[str, Alias] = {
     "tool_call_parser": Alias("tool_call_parser", _also({"ernie45": "ernie"})),
     "reasoning_parser": Alias("reasoning_parser", _also({"ernie45": "ernie"})),
     "override_generation_config": Alias(read=_generation),
-    "guided_decoding_backend": Alias("guided_decoding_backend", one_of(BACKENDS)),
+    "guided_decoding_backend": Alias(read=_backend),
     "structured_outputs_config": Alias(read=_structured),
     "otlp_traces_endpoint": Alias("otlp_endpoint"),
-    "collect_detailed_traces": ignored("traces always have queue, prefill, KV transfers and decode"),
     "uvicorn_log_level": Alias("log_level", one_of(LEVELS)),
     "allowed_origins": Alias("allowed_origins", origins),
     "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),
@@ -199,9 +266,9 @@ FLAGS: Mapping[str, Alias] = {
     "nnodes": Alias("nnodes", short="-n"),
     "node_rank": Alias("node_rank", short="-r"),
     "headless": Alias(read=lambda text: {}, switch=True),  # as nodes other than the first are anyway
-    "cpu_offload_gb": only_value("0", "weights are not offloaded"),
-    "tokenizer_mode": only_value("auto", "there is one tokenizer mode"),
-    "config_format": only_value("auto", "models are recognized by config.json"),
+    "cpu_offload_gb": only_value("0", NOT_OFFLOADED),
+    "tokenizer_mode": refused("there is one tokenizer mode: auto, hf and slow are it", unless=("auto", "hf", "slow")),
+    "config_format": refused("models are recognized by config.json: give auto or hf", unless=("auto", "hf")),
     "model_impl": Alias("model_impl", one_of(MODEL_IMPLS)),
     "response_role": only_value("assistant", "answers are the assistant's"),
     "chat_template_content_format": only_value("auto", "the format is recognized in the chat template"),
@@ -210,10 +277,6 @@ FLAGS: Mapping[str, Alias] = {
     "lora_dtype": only_value("auto", "adapters are computed in the model's type"),
     "kv_transfer_config": Alias(read=_kv_transfer),
     "kv_offloading_backend": only_value("native", "cached prefixes go to host memory and a folder, without a service"),
-    "tool_parser_plugin": refused(NO_CODE),
-    "reasoning_parser_plugin": refused(NO_CODE),
-    "logits_processors": refused(NO_CODE),
-    "middleware": refused(NO_CODE),
     "enable_sleep_mode": ignored("every engine can sleep; --server-dev-mode lets clients ask for it", switch=True),
     "enable_expert_parallel": Alias("enable_expert_parallel", on, switch=True, short="-ep"),
     "enable_eplb": refused(
@@ -223,50 +286,37 @@ FLAGS: Mapping[str, Alias] = {
     ),
     "eplb_config": Alias(read=_eplb),
     "expert_placement_strategy": only_value("linear", "--expert-placement places experts otherwise"),
-    "all2all_backend": ignored(COLLECTIVES),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
-    "disable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
-    "fully_sharded_loras": ignored(COLLECTIVES, switch=True),
-    "max_parallel_loading_workers": ignored("weights are mapped, not copied"),
-    "safetensors_load_strategy": ignored("weights are mapped, not copied"),
-    "trust_remote_code": ignored("code of a checkpoint is never executed", switch=True),
     "max_cudagraph_capture_size": Alias("cudagraph_capture_sizes", cuda_graphs.up_to),
     "max_seq_len_to_capture": ignored(LENGTHS),
-    "compilation_config": Alias(read=_compilation, short="-O"),
-    "attention_backend": ignored("--ops selects the kernels"),
+    "max_context_len_to_capture": ignored(LENGTHS),
+    "compilation_config": Alias(read=_compilation, short="-O -cc"),
+    "speculative_config": Alias("speculative_config", short="-sc"),
+    **dict.fromkeys(SPECULATIVE, COMBINED),
+    "api_server_count": Alias("api_server_count", short="-asc"),
+    "shutdown_timeout": Alias("drain_timeout"),
+    "revision": Alias("revision", _nullable),
+    "tokenizer_revision": COMBINED,
     "async_scheduling": ignored("give --max-concurrent-batches 2 to plan steps ahead", switch=True),
-    "disable_hybrid_kv_cache_manager": ignored("there is one KV cache manager", switch=True),
-    "prefix_caching_hash_algo": ignored("prefix hashes have 128 bits or more"),
-    "calculate_kv_scales": ignored("scales are computed dynamically", switch=True),
-    "max_cpu_loras": ignored("loaded adapters are not evicted"),
     "runner": ignored("every model serves all that its checkpoint is for: completions, chats, embeddings, classes"),
     "task": Alias("pooling_task", one_of(TASKS)),
     "convert": Alias("pooling_task", one_of(TASKS)),
-    "pooler_config": Alias(read=_pooler),
-    "override_pooler_config": Alias(read=_pooler),
+    "pooler_config": Alias(read=pooler),
+    "override_pooler_config": Alias(read=pooler),
     "hf_overrides": Alias(read=_overrides),
     "enable_auto_tool_choice": ignored("tool calls are always parsed", switch=True),
     "enable_prompt_tokens_details": ignored("usage always includes them", switch=True),
     "enable_request_id_headers": ignored("every response has X-Request-Id", switch=True),
-    "disable_log_requests": ignored(LOGGED, switch=True),
-    "enable_log_requests": ignored(LOGGED, switch=True),
-    "disable_uvicorn_access_log": ignored(LOGGED, switch=True),
-    "max_log_len": ignored("no prompt is written to the log"),
-    "disable_log_stats": ignored(IN_METRICS, switch=True),
-    "aggregate_engine_logging": ignored(IN_METRICS, switch=True),
-    "show_hidden_metrics_for_version": ignored("no metric is hidden"),
-    "mm_processor_cache_gb": ignored(
-        "images are preprocessed again, and their features are cached (encoder_cache_size)"
-    ),
     "language_model_only": ignored("a model that sees images takes texts, too", switch=True),
 }
 
-VARIABLES: Mapping[str, Alias] = {
-    "VLLM_SERVER_DEV_MODE": Alias("server_dev_mode", one_of({"0": False, "1": True})),
-    "VLLM_USE_MODELSCOPE": Alias("model_hub", lambda text: HUBS[text.lower() in ("true", "1")]),
-}
+PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS, variables=VARIABLES, prefixes=PREFIXES, together=together)
 
-PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS, variables=VARIABLES)
-
-DEFAULT_PROFILE = Profile(name="", title="vLLM, which are taken without --compat", flags=FLAGS)
-"""The profile of the command line without ``--compat``."""
+DEFAULT_PROFILE = Profile(
+    name="",
+    title="vLLM, which are taken without --compat",
+    flags=FLAGS,
+    variables={**dict.fromkeys(SECURITY_VARIABLES, ignored("it is read with --compat vllm")), **RESTRICTING},
+    together=together,
+)
+"""The profile of the command line without ``--compat``: of the environment it reads what protects a server."""

@@ -9,6 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from penstock.config.user_folders import user_folder
 from penstock.core.errors import invalid
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ MIN_LENGTH = 16
 
 
 def default_path() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "penstock", "cluster-secret")
+    return user_folder("XDG_CONFIG_HOME", ".config") / "penstock" / "cluster-secret"
 
 
 def read_secret(file: str, make: bool) -> bytes:

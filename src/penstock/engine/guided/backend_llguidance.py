@@ -17,7 +17,7 @@ from penstock.core.guided import LLGUIDANCE_OPTIONS
 from .added_tokens import AddedTokens
 from .backend import Backend, Grammar, Guide
 from .compile_process import CompileProcess, CompileResult
-from .errors import MAX_WHITESPACE, TOO_LONG, UnsupportedError, first_line
+from .errors import MAX_WHITESPACE, TOO_LONG, UnsupportedError, one_line
 from .llguidance_process import VocabularyMessage, compile_grammar
 from .structural_tag import (
     ConstStringFormat,
@@ -65,7 +65,7 @@ class LLGuide(Guide):
     @property
     def failure(self) -> Failure | None:
         if self._matcher.is_error():
-            error = first_line(self._matcher.get_error())
+            error = one_line(self._matcher.get_error())
         elif self._time.is_exceeded:
             error = TOO_LONG
         else:
@@ -120,7 +120,7 @@ class LLGuidance(Backend):
     def grammar(self, request: bytes, result: CompileResult) -> Grammar:
         matcher = compile_grammar(self._tokenizer, json.loads(request))
         if matcher.is_error():
-            raise RuntimeError(f"the grammar failed after it had been compiled: {first_line(matcher.get_error())}")
+            raise RuntimeError(f"the grammar failed after it had been compiled: {one_line(matcher.get_error())}")
         return LLGrammar(matcher, result.size)
 
 

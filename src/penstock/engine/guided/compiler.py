@@ -17,8 +17,10 @@ from penstock.core.errors import invalid
 
 from .added_tokens import AddedTokens
 from .backend import Backend, Grammar
+from .bounded_guide import BoundedGrammar, TokenClasses
 from .compile_process import STACK_SIZE, CompileProcess, CompileResult
-from .errors import UnsupportedError, first_line
+from .errors import UnsupportedError, one_line
+from .structural_tag import allows_free_text, json_parts
 from .vocabulary import check_no_added_tokens, load_tokenizer, read_added_tokens
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ MIN_CACHED_SIZE = 2**16
 """Bytes that a cached grammar counts at least, with what belongs to it."""
 QUICK_TIME = 0.5
 """Seconds after which a grammar is one of the slow ones, which wait for each other and not the others for them."""
+MAX_NAMED_PARTS = 64
+"""Schemas of a refused structural tag that are compiled one by one, to name the one at fault."""
 NUM_THREADS = 2
 """Grammars that are compiled at the same time, of the quick ones and of the slow ones."""
 
@@ -63,6 +67,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._added_tokens: AddedTokens | None = None
         """None until the backend has the vocabulary."""
+        self._token_classes: TokenClasses | None = None
         self._vocabulary_failure: Failure | None = None
         """Why the backend cannot use the vocabulary."""
         self._vocabulary_lock = threading.Lock()
@@ -133,7 +138,24 @@ class GrammarCompiler:
             del self._compiling[params]
 
     def _compile(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
-        """Raises ``TimeoutError`` where it takes longer than ``timeout`` seconds, None: as long as it may."""
+        """Compile a constraint. An error in a structural tag names the text before the schema that is at fault.
+
+        Raises ``TimeoutError`` where it takes longer than ``timeout`` seconds, None: as long as it may.
+        """
+        try:
+            return self._compile_whole(params, future, timeout)
+        except PenstockError as error:
+            failure = error.failure
+            for begin, schema in json_parts(params)[:MAX_NAMED_PARTS]:
+                part = GuidedDecodingParams(json=schema, source_field=params.field)
+                try:
+                    self._compile_whole(part, future, timeout)
+                except PenstockError as cause:
+                    message = f"{cause.failure.message} (after {begin!r:.100})"
+                    raise PenstockError(failure.code, message, params.field) from error
+            raise
+
+    def _compile_whole(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
         field = params.field
         self._load_vocabulary()
         if self._added_tokens is None:
@@ -148,13 +170,17 @@ class GrammarCompiler:
         except RecursionError as error:
             raise invalid(field, "is nested too deeply") from error
         except (ValueError, TypeError, AttributeError, AssertionError) as error:
-            raise invalid(field, f"is wrong: {first_line(str(error))}") from error
+            raise invalid(field, f"is wrong: {one_line(str(error))}") from error
         result = self._compile_in_process(request, future, timeout)
         if not result.supported:
             raise self._unsupported(field, result.error)
         if result.error:
             raise invalid(field, f"is wrong: {result.error}")
-        return backend.grammar(request, result)
+        grammar = backend.grammar(request, result)
+        if not params.is_json:
+            return grammar
+        assert self._token_classes
+        return BoundedGrammar(grammar, self._token_classes, bounds_strings=not allows_free_text(params))
 
     def _compile_in_process(self, request: bytes, future: Future[Grammar], timeout: float | None) -> CompileResult:
         assert self._process
@@ -182,6 +208,7 @@ class GrammarCompiler:
                 added_tokens = read_added_tokens(self._vocabulary)
                 tokenizer = load_tokenizer(self._vocabulary, self._vocab_size)
                 self._process = self._backend.result().set_vocabulary(self._vocabulary, tokenizer, added_tokens)
+                self._token_classes = TokenClasses(tokenizer)
             except PenstockError as error:
                 self._vocabulary_failure = error.failure
             else:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits
 from penstock.core import Vocabulary
 
 from .compile_process import Compile, CompileResult, memory_in_use, serve
-from .errors import first_line
+from .errors import one_line
 from .vocabulary import load_tokenizer
 
 MAX_MEMORY = 2**28
@@ -46,7 +46,7 @@ def _prepare(message: bytes) -> Compile:
         before = memory_in_use()
         matcher = compile_grammar(tokenizer, json.loads(request))
         if matcher.is_error():
-            words = first_line(matcher.get_error()).replace("NoExtensionBias", "no output matches it")
+            words = one_line(matcher.get_error()).replace("NoExtensionBias", "no output matches it")
             return CompileResult(error=words, supported=False)
         return CompileResult(size=max(0, memory_in_use() - before))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core import GuidedDecodingParams
+from penstock.core.json_schema import drop_annotations
 
 from .errors import UnsupportedError
 
@@ -31,6 +32,7 @@ class JSONSchemaFormat:
     """A JSON document of a schema."""
 
     schema: dict[str, Any]
+    """Without annotations (``drop_annotations``)."""
     separators: tuple[str, str] | None = None
     """Text between items, and between key and value; None for the request's whitespace options."""
 
@@ -110,6 +112,51 @@ def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTags
     return _triggered(fields) if fields.get("type") == "triggered_tags" else _format(fields)
 
 
+def allows_free_text(params: GuidedDecodingParams) -> bool:
+    """Whether a constraint allows text that is neither fixed nor within JSON."""
+    return bool(params.structural_tag) and _has_free_text(parse_structural_tag(params))
+
+
+def json_parts(params: GuidedDecodingParams) -> list[tuple[str, dict[str, Any]]]:
+    """The schemas in a structural tag, each with the fixed text before it; empty for other constraints, and for a
+    structural tag that is malformed."""
+    if params.structural_tag is None:
+        return []
+    try:
+        return _schemas(parse_structural_tag(params), "")
+    except (ValueError, RecursionError):
+        return []
+
+
+def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str, dict[str, Any]]]:
+    match part:
+        case JSONSchemaFormat(schema):
+            return [(before, schema)]
+        case SequenceFormat(parts):
+            found = []
+            for inner in parts:
+                if isinstance(inner, ConstStringFormat):
+                    before = inner.text or before
+                found += _schemas(inner, before)
+            return found
+        case OrFormat(parts):
+            return [one for inner in parts for one in _schemas(inner, before)]
+        case RepeatFormat(inner):
+            return _schemas(inner, before)
+        case TriggeredTagsFormat(tags):
+            return [one for tag in tags for one in _schemas(tag.content, tag.begin)]
+    return []
+
+
+def _has_free_text(part: Format | TriggeredTagsFormat) -> bool:
+    match part:
+        case SequenceFormat(parts) | OrFormat(parts):
+            return any(map(_has_free_text, parts))
+        case RepeatFormat(inner):
+            return _has_free_text(inner)
+    return isinstance(part, RegexFormat | TriggeredTagsFormat)
+
+
 def _structures(document: dict[str, Any]) -> TriggeredTagsFormat:
     tags = []
     for structure in _objects(document, "structures"):
@@ -117,7 +164,7 @@ def _structures(document: dict[str, Any]) -> TriggeredTagsFormat:
         begin, schema, end = structure.get("begin"), structure.get("schema", {}), structure.get("end", "")
         if not isinstance(schema, dict):
             raise ValueError(f"schema must be an object, is {schema!r}")
-        tags.append(_tag(document.get("triggers"), begin, JSONSchemaFormat(schema), end))
+        tags.append(_tag(document.get("triggers"), begin, JSONSchemaFormat(drop_annotations(schema)), end))
     return TriggeredTagsFormat(tuple(tags))
 
 
@@ -179,6 +226,7 @@ def _json(fields: dict[str, Any]) -> Format:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema must be an object, is {schema!r:.50}")
+    schema = drop_annotations(schema)
     if separators is None:
         return JSONSchemaFormat(schema)
     if not isinstance(separators, list) or [type(text) for text in separators] != [str, str]:

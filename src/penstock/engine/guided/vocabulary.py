@@ -10,7 +10,7 @@ from typing import Any
 from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
 
 from .added_tokens import AddedTokens
-from .errors import first_line
+from .errors import one_line
 
 GIL_PAUSE = 0.05
 """Seconds between the two halves of loading a tokenizer, each of which holds the GIL; a step can start in between."""
@@ -38,7 +38,7 @@ def load_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> Any:
         time.sleep(GIL_PAUSE)
         return tokenizer.with_slices(SLICES)
     except ValueError as error:
-        words = f"not supported with this model's tokenizer: {first_line(str(error))}"
+        words = f"not supported with this model's tokenizer: {one_line(str(error))}"
         raise PenstockError(Code.UNSUPPORTED, words) from error
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..lean_torch import import_torch
 from .compile_process import LIMIT_EXCEEDED, Compile, CompileResult, serve
-from .errors import MAX_WHITESPACE, first_line
+from .errors import MAX_WHITESPACE, one_line
 
 import_torch()  # which xgrammar imports
 
@@ -107,7 +107,7 @@ def _result(compiler: Any, request: CompileRequest, vocab_size: int) -> CompileR
     except Exception as error:  # xgrammar raises exceptions of many types
         if "bad_alloc" in str(error):
             return CompileResult(error=LIMIT_EXCEEDED, supported=False)
-        return CompileResult(error=first_line(SOURCE_LOCATION.sub("", str(error).strip())))
+        return CompileResult(error=one_line(SOURCE_LOCATION.sub("", str(error).strip())))
     return CompileResult(text)
 
 

@@ -145,6 +145,11 @@ class Scheduler:
         )
 
     @property
+    def num_swapped(self) -> int:
+        """Number of preempted sequences whose KV blocks are in host memory."""
+        return sum(one.state is State.SWAPPED for group in self._groups.values() for one in group.sequences)
+
+    @property
     def num_hit_blocks(self) -> int:
         """Number of blocks that sequences took from the prefix cache since the engine started."""
         return self.kv.num_hit_blocks

@@ -195,6 +195,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of preempted sequences."""
     num_preempted_waiting: int = 0
     """Sequences in the queue because they were preempted."""
+    num_swapped: int = 0
+    """Those of them whose KV blocks are in host memory."""
     blocks_reused: int = 0
     """Counter of KV blocks found in the prefix cache."""
     steps: int = 0

@@ -33,6 +33,7 @@ from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
+from penstock.core.machine_errors import start_failure
 from penstock.tracing import start_tracer
 from penstock.version import __version__
 
@@ -495,6 +496,7 @@ class EngineServer:
             blocks_used=scheduler.device_pool.num_used,
             preemptions=scheduler.num_preemptions,
             num_preempted_waiting=scheduler.num_preempted_waiting,
+            num_swapped=scheduler.num_swapped,
             blocks_reused=scheduler.num_hit_blocks,
             steps=self._engine.steps,
             steps_by_tokens=self._engine.step_counts.steps,
@@ -550,10 +552,11 @@ def _choose_gpus(options: EngineOptions, replica: int) -> EngineOptions:
     """The options with the first GPU of a replica, whose ranks have one each, behind those of the replicas before."""
     import torch
 
-    if options.device not in ("auto", "cuda") or not torch.cuda.is_available():
+    kind, _, first = options.device.partition(":")
+    if kind not in ("auto", "cuda") or not torch.cuda.is_available():
         return options
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    return msgspec.structs.replace(options, device=f"cuda:{replica * ranks}")
+    return msgspec.structs.replace(options, device=f"cuda:{int(first or 0) + replica * ranks}")
 
 
 def _resident_bytes() -> int:
@@ -618,6 +621,12 @@ def main() -> None:
     except SystemExit as error:
         assert isinstance(error.code, int)
         status = error.code
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if (failure := start_failure(error)) is None or report.closed:  # it has started
+            raise
+        report.write(msgspec.json.encode(messages.StartFailed(failure)) + b"\n")
+        report.close()
+        status = 2
     atexit._run_exitfuncs()  # workers end, and weights that are being written to the cache come to their end
     zmq.Context.instance().destroy()  # after all messages have been sent
     with contextlib.suppress(OSError):  # where nobody reads the log any more

@@ -236,7 +236,7 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     """The draft model or the heads; None where the options ask for none.
 
     Raises ``PenstockError`` (``invalid``) where their folder is not given, a draft model's vocabulary has another size,
-    or MTP is asked for and the model has no such layers.
+    its context is shorter than that of the model, or MTP is asked for and the model has no such layers.
     """
     if speculative and speculative.method == "mtp" and not model.num_mtp_layers:
         raise invalid("speculative_config", "this model has no MTP layers (num_nextn_predict_layers)")
@@ -258,6 +258,10 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     if config.vocab_size != model.vocab_size:
         words = f"the draft model knows {config.vocab_size} tokens, and the model {model.vocab_size}"
         raise invalid("speculative_config", words)
+    length = min(options.max_model_len or model.max_model_len, model.max_model_len)
+    if (longest := config.max_model_len) < length:
+        words = f"is {length}, and the draft model {folder} has a context of {longest} tokens: give at most {longest}"
+        raise invalid("max_model_len", f"{words}, or another draft model", longest)
     return Draft(folder, "draft_model", config)
 
 

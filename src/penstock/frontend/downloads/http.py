@@ -12,6 +12,7 @@ import httpx2
 import msgspec
 
 from penstock.core.errors import PenstockError, invalid
+from penstock.core.numbers import read_decimal
 from penstock.version import __version__
 
 from .remote import InterruptedTransferError, RangesIgnoredError, unavailable
@@ -20,6 +21,10 @@ CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0
 """Seconds for a connection, and without a byte."""
 BLOCK_BYTES = 2**20
 MAX_REDIRECTS = 10
+MAX_SIZE = 2**63 - 1
+"""Bytes of a file."""
+MAX_PAUSE = 10**9
+"""Seconds of ``Retry-After`` that are read as a number."""
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which another attempt may succeed."""
 STALE = (400, 401, 403, 404, 410)
@@ -118,7 +123,7 @@ def content_range(response: httpx2.Response) -> tuple[int | None, int | None]:
     first = span.partition("-")[0]
     if unit != "bytes":
         return None, None
-    return int(first) if first.isdecimal() else None, int(total) if total.isdecimal() else None
+    return read_decimal(first, MAX_SIZE), read_decimal(total, MAX_SIZE)
 
 
 def _refused(response: httpx2.Response) -> PenstockError:
@@ -158,8 +163,8 @@ def _check_transient(response: httpx2.Response) -> None:
 
 def _retry_after(text: str) -> float:
     """Seconds; 0 for none."""
-    if text.strip().isdecimal():
-        return float(text)
+    if (seconds := read_decimal(text.strip(), MAX_PAUSE)) is not None:
+        return float(seconds)
     try:
         moment = parsedate_to_datetime(text)
     except ValueError:

@@ -10,12 +10,13 @@ import msgspec
 
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_text_file
 from penstock.engine.executor.layout import ranks_of
 from penstock.engine.executor.rendezvous import check_nodes
-from penstock.planning.checkpoint_digest import INDEX
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
+from penstock.planning.stored_tensors import INDEX
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NEEDED_FIRST = (CONFIG, INDEX)
@@ -54,8 +55,8 @@ def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str]
     layers = {layer for stage in stages for layer in split[stage]}
     at_an_end = 0 in layers or size.num_layers - 1 in layers
     try:
-        tensors = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
-    except msgspec.MsgspecError as error:
+        tensors = msgspec.json.decode(read_text_file(folder / INDEX), type=_Index).weight_map
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid("model", f"{folder / INDEX} is damaged ({error}): fetch it again") from error
 
     def is_needed(name: str) -> bool:

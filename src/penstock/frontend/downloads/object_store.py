@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
 
 from .downloader import MAX_WORKERS
@@ -37,9 +38,9 @@ class ObjectStore:
     """
 
     def __init__(self, name: ModelName, endpoint: str = "", max_workers: int = MAX_WORKERS) -> None:
-        self.name = name.path
+        self.name = public_url(name.path)
         self._scheme = OBJECT_STORES[name.scheme]
-        path = self.name.partition("://")[2]
+        path = name.path.partition("://")[2]
         self._is_file = path.lower().endswith(".gguf")
         self._folder = path.rpartition("/")[0] if self._is_file else path
         self._path = path

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.config.secrets import public_url
+from penstock.config.user_folders import cache_home
 from penstock.core.errors import Code, PenstockError, invalid
 
 from .downloader import MAX_WORKERS, cannot_write, fetch
@@ -86,7 +87,7 @@ def download(name: ModelName, selection: Selection, options: DownloadOptions, fo
     """
     if is_offline():
         if folder:
-            raise _offline(f"{name.path} cannot be fetched")
+            raise _offline(f"{public_url(name.path)} cannot be fetched")
         return resolve_name(name, selection, options)
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace) and not folder:
@@ -137,7 +138,7 @@ def _check_unchanged(source: Source, before: Listing, files: list[RemoteFile], d
 
 def cache_folder(name: ModelName, cache_dir: Path | None) -> Path:
     """The folder of the cache for a model that is not on the Hugging Face hub."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "penstock", "downloads")
+    cache = cache_home() / "penstock" / "downloads"
     if name.is_on_hub:
         return (cache_dir or cache) / name.scheme / name.path / (NO_FILE_NAME.sub("-", name.revision) or "default")
     digest = hashlib.sha256(name.path.encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ NEEDED = ("[0-9]_*/*", "additional_chat_templates/*.jinja")
 """Files in folders that are needed nevertheless: of modules of sentence-transformers, and chat templates."""
 NO_GGUF_MODEL = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)
 """GGUF files beside a model's: projectors of images, importance matrices."""
-SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z", re.IGNORECASE)
 QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32|FP16))(?=[-.])", re.IGNORECASE
 )

@@ -9,11 +9,13 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
+from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
-from penstock.planning.checkpoint_digest import INDEX
+from penstock.core.numbers import read_decimal
+from penstock.planning.stored_tensors import INDEX
 
 from .downloader import MAX_WORKERS
-from .http import HTTPRanges, content_range, get_json, status_of, without_secrets
+from .http import MAX_SIZE, HTTPRanges, content_range, get_json, status_of, without_secrets
 from .names import ModelName
 from .remote import InterruptedTransferError, Listing, RemoteFile, check_paths, unavailable
 from .selection import SHARD
@@ -73,7 +75,7 @@ class Web:
         try:
             address = httpx2.URL(name.path)
         except httpx2.InvalidURL as error:
-            raise invalid("model", f"{name.path} is no address ({error})") from error
+            raise invalid("model", f"{public_url(name.path)} is no address ({error})") from error
         self.name = without_secrets(name.path)
         path = address.path
         if path.lower().endswith(ARCHIVES):
@@ -135,8 +137,9 @@ class Web:
         if response.status_code in ABSENT or "html" in response.headers.get("Content-Type", ""):
             return None  # or a page that lists, or excuses
         _, size = content_range(response)
-        if response.status_code == 200 and (length := response.headers.get("Content-Length", "")).isdecimal():
-            size = int(length)
+        length = read_decimal(response.headers.get("Content-Length", ""), MAX_SIZE)
+        if response.status_code == 200 and length is not None:
+            size = length
         elif response.status_code not in (200, 206, 416):
             raise unavailable(self.name, status_of(response))
         if size is None:

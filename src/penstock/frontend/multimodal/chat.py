@@ -40,6 +40,34 @@ def split_media(
     return result, sources
 
 
+def move_tool_media(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    """Move images and videos of tool results into a user message after them, for chat templates that show none there.
+
+    Args:
+        messages: as ``split_media`` returns them.
+
+    Returns None where no tool result has any.
+    """
+    result: list[Mapping[str, Any]] = []
+    media: list[Any] = []
+    moved = False
+    for message in [*messages, {}]:
+        content = message.get("content")
+        if message.get("role") == "tool" and isinstance(content, list):
+            media += [part for part in content if part["type"] != "text"]
+            text = "\n".join(part["text"] for part in content if part["type"] == "text")
+            message = {**message, "content": text}
+        elif media and message.get("role") != "tool":
+            if message.get("role") == "user":
+                parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+                message = {**message, "content": [*media, *parts]}
+            else:
+                result.append({"role": "user", "content": media})
+            media, moved = [], True
+        result.append(message)
+    return result[:-1] if moved else None
+
+
 def _part(part: Any, path: str, sources: list[MediaSource]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):

@@ -11,8 +11,8 @@ from penstock.planning.model_size import (
     max_model_len_of,
     quantization_config_of,
     quantization_of,
-    rope_parameters_of,
 )
+from penstock.planning.rope import rope_parameters_of
 
 from ..config import ModelConfig, dtype_of
 from .library import cache_windows, library_config, model_class, skeleton, unsupported

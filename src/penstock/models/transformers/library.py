@@ -35,6 +35,14 @@ def knows(architecture: str) -> bool:
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
+def architectures_of(model_type: str) -> list[str]:
+    """The causal language model of a ``model_type``, where ``config.json`` names none; empty for an unknown one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return [found] if found else []
+
+
 def unknown() -> str:
     """What an error says of an architecture that transformers does not know."""
     words = f"transformers {version('transformers')} has no causal language model of this name"

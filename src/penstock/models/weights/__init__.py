@@ -8,6 +8,7 @@ from .engine_weights import EngineWeights
 from .fused_experts import FusedExperts, FusedLayout
 from .gguf import GGUFCheckpoint, find_gguf
 from .lora import LoRAAdapter, load_lora
+from .padded_heads import PaddedHeads
 from .renamed import RenamedWeights, Stored
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "FusedLayout",
     "GGUFCheckpoint",
     "LoRAAdapter",
+    "PaddedHeads",
     "RenamedWeights",
     "Stored",
     "WeightCache",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_text_file
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import INDEX, PATTERNS, PYTORCH_INDEX, checkpoint_digest
+from penstock.planning.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
+from penstock.planning.stored_tensors import EMBEDDING, HEAD, INDEX, matches
 from penstock.quant import CheckpointFormat
 
 from .tensor_files import TensorFile, open_tensors
@@ -23,6 +27,8 @@ OTHERS = ("adapter_", "consolidated")
 """How files begin that have other weights, or the same under other names."""
 OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """How names end → how they did in checkpoints converted from TensorFlow."""
+LAYER = re.compile(r"(.*\blayers\.\d+)\.")
+EXPERT = re.compile(r"\bexperts\.\d+\.")
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
@@ -44,11 +50,13 @@ class Checkpoint:
         self._file_of: dict[str, str] = {}
         self.bytes_read = 0
         """Bytes of all tensors and slices taken so far."""
+        self._taken: set[str] = set()
         index, single = _names(folder)
         if (folder / index).exists():
             self._file_of = _read_index(folder / index, Path(single).suffix)
             if whole and (missing := {file for file in self._file_of.values() if not (folder / file).is_file()}):
-                raise self._lacks(", ".join(sorted(missing)))
+                named = ", ".join(sorted(missing)[:MAX_NAMED])
+                raise self._lacks(named if len(missing) <= MAX_NAMED else f"{len(missing)} files ({named}, …)")
         elif (folder / single).exists():
             self._file_of = dict.fromkeys(self._open(single).names(), single)
         elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
@@ -96,12 +104,22 @@ class Checkpoint:
             words = "and 16-bit or 32-bit floating-point numbers are wanted"
             raise invalid("model", f"tensor {name} is of {tensor.dtype}, {words}")
         self.bytes_read += tensor.nbytes
+        self._taken.add(name)
         return tensor
 
     @property
     def names(self) -> list[str]:
         """Of all tensors, as ``read`` takes them."""
         return [f"model.{name}" if self._unprefixed else name for name in self._file_of]
+
+    def ignored(self) -> list[str]:
+        """Names of weights and biases that were not taken, of the layers of which others were: ``config.json`` does not
+        say that they are used. Without those of single experts, which other ranks may take."""
+        layers = {match[1] for name in self._taken if (match := LAYER.match(name))}
+        left = [name for name in self.names if name not in self._taken and name.endswith((".weight", ".bias"))]
+        return [
+            name for name in left if (match := LAYER.match(name)) and match[1] in layers and not EXPERT.search(name)
+        ]
 
     def has(self, name: str) -> bool:
         return self.stored_name(name) in self._file_of
@@ -143,6 +161,18 @@ class Checkpoint:
         return invalid("model", f"{self._folder} lacks {files}, which its index names")
 
 
+def has_other_pytorch_head(folder: Path) -> bool:
+    """Whether PyTorch's files of a checkpoint have a language model head that is not the embedding."""
+    if any(folder.glob("*.safetensors")) or not any(folder.glob("pytorch_model*.bin")):
+        return False
+    checkpoint = Checkpoint(folder)
+    heads, embeddings = ([name for name in checkpoint.names if matches(name, of)] for of in (HEAD, EMBEDDING))
+    if not heads or not embeddings:
+        return False
+    one, other = (checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in (heads[0], embeddings[0]))
+    return not torch.equal(one, other)
+
+
 def _names(folder: Path) -> tuple[str, str]:
     """Names of the index and of the single file of a checkpoint, of which it has one."""
     for index, single in ((INDEX, SINGLE), (PYTORCH_INDEX, PYTORCH_SINGLE)):
@@ -152,6 +182,12 @@ def _names(folder: Path) -> tuple[str, str]:
     if len(own) == 1 and not SHARD.search(own[0]):
         return INDEX, own[0]
     return PYTORCH_INDEX, MEDUSA if (folder / MEDUSA).exists() else PYTORCH_SINGLE
+
+
+MAX_NAMED = 3
+"""Missing files that an error names."""
+MAX_FILE_NAME = 255
+"""Bytes of a file's name, by Linux's file systems."""
 
 
 class Index(msgspec.Struct):
@@ -164,10 +200,12 @@ class Index(msgspec.Struct):
 def _read_index(path: Path, suffix: str) -> dict[str, str]:
     """The file of each tensor. Raises ``PenstockError`` (``invalid``) where any is of another kind or elsewhere."""
     try:
-        files = msgspec.json.decode(path.read_bytes(), type=Index).weight_map
+        files = msgspec.json.decode(read_text_file(path), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid("model", f"{path} is damaged ({error}). Fetch it again.") from error
     for file in files.values():
+        if len(os.fsencode(file)) > MAX_FILE_NAME:
+            raise invalid("model", f"{path} names {file[:40]!r}…, a name of {len(file)} characters; no file has it")
         if Path(file).name != file:
             raise invalid("model", f"{path} names {file!r}, which is not a file beside it")
         if Path(file).suffix != suffix:

@@ -38,14 +38,14 @@ class ValuesByPattern:
                 self._names[key] = i
                 continue
             pattern(key, "adapter_config.json", field, MAX_REPEATS)
-            self._expressions.append((i, re.compile(rf"(.*\.)?({key})$")))
+            self._expressions.append((i, re.compile(rf"(.*\.)?({key})")))
         if len(self._expressions) > MAX_EXPRESSIONS:
             words = f"an adapter's rank_pattern or alpha_pattern has {len(self._expressions)} regular expressions"
             raise invalid(field, f"{words}, and {MAX_EXPRESSIONS} are allowed", MAX_EXPRESSIONS)
 
     def __getitem__(self, name: str) -> Any:
         matches = [self._names[end] for end in _ends(name) if end in self._names]
-        matches += [i for i, expression in self._expressions if expression.match(name)][:1]
+        matches += [i for i, expression in self._expressions if expression.fullmatch(name)][:1]
         return self._values[min(matches)] if matches else self._default
 
 

@@ -10,7 +10,7 @@ from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.serve.generation import generate
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
-from penstock.text import Message
+from penstock.text import Message, ToolCall
 
 from .prompt import ChatPrompt
 from .request import ChatRequest
@@ -65,13 +65,26 @@ class ChatGeneration:
             async for output in outputs:
                 completion = output.outputs[0]
                 advanced = cursor.progress.advance(completion) is not None
-                yield output, cursor.delta(self.message(completion)) if advanced else Delta()
+                yield output, cursor.delta(self.message(completion)) if advanced else []
 
     def message(self, completion: CompletionOutput) -> Message:
-        """A sequence's message: without reasoning where ``include_reasoning`` is false, and with the first call alone
-        where ``parallel_tool_calls`` is false."""
+        """A sequence's message: without reasoning where ``include_reasoning`` is false, without calls where
+        ``tool_choice`` is none, and with the first call alone where ``parallel_tool_calls`` is false."""
         read, request = completion.message, self._request
         assert read is not None
-        reasoning = "" if request.include_reasoning is False else read.reasoning_content
-        calls = read.tool_calls[:1] if request.parallel_tool_calls is False else read.tool_calls
-        return Message(read.content, reasoning, calls)
+        with_reasoning, max_calls = request.include_reasoning is not False, len(read.parts)
+        if request.tool_choice == "none":
+            max_calls = 0
+        elif request.parallel_tool_calls is False:
+            max_calls = 1
+        if with_reasoning and max_calls == len(read.parts):
+            return read
+        message = Message()
+        for part in read.parts:
+            if isinstance(part, ToolCall):
+                if max_calls:
+                    message.parts.append(part)
+                    max_calls -= 1
+            elif with_reasoning or part.kind == "content":
+                message.add_text(part.kind, part.text)
+        return message

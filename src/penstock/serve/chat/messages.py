@@ -16,7 +16,9 @@ from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart
 
 TEXT = {"text": "text"}
-"""Content parts of OpenAI's chats."""
+"""Types of content parts that hold text, each with the field that has it."""
+CHAT_TEXT = {"text": "text", "refusal": "refusal"}
+"""Likewise in OpenAI's chats."""
 
 
 class ContentPart(Protocol):
@@ -32,8 +34,6 @@ Part = TypeVar("Part", bound=ContentPart)
 class TemplateFields(Protocol):
     """The fields of a request that a chat template is rendered with."""
 
-    @property
-    def tools(self) -> list[Tool] | None: ...
     @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
     @property
@@ -95,7 +95,7 @@ def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, A
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool_result(call_id: str, content: str) -> dict[str, Any]:
+def tool_result(call_id: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
     """The message that holds a tool's result."""
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
@@ -127,10 +127,11 @@ def effort_fields(effort: str | None, variables: Collection[str]) -> dict[str, A
     return {"reasoning_effort": "xhigh" if effort == "max" else effort}
 
 
-def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, Any]:
+def template_options(request: TemplateFields, tools: Sequence[Tool] | None, calls_tools: bool) -> dict[str, Any]:
     """Keyword arguments of ``ChatTemplate.render`` besides the messages.
 
     Args:
+        tools: those that the prompt shows.
         calls_tools: whether the chat template has a known tool call format.
 
     Raises ``PenstockError``: ``invalid`` for reserved names in ``chat_template_kwargs``, ``unsupported`` for tools that
@@ -140,10 +141,10 @@ def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, An
     reserved = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
     if wrong := [name for name in reserved if name in options]:
         raise invalid("chat_template_kwargs", f"{wrong[0]} cannot be given there")
-    if request.tools:
+    if tools:
         if not calls_tools:
             raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them", "tools")
-        options["tools"] = [msgspec.to_builtins(tool) for tool in request.tools]
+        options["tools"] = [msgspec.to_builtins(tool) for tool in tools]
         for tool in options["tools"]:
             tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
     goes_on = bool(request.continue_final_message)
@@ -158,7 +159,8 @@ def messages_of(messages: list[Message], images: bool = False) -> list[dict[str,
     """Messages as chat templates read them: content as one text, arguments of calls as objects.
 
     Args:
-        images: whether a user's messages may have images and videos; the content of one with these is its parts.
+        images: whether messages may have images and videos; the content of one with these is its parts. The chat
+            template decides in which roles it shows them.
 
     Raises ``PenstockError`` (``unsupported``) for content that is not text, an image or a video.
     """
@@ -170,7 +172,7 @@ def _message(message: Message, path: str, images: bool) -> dict[str, Any]:
         raise invalid(f"{path}.role", f"{message.role[:50]!r} is not one of {', '.join(ROLES)}")
     result: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _content(message, path, images and message.role == "user"),
+        "content": _content(message, path, images),
     }
     if message.tool_calls:
         result["tool_calls"] = [
@@ -190,8 +192,8 @@ def _content(message: Message, path: str, images: bool) -> str | list[dict[str, 
             raise invalid(f"{path}.content", f"is missing, and a {message.role} message is nothing without")
         return ""
     if images:
-        return content_of(message.content, f"{path}.content", _media)
-    return text_of(message.content, f"{path}.content")
+        return content_of(message.content, f"{path}.content", _media, CHAT_TEXT)
+    return text_of(message.content, f"{path}.content", CHAT_TEXT)
 
 
 MEDIA_FIELDS = {"image_url": "image_url", "video_url": "video_url", "video": "video"}

@@ -63,11 +63,14 @@ class ChatPrompt:
             raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
         self.tools = input_processor.response_formats(self._template).tools
         """The model's tool call format; None where it has none."""
-        self._calls = bool(request.tools) and request.tool_choice != "none"
+        self._calls = bool(request.tools)
+        shown = request.tools if request.tool_choice != "none" else None
         self._messages = messages_of(request.messages, service.sees_images)
-        self._options = template_options(request, self.tools is not None) | self._template_variables(request, unknown)
+        self._options = template_options(request, shown, self.tools is not None) | self._template_variables(
+            request, unknown
+        )
         self.echoed = ""
-        """Text of the last message that the answer repeats (``echo``)."""
+        """Text of the last message that the answer repeats (``echo``); as the prompt has it, once it is rendered."""
         last = self._messages[-1] if self._messages else {}
         if request.echo and (last.get("role") == "assistant" or not self._options["add_generation_prompt"]):
             self.echoed = last.get("content", "")
@@ -98,6 +101,8 @@ class ChatPrompt:
                 bool(request.add_special_tokens),
                 merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {}),
             )
+            if request.continue_final_message and not prompt["prompt"].endswith(self.echoed):
+                self.echoed = self.echoed.rstrip()  # as the template does, so that the answer brings the space
         else:
             input_processor = gateway.input_processor
             end = input_processor.tokenizer.decode(

@@ -19,8 +19,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NonEmptyText = Annotated[str, msgspec.Meta(min_length=1)]
-REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
-TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+REQUEST_ID = r"^[\x21-\x7e]{1,128}$(?!\n)"
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)"
 """Letters, digits and a few punctuation marks; models' tool call formats allow no others."""
 
 
@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     """Send the usage in a last chunk."""
     continuous_usage_stats: bool | None = None
-    """Send the usage so far in every chunk."""
+    """With include_usage: send the usage so far in every chunk."""
     include_obfuscation: Literal[False] | None = None
 
 
@@ -41,10 +41,18 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
+    """OpenAI's response format, with the forms of llama-server, Text Generation Inference and vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None
+    """llama-server's: the schema of json_object or json_schema."""
     value: dict[str, Any] | str | None = None
-    """Of Text Generation Inference: the schema of ``json`` or ``json_object``, the expression of ``regex``."""
+    """Text Generation Inference's: the schema of json or json_object, the expression of regex."""
+    pattern: str | None = None
+    """The expression of regex."""
+    grammar: str | None = None
+    """The grammar of the type grammar, in Lark's or GBNF's notation."""
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
@@ -114,7 +122,8 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
+    """No effect, as in vLLM with fast tokenizers."""
 
     response_format: ResponseFormat | None = None
     """Structured output: any JSON object, one of a JSON Schema, or a structural tag."""
@@ -131,6 +140,14 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     """Free text with tagged parts that follow a schema."""
     structured_outputs: StructuredOutputs | None = None
     """The fields guided_*, under vLLM's newer name."""
+    json_schema: str | dict[str, Any] | None = None
+    """llama-server's and SGLang's name of guided_json."""
+    regex: str | None = None
+    """SGLang's name of guided_regex."""
+    grammar: str | None = None
+    """llama-server's name of guided_grammar."""
+    ebnf: str | None = None
+    """SGLang's name of guided_grammar."""
 
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -174,6 +191,7 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: str | MediaURL | None = None
     video_url: str | MediaURL | None = None
     video: str | MediaURL | None = None

@@ -49,7 +49,7 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
     both = {value for value in (request.max_tokens, request.max_completion_tokens) if value is not None}
     if len(both) > 1:
         raise invalid("max_completion_tokens", "differs from max_tokens; give one of them")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "requires logprobs")
     budgets = {value for value in (request.reasoning_max_tokens, request.thinking_token_budget) if value is not None}
     if len(budgets) > 1:

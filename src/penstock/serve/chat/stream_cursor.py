@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from penstock.text import Message, ToolCall
+from penstock.text import Message, MessagePart, TextPart, ToolCall
 
 from ..generation import SequenceCursor
 
@@ -21,16 +21,8 @@ class CallDelta:
     """Id and name are set in the first delta of a call."""
 
 
-@dataclass(slots=True)
-class Delta:
-    """What a step added to a message."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: list[CallDelta] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.tool_calls)
+Delta = list[TextPart | CallDelta]
+"""What was added to a message, in order. A text that goes on and the arguments of a call that goes on come first."""
 
 
 class StreamCursor:
@@ -38,29 +30,32 @@ class StreamCursor:
 
     def __init__(self) -> None:
         self.progress = SequenceCursor()
-        self._content = self._thought = 0
-        self._arguments: list[int] = []
-        """For each tool call sent so far: number of characters of its arguments that were sent."""
-
-    @property
-    def num_tool_calls(self) -> int:
+        self.num_tool_calls = 0
         """Number of tool calls that were sent, the last one perhaps in part."""
-        return len(self._arguments)
+        self._parts = 0
+        """Number of parts that were sent, the last one perhaps in part."""
+        self._length = 0
+        """Characters of the last part that were sent."""
 
     def delta(self, message: Message) -> Delta:
         """What was added to a message since the last call."""
-        thought, content = message.reasoning_content[self._thought :], message.content[self._content :]
-        self._thought += len(thought)
-        self._content += len(content)
-        started = max(self.num_tool_calls - 1, 0)
-        parts = [self._part(i, call) for i, call in enumerate(message.tool_calls[started:], started)]
-        return Delta(thought, content, [part for part in parts if part])
+        delta: Delta = []
+        if self._parts:
+            delta += self._rest(message.parts[self._parts - 1])
+        for part in message.parts[self._parts :]:
+            self._parts, self._length = self._parts + 1, 0
+            if isinstance(part, ToolCall):
+                delta.append(CallDelta(self.num_tool_calls, part.arguments, part.id, part.name))
+                self.num_tool_calls += 1
+                self._length = len(part.arguments)
+            else:
+                delta += self._rest(part)
+        return delta
 
-    def _part(self, index: int, call: ToolCall) -> CallDelta | None:
-        """What was added to the last call, or a new call."""
-        if index == self.num_tool_calls:
-            self._arguments.append(len(call.arguments))
-            return CallDelta(index, call.arguments, call.id, call.name)
-        new = call.arguments[self._arguments[index] :]
-        self._arguments[index] += len(new)
-        return CallDelta(index, new) if new else None
+    def _rest(self, part: MessagePart) -> Delta:
+        """What was added to the last part."""
+        text = part.arguments if isinstance(part, ToolCall) else part.text
+        added, self._length = text[self._length :], len(text)
+        if not added:
+            return []
+        return [CallDelta(self.num_tool_calls - 1, added) if isinstance(part, ToolCall) else TextPart(part.kind, added)]

@@ -7,18 +7,30 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
-from penstock.core.guided import check_schema, disallow_additional_properties, schema_to_json
+from penstock.core.guided import check_schema, clean_schema, disallow_additional_properties, schema_to_json
 from penstock.text import ToolCallFormat, forced_call_tag
 
-from .request import ChatRequest, GenerationRequest, NamedTool, ResponseFormat
+from .request import ChatRequest, GenerationRequest, JsonSchema, NamedTool, ResponseFormat
 
 GUIDED_FIELDS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+OTHER_NAMES = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
+"""Names of llama-server's and SGLang's fields, and the constraint of each."""
+RESPONSE_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "json_object": ("json", ("schema", "value")),
+    "json_schema": ("json", ("json_schema", "schema")),
+    "json": ("json", ("value", "schema")),
+    "regex": ("regex", ("value", "pattern")),
+    "grammar": ("grammar", ("grammar",)),
+    "structural_tag": ("structural_tag", ("structures", "triggers", "format")),
+    "text": ("", ()),
+}
+"""Type of a response format → its constraint, and the fields that go with the type."""
 
 
 def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | None:
     """The guided decoding parameters of a request; None where its output is free.
 
-    Raises ``PenstockError`` (``invalid``) for several constraints.
+    Raises ``PenstockError`` (``invalid``) for several constraints, and for a response format that is malformed.
     """
     given = {name: value for name in GUIDED_FIELDS if (value := getattr(request, f"guided_{name}")) is not None}
     if request.structural_tag is not None:
@@ -28,7 +40,8 @@ def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | Non
     sources = {
         "guided_decoding": given,
         "structured_outputs": _from_structured_outputs(request),
-        "response_format": _from_response_format(request),
+        "response_format": _from_response_format(request.response_format),
+        **{name: {kind: value} for name, kind in OTHER_NAMES.items() if (value := getattr(request, name))},
     }
     constraints = [
         name for name, source in sources.items() if source.keys() - {"disable_any_whitespace", "whitespace_pattern"}
@@ -57,14 +70,15 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         return None
     known = {}
     for i, tool in enumerate(request.tools or ()):
-        parameters = {"type": "object"} | (tool.function.parameters or {})
+        field = f"tools[{i}].function.parameters"
+        parameters = {"type": "object"} | clean_schema(field, tool.function.parameters or {})
         if tool.function.strict:
-            parameters = _restrict(f"tools[{i}].function.parameters", {"properties": {}} | parameters)
+            parameters = _restrict(field, {"properties": {}} | parameters)
         if parameters["type"] != "object":
-            raise invalid(f"tools[{i}].function.parameters.type", "must be object where a call is forced")
+            raise invalid(f"{field}.type", "must be object where a call is forced")
         if tool.function.name in known:
             raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} comes twice")
-        check_schema(f"tools[{i}].function.parameters", parameters)
+        check_schema(field, parameters)
         known[tool.function.name] = parameters
     if not known:
         raise invalid("tool_choice", "requires tools")
@@ -88,34 +102,36 @@ def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:
     return given
 
 
-def _from_response_format(request: GenerationRequest) -> dict[str, Any]:
-    form: ResponseFormat | None = request.response_format
-    if form is not None and (form.value is not None or form.type in ("json", "regex")):
-        return _from_tgi_response_format(form)
-    if form is None or form.type == "text":
+def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
+    """The constraint of a response format. Raises ``PenstockError`` (``invalid``) for a field that is missing, or does
+    not go with the type."""
+    if form is None:
         return {}
-    if form.type == "json_object":
-        return {"json_object": True}
+    constraint, fields = RESPONSE_FORMATS[form.type]
+    given = {
+        name: value for name in form.__struct_fields__ if name != "type" and (value := getattr(form, name)) is not None
+    }
+    if other := next((name for name in given if name not in fields), None):
+        raise invalid(f"response_format.{other}", f"does not go with the type {form.type}")
+    if form.type == "text":
+        return {}
     if form.type == "structural_tag":
-        given = {name: getattr(form, name) for name in ("structures", "triggers", "format")}
-        return {"structural_tag": {name: value for name, value in given.items() if value is not None}}
-    if form.json_schema is None:
-        raise invalid("response_format.json_schema", "is missing")
-    if form.json_schema.schema is None:
-        return {"json_object": True}
-    schema = form.json_schema.schema
-    return {"json": _restrict("response_format.json_schema.schema", schema) if form.json_schema.strict else schema}
-
-
-def _from_tgi_response_format(form: ResponseFormat) -> dict[str, Any]:
-    """Text Generation Inference's form of it, which ``huggingface_hub`` makes of a JSON schema, too."""
-    if form.value is None:
-        raise invalid("response_format.value", "is missing")
-    if form.type in ("json", "json_object"):
-        return {"json": form.value}
-    if form.type == "regex" and isinstance(form.value, str):
-        return {"regex": form.value}
-    raise invalid("response_format.value", f"does not go with the type {form.type}")
+        return {"structural_tag": given}
+    if len(given) > 1:
+        raise invalid("response_format", f"has both {' and '.join(given)}: give one")
+    if not given:
+        if form.type == "json_object":
+            return {"json_object": True}
+        raise invalid(f"response_format.{fields[0]}", "is missing")
+    ((name, value),) = given.items()
+    if isinstance(value, JsonSchema):
+        if value.schema is None:
+            return {"json_object": True}
+        field = "response_format.json_schema.schema"
+        return {"json": _restrict(field, value.schema) if value.strict else value.schema}
+    if constraint == "regex" and not isinstance(value, str):
+        raise invalid(f"response_format.{name}", "does not go with the type regex")
+    return {constraint: value}
 
 
 def _restrict(field: str, schema: Any, strict: bool = True) -> Any:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from penstock.core import Failure, PoolingParams
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import RequestOutput, embedding_of
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import check_supported, convert, read_object
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation, reference
@@ -146,7 +147,8 @@ class EmbedHandler(PoolingHandler):
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add both."""
     routes.describe(SCHEMAS, PREFIX)
-    routes.error_formats.add(ERROR_FORMAT, "/v2/embed")
+    routes.error_formats.add(ERROR_FORMAT, "/v1/embed", "/v2/embed")
+    routes.error_formats.add(routes.error_formats.default, "/v1/embeddings")
 
     def embed(version: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(raw_request: Request) -> Response:
@@ -155,7 +157,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             given = read_object(await served_models.read_body(raw_request))
             check_supported(given, UNSUPPORTED)
             given = {name: value for name, value in given.items() if value is not None}
-            request = convert(given, EmbedRequest, record.unknown)
+            request = convert(given, EmbedRequest, record.unknown, "pydantic")
             service = served_models.find(request.model)
             answer = EmbedHandler(service, record, request, version).full()
             return Reply(service, answer, ERROR_FORMAT, streamed=False)
@@ -165,7 +167,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     described = operation(reference(EmbedResponse, PREFIX), OBJECT, reference(EmbedRequest, PREFIX))
     for version in ("1", "2"):
         path = f"/v{version}/embed"
-        routes.add(path, embed(version), method="POST", summary="Cohere's embed", described=described)
+        answer, summary = embed(version), "Cohere's embed"
+        routes.add(path, answer, access=Access.INFERENCE, method="POST", summary=summary, described=described)
 
 
 def _texts(request: EmbedRequest) -> list[str]:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from penstock.core import PenstockError
 
+from ..http.access import Access
 from ..http.body import read_object
 from ..http.error_format import ErrorFormat
 from ..http.request_record import record_of
@@ -63,7 +64,7 @@ def answer_by_body(
             fields = {}
         return await (endpoint if matches(fields) else other)(raw_request)
 
-    routes[routes.index(route)] = Route(path, either, methods=["POST"])
+    routes[routes.index(route)] = Route(path, either, access=route.access, methods=["POST"])
 
 
 def add_shared_routes(
@@ -95,4 +96,5 @@ def add_shared_routes(
         (CHATS, create_chat, "Answer a chat"),
     ):
         for path in paths:
-            routes.add(path, endpoint, method="POST", summary=summary, described=described[paths[0]])
+            of_path = described[paths[0]]
+            routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=of_path)

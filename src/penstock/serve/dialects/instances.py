@@ -19,6 +19,7 @@ from penstock.core.errors import invalid
 from penstock.engine.executor.cluster_secret import read_secret
 from penstock.version import __version__
 
+from ..http.access import Access
 from ..http.body import read_body
 from ..http.openapi import OBJECT, operation, reference
 from ..http.routes import Endpoint, Route, Routes
@@ -30,6 +31,8 @@ MAX_BODY = 2**16
 """Bytes of a registration."""
 STATUS_PATH = "/penstock/instances"
 """GET at a router: its instances, with their statistics."""
+NUMBER_PATH = "/registered_number"
+"""GET at a router, as at FastDeploy's: how many instances of each role are ready."""
 Register = Callable[[str, tuple[str, ...], bool], Awaitable[None]]
 
 
@@ -81,7 +84,16 @@ def add_routes(routes: Routes, served_models: ServedModels, configuration: Confi
         result = [one for service in served_models for one in service.gateway.engine_pool.instances_status]
         return JSONResponse({"version": __version__, "instances": result})
 
-    routes.append(Route(INSTANCE_PATH, signed(INSTANCE_PATH, instance), methods=["GET"]))
-    routes.append(Route(REGISTER_PATH, signed(REGISTER_PATH, registered), methods=["POST"]))
+    async def registered_number(_: Request) -> Response:
+        found = [one for service in served_models for one in service.gateway.engine_pool.instances_status]
+        ready = [one["role"] for one in found if one["state"] == "ready"]
+        return JSONResponse({role: ready.count(role) for role in ("mixed", "prefill", "decode")})
+
+    routes.append(Route(INSTANCE_PATH, signed(INSTANCE_PATH, instance), access=Access.SIGNED, methods=["GET"]))
+    routes.append(Route(REGISTER_PATH, signed(REGISTER_PATH, registered), access=Access.SIGNED, methods=["POST"]))
     described = operation(OBJECT, reference(ErrorResponse))
-    routes.add(STATUS_PATH, status, summary="The instances of a router, with their statistics", described=described)
+    summary = "The instances of a router, with their statistics"
+    routes.add(STATUS_PATH, status, access=Access.PRIVATE, summary=summary, described=described)
+    if engine.role == "router":
+        summary = "How many instances are ready, by role"
+        routes.add(NUMBER_PATH, registered_number, access=Access.PRIVATE, summary=summary, described=described)

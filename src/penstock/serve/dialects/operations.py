@@ -21,6 +21,7 @@ from penstock.engine.service.control import ModelOperation, UpdateWeights
 from penstock.engine.service.operations import EngineState
 
 from ..expert_load import expert_report
+from ..http.access import Access
 from ..http.body import convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
@@ -126,7 +127,7 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         ("/is_sleeping", sleeping, "Whether KV cache or weights are freed"),
         ("/is_paused", paused, "Whether nothing is computed"),
     ):
-        routes.add(path, state, summary=summary, described=operation(OBJECT, failure))
+        routes.add(path, state, access=Access.INFERENCE, summary=summary, described=operation(OBJECT, failure))
     if operator.served_models.options.server_dev_mode:
         _add_reload(routes, operator)
 
@@ -139,13 +140,14 @@ def _add_reload(routes: Routes, operator: Operator) -> None:
         return JSONResponse(_described(service))
 
     described = operation(OBJECT, reference(ErrorResponse), reference(Reload))
-    routes.add("/v1/weights/reload", reload, method="POST", summary="Change a model's weights", described=described)
+    summary = "Change a model's weights"
+    routes.add("/v1/weights/reload", reload, access=Access.CONTROL, method="POST", summary=summary, described=described)
 
 
 async def body_of(request: Request, operator: Operator, schema: type[Any]) -> Any:
     """The body of a request; an empty one has the schema's defaults."""
     body = await operator.served_models.read_body(request)
-    return convert(read_object(body) if body else {}, schema, record_of(request.scope).unknown)
+    return convert(read_object(body) if body else {}, schema, record_of(request.scope).unknown, "pydantic")
 
 
 def _described(service: ModelService) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from penstock.core import PenstockError
 from penstock.engine.modes import KV_CACHE, TAGS, PauseMode
 from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
+from ..http.access import Access
 from ..http.body import check_supported, convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
@@ -68,7 +69,7 @@ def add_routes(routes: Routes, operator: Operator) -> None:
     async def update_weights_from_disk(request: Request) -> Response:
         fields = read_object(await operator.served_models.read_body(request))
         check_supported(fields, UNSUPPORTED)
-        given = convert(fields, UpdateFromDisk, record_of(request.scope).unknown)
+        given = convert(fields, UpdateFromDisk, record_of(request.scope).unknown, "pydantic")
         if given.abort_all_requests:
             await operator.carry_out(PauseGeneration(), request)
         message, status = "Succeeded to update model weights.", 200
@@ -109,4 +110,5 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         (continue_generation, None, "Compute again"),
     ):
         described = operation(OBJECT, failure, reference(schema) if schema else None, query=("model",))
-        routes.add(f"/{endpoint.__name__}", endpoint, method="POST", summary=summary, described=described)
+        path = f"/{endpoint.__name__}"
+        routes.add(path, endpoint, access=Access.CONTROL, method="POST", summary=summary, described=described)

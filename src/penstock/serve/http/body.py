@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, TypeVar
@@ -13,7 +14,13 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
+from .lax import Lax, convert_types, literals_at
 from .unknown_fields import UnknownFields
+
+JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a text that is not JSON, or not of the type asked for."""
+HALF_AT_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}$")
+"""An escape of the first half of a surrogate pair, so near the end that msgspec takes the text for truncated."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
@@ -56,31 +63,61 @@ async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
     return b"".join([part async for part in body_parts(request, max_size, timeout)])
 
 
+def decode_json(data: bytes, field: str) -> Any:
+    """The value of a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``)."""
+    try:
+        return msgspec.json.decode(without_mark(data))
+    except JSON_ERRORS as error:
+        raise invalid(field, f"is not JSON: {json_problem(data, error)}") from error
+
+
+def without_mark(data: bytes) -> bytes:
+    """A text without the byte order mark of UTF-8, which some editors and clients write."""
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def json_problem(data: bytes, error: Exception) -> str:
+    """Why a text is not JSON."""
+    message = str(error)
+    if "surrogate" in message or ("truncated" in message and HALF_AT_END.search(data[-16:])):
+        at = re.search(r"byte \d+", message)
+        where = at[0] if at else "at the end"
+        return f"an escape from \\ud800 to \\udfff is half of a pair, and the other half is missing ({where})"
+    return message
+
+
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body, whatever its content type. Raises ``PenstockError`` (``invalid``) where it is none."""
-    try:
-        result = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("body", f"is not JSON: {error}") from error
+    result = decode_json(body, "body")
     if not isinstance(result, dict):
         raise invalid("body", "is not a JSON object")
     return result
 
 
-def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax: Lax = "") -> T:
     """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``fields``.
 
     Args:
         unknown: collects these fields.
+        lax: conversions of values of another JSON type, which the dialect's original server makes.
 
     Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields with ``strict_requests``.
     """
     try:
         unknown.remove(fields, schema)
-        return msgspec.convert(fields, schema, str_keys=True)
+        try:
+            return msgspec.convert(fields, schema, str_keys=True)
+        except msgspec.ValidationError:
+            if not lax:
+                raise
+            convert_types(fields, schema, lax)
+            return msgspec.convert(fields, schema, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")
+        if message.startswith("Invalid enum value") and (known := literals_at(schema, field)):
+            value = message.removeprefix("Invalid enum value ")
+            message = f"{value} is not one of {', '.join(msgspec.json.encode(one).decode() for one in known)}"
         missing_field = re.search(r"field `(\w+)`", message)  # of a missing or unknown field
         raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 

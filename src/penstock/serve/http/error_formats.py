@@ -19,13 +19,18 @@ class ErrorFormats:
     """
 
     def __init__(self, default: ErrorFormat, by_head: Sequence[Callable[[Scope], ErrorFormat | None]] = ()) -> None:
-        self._default = default
+        self.default = default
         self._by_head = by_head
+        self._by_prefix: dict[str, ErrorFormat] = {}
         self._by_path: dict[str, ErrorFormat] = {}
 
     def add(self, error_format: ErrorFormat, *paths: str) -> None:
         """Use a format for the paths that begin with one of ``paths``; the longest counts."""
-        self._by_path |= dict.fromkeys(paths, error_format)
+        self._by_prefix |= dict.fromkeys(paths, error_format)
+
+    def add_exact(self, error_format: ErrorFormat, path: str) -> None:
+        """Use a format for one path."""
+        self._by_path[path] = error_format
 
     def of(self, scope: Scope) -> ErrorFormat:
         """The format for a request: its dialect's where that is known, else by headers, else by path."""
@@ -34,5 +39,8 @@ class ErrorFormats:
         for by_head in self._by_head:
             if (recognized := by_head(scope)) is not None:
                 return recognized
-        longest = max((path for path in self._by_path if scope["path"].startswith(path)), key=len, default="")
-        return self._by_path.get(longest, self._default)
+        path = scope["path"]
+        if exact := self._by_path.get(path):
+            return exact
+        longest = max((prefix for prefix in self._by_prefix if path.startswith(prefix)), key=len, default="")
+        return self._by_prefix.get(longest, self.default)

@@ -8,9 +8,8 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
-from ipaddress import ip_address
-from typing import TYPE_CHECKING
-from urllib.parse import quote, urlsplit
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -22,9 +21,10 @@ from penstock.version import __version__
 from ..metrics import Metrics
 from ..spans import end_http, logged
 from .error_formats import ErrorFormats
-from .reply import INTERNAL, refuse
-from .request_record import RequestRecord, record_of
+from .reply import refuse
+from .request_record import REFUSED, RequestRecord, record_of
 from .status import STATUS
+from .unexpected import unexpected
 from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 
 if TYPE_CHECKING:
@@ -107,12 +107,16 @@ class RequestLogMiddleware:
 
         with logged(record.span):
             try:
-                await self._app(scope, receive, send_with_headers)
-            except Exception:
-                logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
-                record.failure = INTERNAL
+                if refused := scope.get(REFUSED):
+                    record.failure = refused.failure
+                    status_line = refused.status if refused.status != STATUS[refused.failure.code] else None
+                    await refuse(send_with_headers, refused.failure, self._error_formats.of(scope), status_line)
+                else:
+                    await self._app(scope, receive, send_with_headers)
+            except Exception as error:
+                record.failure = unexpected(error, record.request_id)
                 if not status:
-                    await refuse(send_with_headers, INTERNAL, self._error_formats.of(scope))
+                    await refuse(send_with_headers, record.failure, self._error_formats.of(scope))
             finally:
                 self._log(scope, record, status, time.monotonic() - started)
                 if record.span:
@@ -235,17 +239,17 @@ class HealthPortMiddleware:
 class ApiKeyMiddleware:
     """Requires one of the API keys: ``Authorization: Bearer KEY``, ``Authorization: KEY`` or ``x-api-key: KEY``.
 
+    Where only administrative keys are set, others are not needed.
+
     Args:
         public: paths that need none to be read, besides ``PUBLIC_PATHS``.
     """
 
-    def __init__(
-        self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse, public: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, refuse: Refuse, public: frozenset[str] = frozenset()) -> None:
         self._app = app
         self._public = PUBLIC_PATHS | SIGNED_PATHS
         self._public_to_read = public
-        self._keys = ApiKeys(keys)
+        self._keys = keys
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -257,69 +261,59 @@ class ApiKeyMiddleware:
             return
         headers = Headers(scope=scope)
         given = headers.get("authorization") or headers.get("x-api-key") or ""
-        tenant = self._keys.tenant_of(given.encode("latin-1"))  # the bytes as they were sent
-        if tenant is None:
+        client = self._keys.client_of(given.encode("latin-1"))  # the bytes as they were sent
+        if client is None:
             await self._refuse(scope, send)
-        else:
-            record_of(scope).tenant = tenant
-            await self._app(scope, receive, send)
+            return
+        client.enter(record_of(scope))
+        await self._app(scope, receive, send)
+
+
+class Client(NamedTuple):
+    """What an API key permits."""
+
+    tenant: str = ""
+    """Name made of the key, where there are several API keys."""
+    has_key: bool = False
+    may_control: bool = True
+    """Whether it may change the server for all clients."""
+
+    def enter(self, record: RequestRecord) -> None:
+        """Set the fields of a request of this client."""
+        record.tenant, record.has_key, record.may_control = self
+
+
+def tenant_of(key: bytes) -> str:
+    """The name by which what a key stores is found, where there are several keys. Not for the public: short keys can be
+    guessed from it."""
+    return sha256(key).hexdigest()[:16]
 
 
 class ApiKeys:
-    """The API keys of a server; without any, every request is authorized."""
+    """The API keys of a server; without any, every request is authorized.
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    Args:
+        keys: of ``--api-key``.
+        admin_keys: of ``--admin-api-key``. With any, only they may change the server for all clients; without, a single
+            key may, and none of several.
+    """
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         self._keys = [key.encode() for key in keys]
+        self._admin_keys = [key.encode() for key in admin_keys]
+        self._several = len(set(self._keys)) > 1
 
-    def tenant_of(self, given: bytes) -> str | None:
-        """The tenant whose key is the value of ``Authorization``; None where it is no key, and empty where there are
-        not several. Takes the same time whichever key it resembles."""
+    def client_of(self, given: bytes) -> Client | None:
+        """The client whose key is the value of ``Authorization``; None where it is no key.
+
+        Takes the same time whichever key it resembles.
+        """
         given = given.strip()
         scheme, _, rest = given.partition(b" ")
         key = rest.strip() if scheme.lower() == b"bearer" else given
-        if self._keys and not any([hmac.compare_digest(key, known) for known in self._keys]):
-            return None
-        return sha256(key).hexdigest()[:16] if len(set(self._keys)) > 1 else ""
-
-
-class SameOriginMiddleware:
-    """Refuses requests of other web sites' pages, which a browser on this machine would send for them.
-
-    For paths below ``prefixes``, where a server without API keys keeps things: an ``Origin`` has to be the server's
-    own, or one of ``allowed``; and where the server listens on this machine alone, its name in ``Host`` has to be an
-    address or ``localhost``, as a page's own host may resolve to 127.0.0.1, too (DNS rebinding).
-    """
-
-    def __init__(
-        self, app: ASGIApp, prefixes: tuple[str, ...], allowed: frozenset[str], is_local: bool, refuse: Refuse
-    ) -> None:
-        self._app = app
-        self._prefixes = prefixes
-        self._allowed = allowed
-        self._is_local = is_local
-        self._refuse = refuse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(self._prefixes) and not self._is_own(scope):
-            await self._refuse(scope, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _is_own(self, scope: Scope) -> bool:
-        headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if origin is not None and origin not in self._allowed and origin.rpartition("//")[2] != host:
-            return False
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        return not self._is_local or name == "localhost" or _is_address(name)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+        is_key = any([hmac.compare_digest(key, known) for known in self._keys])
+        is_admin = any([hmac.compare_digest(key, known) for known in self._admin_keys])
+        if not is_key and not is_admin:
+            return None if self._keys else Client(may_control=not self._admin_keys)
+        tenant = tenant_of(key) if self._several else ""
+        return Client(tenant, True, is_admin or not (self._several or self._admin_keys))

@@ -7,28 +7,29 @@ from typing import Any
 from starlette.requests import Request
 
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
+from penstock.serve.storage.pages import Page, PageQuery
 
 DEFAULT_LISTED = 20
 """Entries of a page where ``limit`` is not given."""
 
 
-def page(raw_request: Request, entries: list[dict[str, Any]], maximum: int) -> dict[str, Any]:
-    """A page of a list by the URL's ``limit``, ``after`` and ``order`` (``desc`` by default).
+def page_query(raw_request: Request, maximum: int) -> PageQuery:
+    """The page that a URL's ``limit``, ``after`` and ``order`` (``desc`` by default) ask for.
 
     Args:
-        entries: all of them with their ``id``, the newest first.
         maximum: of ``limit``.
 
     Raises ``PenstockError`` (``invalid``) for another ``limit``.
     """
     query = raw_request.query_params
-    if query.get("order") == "asc":
-        entries = entries[::-1]
-    if after := query.get("after"):
-        entries = entries[next((i + 1 for i, one in enumerate(entries) if one["id"] == after), len(entries)) :]
-    given = query.get("limit", str(DEFAULT_LISTED))
-    if not given.isascii() or not given.isdigit() or len(given) > 9 or not 1 <= int(given) <= maximum:
+    limit = read_decimal(query.get("limit", str(DEFAULT_LISTED)), maximum)
+    if not limit:
         raise invalid("limit", f"must be 1 to {maximum}", maximum)
-    shown = entries[: int(given)]
-    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-    return {"object": "list", "data": shown, **ends, "has_more": len(entries) > len(shown)}
+    return PageQuery(limit, query.get("after", ""), query.get("order") == "asc")
+
+
+def page_document(page: Page) -> dict[str, Any]:
+    """The response with a page, whose entries are objects with an ``id``."""
+    ends = {"first_id": page.entries[0]["id"], "last_id": page.entries[-1]["id"]} if page.entries else {}
+    return {"object": "list", "data": page.entries, "first_id": None, "last_id": None, "has_more": page.has_more} | ends

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+from penstock.core import Code, Failure, PenstockError
+
+from .framing import BARE_LINE_FEED, HEAD_END, Chunks, FramingError, check_head, head_of_refused
+from .request_record import REFUSED, Refused
+
 MAX_PIPELINED = 8
 """Pipelined requests of a connection that are parsed while one is answered; later bytes stay unread."""
-PARSE_SIZE = 4096
-"""Bytes parsed at a time where the length of the message is not known."""
 MAX_FRAMING = 16
 """Bytes of chunk framing allowed for each byte of a body."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 DRAIN_GRACE = 0.5
 """Seconds without a request after which a stopping server closes a connection: one that is under way is answered."""
+LINGER = 1.0
+"""Seconds in which a client that is refused may send the rest and read the error: closing at once would reset the
+connection."""
 HALF_CLOSED_GRACE, HALF_CLOSED_CHECK = 0.5, 0.25
 """Seconds after which a client that sends no more is asked whether it is there, and between two looks at that."""
 
@@ -53,24 +57,39 @@ class UnparsedFlowControl(FlowControl):
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes a connection whose headers are too large or late, or whose client does not read its response."""
+    """Delimits messages (``framing``), and closes a connection whose headers are late, or whose client does not read
+    its response.
+
+    A malformed or too large head reaches the application as a request with ``REFUSED`` in its scope, so that its error
+    has the format of the path and is logged. It is the last request of its connection.
+    """
 
     client_timeout = 60.0
     """Seconds without progress."""
     max_header_size = 64 * 2**10
-    """Bytes of all headers of a request."""
+    """Bytes of a request's head."""
     draining = False
     """Of the class: whether the server stops, so that no connection is kept for further requests."""
 
     _active: RequestResponseCycle | None = None
     """The request being answered; ``cycle`` is the newest one, which may be queued behind it."""
-    _in_head = True
     _in_message = False
-    _overhead = _body = 0
-    """Bytes of the current request outside its body, and of its body."""
-    _refused = False
+    """Whether a request has begun to arrive and is not complete."""
+    _in_body = False
+    _chunks: Chunks | None = None
+    """The current body where it is chunked."""
     _left = 0
     """Bytes of the current body that have not arrived, where it has a content-length."""
+    _searched = 0
+    """Bytes of an incomplete head that do not contain its end."""
+    _overhead = _body = 0
+    """Bytes of the current chunked body's framing, and of the current body."""
+    _last = False
+    """Whether no further request of this connection is read: later bytes are dropped."""
+    _refused: Refused | None = None
+    """Why the last request's head is refused."""
+    _broken: Failure | None = None
+    """Why the last request's body is malformed."""
     _unread, _at = b"", 0
     """Received bytes; those from ``_at`` on are not parsed yet."""
     _half_closed = _probed = False
@@ -142,82 +161,122 @@ class Protocol(HttpToolsProtocol):
         self._presence.start(HALF_CLOSED_CHECK, self._probe)
 
     def data_received(self, data: bytes) -> None:
-        self._unread, self._at = self._unread[self._at :] + data, 0
-        self._parse()
+        if not self._last:
+            self._unread, self._at = self._unread[self._at :] + data, 0
+            self._parse()
 
     def _parse(self) -> None:
         """Parse received bytes, one head or body at a time, until ``MAX_PIPELINED`` requests are queued."""
-        while self._at < len(self._unread) and len(self.pipeline) < MAX_PIPELINED and not self._refused:
+        self._unset_keepalive_if_required()
+        while self._at < len(self._unread) and len(self.pipeline) < MAX_PIPELINED and not self._last:
             if self.transport.is_closing():
                 return
-            end = self._end()
-            piece, self._at = self._unread[self._at : end], end
-            self._parse_piece(piece)
-        if self._at < len(self._unread):
+            start = self._at
+            try:
+                self._parse_body() if self._in_body else self._parse_head()
+            except FramingError as error:
+                self._refuse_body(str(error)) if self._in_body else self._refuse_head(error)
+            if self._at == start:
+                break
+        if self._last:
+            self._unread, self._at = b"", 0
+        if self._at < len(self._unread) and len(self.pipeline) >= MAX_PIPELINED:
             self._flow.held = True
             self.flow.pause_reading()
-        elif self._unread:
-            self._unread, self._at = b"", 0
+        else:
+            self._unread, self._at = self._unread[self._at :], 0
             if self._flow.held:
                 self._flow.held = False
                 self.flow.resume_reading()
-
-    def _end(self) -> int:
-        """Where the next piece to parse ends: the current head, the current body, or ``PARSE_SIZE`` bytes."""
-        start = self._at
-        if self._left:
-            return start + self._left
-        if self._in_head and (end := self._unread.find(b"\r\n\r\n", start)) >= 0:
-            return end + 4
-        return start + PARSE_SIZE
-
-    def _parse_piece(self, data: bytes) -> None:
-        if self._in_head:  # some clients send "Upgrade: h2c" with every request, and httptools then drops the body
-            head, gap, rest = data.partition(b"\r\n\r\n")
-            data = UPGRADE.sub(b"", head) + gap + rest
-        self._overhead += len(data)
-        super().data_received(data)
-        if self._overhead > self.max_header_size + MAX_FRAMING * self._body:
-            self._refuse()
-        elif not self._in_message and self.cycle and self.cycle.response_complete and not self.transport.is_closing():
-            self._unset_keepalive_if_required()
+        if not self._busy and self.cycle and not self.transport.is_closing():  # a body has ended after its response
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+    def _parse_head(self) -> None:
+        """Parse the next head if all of it has arrived, so that its meaning does not depend on packets."""
+        while self._unread.startswith(b"\r\n", self._at):  # RFC 9112, 2.2: empty lines before a request
+            self._at += 2
+        start, limit = self._at, self.max_header_size
+        if start == len(self._unread):
+            return
+        if not self._in_message:
+            self._in_message = True
+            self._searched = 0
+            self._reading.start(self.client_timeout, self.transport.abort)
+        searched = start + max(self._searched - len(HEAD_END), 0)
+        end = self._unread.find(HEAD_END, searched)
+        size = (len(self._unread) if end < 0 else end + len(HEAD_END)) - start
+        if size > limit:
+            raise FramingError(f"headers: must have at most {limit} bytes", 431)
+        if BARE_LINE_FEED.search(self._unread, searched, start + size):
+            raise FramingError("headers: a line does not end with CR LF")
+        if end < 0:
+            self._searched = size
+            return
+        head = check_head(self._unread[start : start + size])
+        self._in_body = True
+        self._left, self._chunks = head.length, Chunks() if head.chunked else None
+        self._at += size
+        try:
+            self.parser.feed_data(head.raw)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._in_body, self._at = False, start
+            raise FramingError(f"the request cannot be read: {error}") from error
+        self._check_agreement()
+
+    def _parse_body(self) -> None:
+        if self._chunks:
+            piece, end = self._chunks.take(self._unread, self._at)
+            self._overhead += end - self._at
+        else:
+            end = min(self._at + self._left, len(self._unread))
+            piece = self._unread[self._at : end]
+            self._left -= len(piece)
+        self._at = end
+        if piece:
+            try:
+                self.parser.feed_data(piece)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+                raise FramingError(f"body: the chunked encoding is malformed: {error}") from error
+        if self._overhead > self.max_header_size + MAX_FRAMING * self._body:
+            raise FramingError(f"body: the chunked encoding has more than {MAX_FRAMING} bytes of framing for each byte")
+        self._check_agreement()
+
+    def _check_agreement(self) -> None:
+        """httptools and ``framing`` must agree whether the request has ended."""
+        ended = self._chunks.ended if self._chunks else not self._left
+        if ended == self._in_message:
+            raise FramingError("body: its end is ambiguous")
+        self._in_body = not ended
+
     def on_message_begin(self) -> None:
-        self._in_message = True
-        self._reading.start(self.client_timeout, self.transport.abort)
         super().on_message_begin()
+        if self._refused:
+            cast(dict[str, Any], self.scope)[REFUSED] = self._refused
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        length = dict(self.headers).get(b"content-length", b"")
-        self._left = int(length) if length.isdigit() else 0
         self._reading.stop()
-        if len(self.url) + sum([len(name) + len(value) for name, value in self.headers]) > self.max_header_size:
-            self._refuse()
-        else:
-            super().on_headers_complete()
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._left = max(self._left - len(body), 0)
-        self._overhead -= len(body)
+        self._overhead -= len(body) if self._chunks else 0
         self._body += len(body)
-        if not self._refused:
-            super().on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_message, self._in_head = False, True
-        self._overhead = self._body = self._left = 0
+        self._in_message = False
+        self._overhead = self._body = 0
         self._reading.stop()
-        if not self._refused:
-            super().on_message_complete()
+        self._last = self._last or not self.cycle.keep_alive
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         if self._in_message:
             self._reading.start(self.client_timeout, self.transport.abort)
         super().on_response_complete()
+        if self._is_refused and self.cycle.response_complete:
+            self._linger()
         self._idle_since = self.loop.time()
         if not self._busy and not self.transport.is_closing():
             if self._half_closed:
@@ -243,16 +302,50 @@ class Protocol(HttpToolsProtocol):
                 """Say ``Connection: close`` where the server stops, with the last response that is asked for."""
                 if self.draining and message["type"] == "http.response.start" and cycle is self.cycle:
                     cycle.keep_alive = cycle.keep_alive and bool(self._unread)
+                if self._is_refused and cycle is self.cycle and message["type"] == "http.response.body":
+                    cycle.keep_alive = True  # the response has said Connection: close; _linger closes
                 await send(message)
 
-            await app(scope, receive, send_last)
+            async def receive_checked() -> Any:
+                """Raises ``PenstockError`` (``invalid``) where the body is malformed."""
+                message = await receive()
+                if self._broken and cycle is self.cycle and message["type"] == "http.request":
+                    raise PenstockError.of(self._broken)
+                return message
+
+            await app(scope, receive_checked, send_last)
 
         super()._start_asgi_task(cycle, answer)
 
-    def _refuse(self) -> None:
-        if not self._refused and not self.transport.is_closing():
-            self._refused = True
-            self.transport.write(TOO_LARGE)
+    @property
+    def _is_refused(self) -> bool:
+        """Whether the last request is refused for its head or its body."""
+        return self._refused is not None or self._broken is not None
+
+    def _linger(self) -> None:
+        """End the connection after the error response: drop what still arrives, then close."""
+        self._unset_keepalive_if_required()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._reading.start(LINGER, self.transport.close)
+
+    def _refuse_head(self, error: FramingError) -> None:
+        """Ask the application to answer with an error, by a head that stands for the refused one."""
+        self._last = True
+        code = Code.TOO_LARGE if error.status == 431 else Code.INVALID
+        self._refused = Refused(Failure(code, str(error)), error.status)
+        self.parser = httptools.HttpRequestParser(self)
+        head, _, _ = self._unread[self._at : self._at + self.max_header_size].partition(HEAD_END)
+        self.parser.feed_data(head_of_refused(head))
+
+    def _refuse_body(self, message: str) -> None:
+        """Have the request's body fail where the application reads it, and close the connection after the response."""
+        self._last, self._in_message = True, False
+        self._broken = Failure(Code.INVALID, message, "body")
+        self._reading.stop()
+        self.cycle.keep_alive = False
+        self.cycle.message_event.set()
+        if self.cycle.response_complete:
             self.transport.close()
 
 

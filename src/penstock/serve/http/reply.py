@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from typing import Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock.config.secrets import mask_values
 from penstock.core import Code, Failure, PenstockError
 
 from .error_format import ErrorFormat
 from .request_record import record_of
 from .status import headers
+from .unexpected import unexpected
 
 logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
-INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 
 class RequestLimiter(Protocol):
@@ -120,11 +122,11 @@ class Reply(Response):
             return None
         except PenstockError as error:
             failure = error.failure
-        except Exception:
-            logger.exception("a request failed")
-            failure = INTERNAL
+        except Exception as error:
+            failure = unexpected(error)
         if started:
-            await send({"type": "http.response.body", "body": self._error_format.stream_error(failure)})
+            body = self._error_format.stream_error(without_secrets(failure))
+            await send({"type": "http.response.body", "body": body})
         else:
             await refuse(send, failure, self._error_format)
         return failure
@@ -147,13 +149,21 @@ async def refuse(
     more: Mapping[str, str] | None = None,
 ) -> None:
     """Send an error response, by default with the format's own status; ``more`` are further headers."""
-    body = error_format.error(failure)
+    body = error_format.error(without_secrets(failure))
     given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
     await send({"type": "http.response.start", "status": status or error_format.status(failure), "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 
+def without_secrets(failure: Failure) -> Failure:
+    """The failure with the server's secrets masked in its message, which may quote a library's error."""
+    message = mask_values(failure.message)
+    return failure if message == failure.message else msgspec.structs.replace(failure, message=message)
+
+
 async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Return when the client has disconnected, or the rest of its body is malformed."""
+    with suppress(PenstockError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

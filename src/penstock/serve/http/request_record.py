@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.types import Scope
 
@@ -16,6 +16,18 @@ from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:
     from penstock.tracing import Span
+
+
+REFUSED = "penstock.refused"
+"""Key of the scope of a request that is refused before it reaches the application: its ``Refused``."""
+
+
+class Refused(NamedTuple):
+    """Why a request's head is refused."""
+
+    failure: Failure
+    status: int
+    """HTTP status."""
 
 
 @dataclass(slots=True)
@@ -33,6 +45,10 @@ class RequestRecord:
     """Its connection (gRPC), within which one request may stop another."""
     tenant: str = ""
     """Where there are several API keys, a name made of its own: what it may see and stop is its tenant's."""
+    has_key: bool = False
+    """Whether it has a valid API key."""
+    may_control: bool = True
+    """Whether it may change the server for all clients."""
     failure: Failure | None = None
     """The error that was sent to the client, or would have been had it not disconnected."""
     error_format: ErrorFormat | None = None

@@ -9,8 +9,9 @@ from typing import Any
 from starlette import routing
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
+from .access import Access
 from .error_formats import ErrorFormats
 from .openapi import STRING
 
@@ -18,11 +19,24 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Route(routing.Route):
-    """A path, its methods, and who answers. A request that it matches has it as ``scope["route"]``."""
+    """A path, its methods, who answers, and who may ask. A request that it matches has it as ``scope["route"]``.
+
+    Args:
+        access: class of the route, which the application's ``OriginPolicy`` checks.
+    """
+
+    def __init__(self, path: str, endpoint: Endpoint, *, access: Access, methods: list[str] | None = None) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self.access = access
 
     def matches(self, scope: Scope) -> tuple[routing.Match, Scope]:
         match, matched = super().matches(scope)
         return match, matched if match is routing.Match.NONE else {**matched, "route": self}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.methods or scope["method"] in self.methods:
+            scope["app"].state.origins.check(scope, self.access)
+        await super().handle(scope, receive, send)
 
 
 class Routes(list[Route]):
@@ -48,6 +62,7 @@ class Routes(list[Route]):
         path: str,
         endpoint: Endpoint,
         *,
+        access: Access,
         method: str = "GET",
         summary: str,
         described: dict[str, Any] | None = None,
@@ -56,11 +71,12 @@ class Routes(list[Route]):
 
         Args:
             path: as in Starlette: ``/models/{name}``, or ``{name:path}`` for a name with slashes.
+            access: who may ask.
             summary: of the operation, for the OpenAPI document.
             described: the operation as ``openapi.operation`` returns it. By default one whose response is not
                 described.
         """
-        route = Route(path, endpoint, methods=[method])
+        route = Route(path, endpoint, access=access, methods=[method])
         self.append(route)
         named = [{"name": name, "in": "path", "required": True, "schema": STRING} for name in route.param_convertors]
         described = described or {"responses": {"200": {"description": "the answer"}}}

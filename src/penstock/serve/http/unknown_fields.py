@@ -13,6 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from penstock.config.settings import did_you_mean
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 logger = logging.getLogger("penstock.requests")
@@ -24,6 +25,14 @@ MAX_NAME, MAX_HEADER = 64, 1024
 """Characters of a field's name, and of the header."""
 MAX_LOGGED = 4096
 """Pairs of client and field that are remembered as logged."""
+CONSTRAINTS = frozenset(
+    "response_format guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern guided_decoding "
+    "guided_options_request structured_outputs structural_tag json_schema json_object grammar regex ebnf format choice "
+    "output_config output_format response_schema response_mime_type responseSchema responseMimeType generationConfig "
+    "guided_decoding_guide guided_decoding_guide_type schema extra_body text".split()
+)
+"""Fields by which some dialect constrains an answer's form. One that is unknown here is refused, since the answer would
+be valid for the client's eyes only."""
 UNSAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
 """Characters that are replaced in a header: spaces, commas, control characters, all but ASCII."""
 
@@ -42,16 +51,26 @@ class UnknownFields:
         self._seen: set[str] = set()
         self._more = False
 
-    def ignore(self, path: str, name: str, known: Iterable[str] = (), kind: str | None = None) -> None:
+    def ignore(
+        self, path: str, name: str, known: Iterable[str] = (), kind: str | None = None, value: Any = None
+    ) -> None:
         """Add an unknown field.
 
         Args:
             path: of the object that has it, with a dot at its end; empty for the request itself.
             known: names that the object may have.
             kind: the path without indexes, where it has any.
+            value: the field's value.
 
-        Raises ``PenstockError`` (``invalid``) with the nearest known name where requests are read strictly.
+        Raises ``PenstockError``: ``invalid`` with the nearest known name where requests are read strictly,
+        ``unsupported`` for a field that constrains the answer.
         """
+        if name in CONSTRAINTS and "[" not in path and _constrains(name, value):
+            others = ", ".join(sorted(CONSTRAINTS.intersection(known)))
+            message = f"{path}{name}: does not constrain answers here" + (f"; use {others}" if others else "")
+            if name == "extra_body":
+                message = "extra_body: is an argument of OpenAI's Python client; send its fields in the request itself"
+            raise PenstockError(Code.UNSUPPORTED, message, path + name)
         if self.strict:
             place = path + name[:100]
             raise invalid(place, f"no such field{did_you_mean(name[:100], known)}")
@@ -109,6 +128,15 @@ class UnknownFieldLog:
         logger.info("unknown fields are ignored: %s", ", ".join(new), extra={"facts": facts})
 
 
+def _constrains(name: str, value: Any) -> bool:
+    """Whether the value of an unknown field of ``CONSTRAINTS`` limits what an answer may be."""
+    if value in (None, False, "", {}, [], "text", "text/plain") or value == {"type": "text"}:
+        return False
+    if name in ("text", "output_config", "generationConfig"):  # objects of which one field is a constraint
+        return isinstance(value, dict) and any(_constrains(inner, value[inner]) for inner in CONSTRAINTS & value.keys())
+    return name != "format" or value == "json" or isinstance(value, dict)
+
+
 @dataclass(slots=True)
 class _SchemaNode:
     """The part of a schema that has structs in it, as a tree."""
@@ -129,7 +157,7 @@ def _remove(document: Any, node: _SchemaNode, path: str, kind: str, unknown: Unk
         if not known.keys() >= document.keys():
             for name in [name for name in document if name not in known]:
                 if node.closed or not unknown.strict:
-                    unknown.ignore(path, name, known, kind)
+                    unknown.ignore(path, name, known, kind, document[name])
                 del document[name]
         for name, inner in node.nested:
             if isinstance(value := document.get(name), dict):

@@ -209,7 +209,8 @@ def _load_input_processor(model: ServedModel) -> InputProcessor:
     processor = InputProcessor(
         engine.model, model.configuration.model, engine.max_output_len, isolated=not model.required
     )
-    processor.tokenizer.check_template()
+    if processor.tokenizer.template_source is not None:
+        _ = processor.tokenizer.template.variables
     _ = processor.tokenizer.vocabulary  # computed while the engine loads its weights, not with the first request
     _ = processor.vocabulary()
     return processor

@@ -17,6 +17,8 @@ from penstock.engine.service.instance import Instance
 
 EXIT_MISCONFIGURED = 2
 """Exit status of an API process whose configuration is wrong: a restart would not help."""
+ALIVE_INTERVAL = 0.5
+"""Seconds between two reports of an API process that its event loop runs."""
 DEFAULT_NAME = "default"
 INSTANCES = "instances"
 """In place of an engine's address: the instances of a router."""
@@ -113,6 +115,10 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     engine: str
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The event loop of this process runs; sent every ``ALIVE_INTERVAL``."""
+
+
 class Load(msgspec.Struct, frozen=True, tag=True):
     """A client asks to load a model."""
 
@@ -147,7 +153,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 ToApiProcess = Models | Done
-FromApiProcess = Ready | Failed | Drained | Load | Unload | Operate | Register
+FromApiProcess = Alive | Ready | Failed | Drained | Load | Unload | Operate | Register
 decode_to_api_process: Any = msgspec.json.Decoder(ToApiProcess).decode
 decode_from_api_process: Any = msgspec.json.Decoder(FromApiProcess).decode
 

@@ -43,6 +43,7 @@ class ServedModels:
         self._received = False
         self._services: dict[str, ModelService] = {}
         self._open = 0
+        self._max_body_size = MIN_BODY_SIZE
 
     def __iter__(self) -> Iterator[ModelService]:
         return (self._services[model.name] for model in self._models if model.name in self._services)
@@ -90,6 +91,10 @@ class ServedModels:
             raise PenstockError(Code.NOT_FOUND, message, "model")
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known or 'none'}", "model")
 
+    def has(self, name: object) -> bool:
+        """Whether a name is that of a served model or adapter, or one that any model answers to."""
+        return isinstance(name, str) and (name in ANY_MODEL or any(service.has(name) for service in self))
+
     def find_or_first(self, name: str | None) -> ModelService:
         """As ``find``, but returns the first model for an unknown name, for dialects that ignore ``model``."""
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()
@@ -135,27 +140,30 @@ class ServedModels:
 
     @property
     def max_body_size(self) -> int:
-        """Largest request body, bytes.
-
-        Raises ``PenstockError`` (``unavailable``) where it depends on the context length and no engine is ready.
-        """
+        """Largest request body, bytes. While no engine is ready, the last one that depended on an engine, so that a
+        request is read, and its error has its dialect's format."""
         if self.options.max_body_size:
             return self.options.max_body_size
         engines = [service.gateway.engine_pool for service in self]
         lengths = [engine.engine.max_model_len for engine in engines if engine.engine]
-        if not lengths:
-            self.check_alive()
-        smallest = IMAGE_BODY_SIZE if any(service.sees_images for service in self) else MIN_BODY_SIZE
-        return max([smallest, *(BYTES_PER_TOKEN * length for length in lengths)])
+        if lengths:
+            smallest = IMAGE_BODY_SIZE if any(service.sees_images for service in self) else MIN_BODY_SIZE
+            self._max_body_size = max(smallest, *(BYTES_PER_TOKEN * length for length in lengths))
+        return self._max_body_size
 
     async def read_body(self, request: Request) -> bytes:
         """Read a request's body; the same again where it has been read.
 
         Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
-        disconnects.
+        disconnects; ``unavailable`` for a large body where no engine has told how large it may be.
         """
         if not hasattr(request.state, "body"):
-            request.state.body = await read_body(request, self.max_body_size, self.options.client_timeout)
+            try:
+                request.state.body = await read_body(request, self.max_body_size, self.options.client_timeout)
+            except PenstockError as error:
+                if error.failure.code is Code.TOO_LARGE and not self.options.max_body_size:
+                    self.check_alive()
+                raise
         return bytes(request.state.body)
 
     def _first(self) -> ModelService:

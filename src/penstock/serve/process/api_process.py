@@ -13,8 +13,9 @@ import sys
 import msgspec
 import uvloop
 
-from penstock.config import logs
+from penstock.config import logs, secrets
 from penstock.core import PenstockError
+from penstock.core.machine_errors import start_failure
 from penstock.engine.service.server import kill_with_parent
 
 from ..models.messages import EXIT_MISCONFIGURED, ApiProcessStart
@@ -27,6 +28,7 @@ def main() -> None:
     start = msgspec.json.decode(first, type=ApiProcessStart)
     kill_with_parent(start.parent)
     several = start.configuration.server.api_server_count > 1
+    secrets.register(start.configuration)
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
     gc.disable()  # until it serves: collections take a third of the time of importing
     atexit.register(gc.freeze)  # and those of an ending interpreter 0.1 seconds and more
@@ -35,8 +37,13 @@ def main() -> None:
     try:
         uvloop.run(run(start, report, rest))
     except PenstockError as error:
-        print(f"penstock serve: {error}", file=sys.stderr)
+        print(f"penstock serve: {secrets.mask(str(error))}", file=sys.stderr)
         sys.exit(EXIT_MISCONFIGURED)
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if (failure := start_failure(error)) is None:
+            raise
+        print(f"penstock serve: an API process has ended: {failure.message}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _first_line() -> tuple[bytes, bytes]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -17,6 +18,7 @@ from penstock.engine.service.launcher import RestartLimit, terminate
 
 from ..models.messages import (
     EXIT_MISCONFIGURED,
+    Alive,
     ApiProcessStart,
     Done,
     Drained,
@@ -42,6 +44,8 @@ class ApiProcess:
 
     def __init__(self, process: Process) -> None:
         self.os_process = process
+        self.last_alive = 0.0
+        """Time of its last report that its event loop runs, on the monotonic clock; 0 before the first."""
         self.ready: set[str] = set()
         """Addresses of the engines whose models it serves; the empty one once it accepts requests."""
         self.failed: dict[str, Failure] = {}
@@ -135,8 +139,10 @@ class ApiProcesses:
         while True:
             process = self._processes[start.number] = await _launch(start)
             process.send(self._models)
+            hang_watch = asyncio.create_task(self._kill_if_hung(process, start.options.api_process_timeout))
             await self._listen(process)
             status = await process.os_process.wait()
+            hang_watch.cancel()
             if status == EXIT_MISCONFIGURED:
                 self.misconfigured = True
                 return
@@ -144,7 +150,7 @@ class ApiProcesses:
                 await asyncio.Event().wait()
             del self._processes[start.number]
             await self._notify()
-            _drop_metrics(process.os_process.pid)
+            _drop_metrics(start.number)
             logger.error(
                 "API process %d (process %d) ended: %s", start.number, process.os_process.pid, exit_reason(status)
             )
@@ -158,6 +164,8 @@ class ApiProcesses:
         assert process.os_process.stdout is not None
         while message := await process.os_process.stdout.readline():
             match decode_from_api_process(message):
+                case Alive():
+                    process.last_alive = time.monotonic()
                 case Ready(engine):
                     process.ready.add(engine)
                     await self._notify()
@@ -171,6 +179,22 @@ class ApiProcesses:
                     task = asyncio.create_task(self._answer(process, request))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
+
+    async def _kill_if_hung(self, process: ApiProcess, timeout: float) -> None:
+        """Kill a process whose event loop has not run for ``timeout`` seconds; 0 is never."""
+        interval = min(timeout / 4, 1.0)
+        last_check = since = time.monotonic()
+        while timeout:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            if now - last_check > 2 * interval + 1:
+                since = now  # the machine was suspended or overloaded: count from now
+            last_check = now
+            if process.last_alive and not self._closing and now - max(process.last_alive, since) > timeout:
+                pid = process.os_process.pid
+                logger.error("API process (process %d) has not answered for %.0f seconds: killed", pid, timeout)
+                process.os_process.kill()
+                return
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -201,8 +225,9 @@ async def _launch(start: ApiProcessStart) -> ApiProcess:
     return process
 
 
-def _drop_metrics(pid: int) -> None:
-    """Remove a dead process's gauges (open requests) from the metrics that all processes share."""
+def _drop_metrics(number: int) -> None:
+    """Remove a dead process's gauges (open requests) from the metrics that all processes share. Its counters are those
+    of the next process of this number."""
     from prometheus_client.multiprocess import mark_process_dead
 
-    mark_process_dead(pid)
+    mark_process_dead(number)

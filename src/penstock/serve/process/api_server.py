@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,13 +25,17 @@ from ..app import Storage, build
 from ..dialects import kserve, paddlenlp
 from ..dialects.openai.batches.routes import Batches
 from ..dialects.openai.batches.worker import BatchWorker
+from ..http.middleware import tenant_of
 from ..http.protocol import protocol
 from ..metrics import Metrics
 from ..models.manager import ModelManager
-from ..models.messages import ApiProcessStart, line
+from ..models.messages import ALIVE_INTERVAL, Alive, ApiProcessStart, line
 from ..models.served_models import ServedModels
 from . import metrics_files
+from .descriptors import DescriptorWatch
 from .loop_watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 ACCEPT_GRACE = 0.2
 """Seconds after SIGTERM during which connections that are established already are still accepted."""
@@ -54,7 +59,7 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     if not (options.storage_dir or options.storage_url):
         return None
     from ..storage.batches import BatchStore
-    from ..storage.conversations import ConversationStore
+    from ..storage.conversations import ConversationLimits, ConversationStore
     from ..storage.database import Database
     from ..storage.files import FileStore
     from ..storage.responses import ResponseStore
@@ -65,7 +70,8 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     quotas = Quotas(each, total, served_models.metrics.record_storage_refusal)
     database = Database(options)
     responses, usage = ResponseStore(database, retention, quotas), Usage(database)
-    conversations = ConversationStore(database, retention, quotas)
+    limits = ConversationLimits(options.max_conversation_items, options.max_conversation_bytes)
+    conversations = ConversationStore(database, retention, quotas, limits)
     if not options.storage_dir:
         return Storage(responses, conversations, usage, None)
     folder = Path(options.storage_dir).expanduser() / "files"
@@ -84,6 +90,15 @@ async def _remove_expired(storage: Storage) -> None:
     await remove_expired([storage.responses, storage.conversations, *kept])
 
 
+async def _report_alive(send: Callable[[msgspec.Struct], None]) -> None:
+    """Until cancelled: report that the event loop runs, and log where file descriptors run out."""
+    descriptors = DescriptorWatch()
+    while True:
+        send(Alive())
+        descriptors.check()
+        await asyncio.sleep(ALIVE_INTERVAL)
+
+
 async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
     """Serve until SIGTERM.
 
@@ -95,7 +110,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     """
     options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
-    metrics_files.allocate()
+    metrics_files.allocate(start.number)
     try:
         metrics = Metrics(profile.metrics if profile else None, options.metrics_aliases)
     except OSError as error:
@@ -111,6 +126,9 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
             report.flush()
 
     storage = open_storage(start.configuration, served_models)
+    if storage and len(set(options.api_key)) > 1 and start.number == 0:
+        tenants = [storage.usage.public_name(tenant_of(key.encode())) for key in options.api_key]
+        logger.info("tenants of the metrics, in the order of --api-key: %s", ", ".join(tenants))
     model_manager = ModelManager(served_models, send)
     repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
@@ -157,7 +175,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the supervisor handles it
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
+        tasks = [group.create_task(_report_alive(send))]
+        tasks += [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
         if storage:
             tasks.append(group.create_task(_remove_expired(storage)))
         if storage and storage.batches:

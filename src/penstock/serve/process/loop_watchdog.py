@@ -21,6 +21,8 @@ MAX_CPU_TIME = 0.05
 """Seconds of processor time of one iteration of the event loop; a longer one is logged."""
 MAX_WALL_TIME = 1.0
 """Seconds of one iteration, whatever it waits for; a longer one is logged."""
+REPORT_AFTER = 10.0
+"""Seconds after which an iteration that lasts is logged; one that does not end is logged no other way."""
 POLL_INTERVAL = 0.02
 """Seconds between two looks at the processor time of the loop's thread."""
 PROBE_CPU_TIME = 0.001
@@ -68,8 +70,13 @@ class Watchdog:
             except RuntimeError:  # the loop is closed
                 return
             places: Counter[str] = Counter()
+            reported = False
             while not answered.wait(SAMPLE_INTERVAL) and not self._stop.is_set():
                 places[self._where()] += 1
+                if not reported and (seconds := time.monotonic() - started) > REPORT_AFTER:
+                    where = places.most_common(1)[0][0]
+                    logger.warning("the event loop has been held for %.0f s, and still is, by %s", seconds, where)
+                    reported = True
             probed_at, cpu_time = time.monotonic(), time.clock_gettime(self._clock)
             held, seconds = cpu_time - used, probed_at - started
             if held > MAX_CPU_TIME or seconds > MAX_WALL_TIME:

@@ -63,9 +63,15 @@ class AllocatedDict(MmapedDict):  # type: ignore[misc]
         return True
 
 
-def allocate() -> None:
-    """Have all metrics that are made from now on counted in such files."""
+def allocate(number: int) -> None:
+    """Have all metrics that are made from now on counted in such files.
+
+    Args:
+        number: index of the API process, which names its files: a process that is restarted goes on counting in those
+            of the one before.
+    """
     values.MmapedDict = AllocatedDict
+    values.ValueClass = values.MultiProcessValue(lambda: number)
 
 
 def no_room(error: OSError) -> PenstockError:

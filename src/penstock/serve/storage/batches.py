@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from penstock.core import Code, PenstockError
 
-from .database import Database
+from .database import Database, newest_first
+from .pages import Page, PageQuery
 from .tables import BATCHES, OPEN
 from .usage import Quotas
 
@@ -40,7 +41,7 @@ class BatchStore:
             values = {"id": document["id"], "owner": owner, "status": document["status"], "document": document}
             connection.execute(insert(BATCHES).values(**values, **times))
 
-        await self._database.run(transaction)
+        await self._database.write(transaction)
 
     async def get(self, owner: str, name: str) -> Document:
         """A batch. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
@@ -49,27 +50,30 @@ class BatchStore:
             where = (BATCHES.c.id == name, BATCHES.c.owner == owner)
             return connection.execute(select(BATCHES).where(*where)).first()
 
-        if (row := await self._database.run(transaction)) is None:
+        if (row := await self._database.read(transaction)) is None:
             raise PenstockError(Code.NOT_FOUND, f"batch_id: there is no batch {name[:80]!r}", "batch_id")
         return _document(row)
 
-    async def all(self, owner: str) -> list[Document]:
-        """The owner's batches, newest first."""
+    async def page(self, owner: str, query: PageQuery) -> Page:
+        """A page of the owner's batches."""
 
-        def transaction(connection: Connection) -> list[Row[Any]]:
-            newest = select(BATCHES).where(BATCHES.c.owner == owner).order_by(BATCHES.c.created.desc(), BATCHES.c.id)
-            return list(connection.execute(newest))
+        def transaction(connection: Connection) -> Page:
+            batches = BATCHES.c
+            entries = select(BATCHES).where(batches.owner == owner)
+            found = newest_first(connection, entries, (batches.created, batches.id), batches.id, query)
+            return found._replace(entries=[_document(row) for row in found.entries])
 
-        return [_document(row) for row in await self._database.run(transaction)]
+        return await self._database.read(transaction)
 
-    async def open(self) -> list[tuple[str, Document]]:
-        """Owner and batch of all that are not finished, oldest first."""
+    async def open(self) -> list[tuple[str, str]]:
+        """Owner and id of all batches that are not finished, oldest first."""
 
-        def transaction(connection: Connection) -> list[Row[Any]]:
-            oldest = select(BATCHES).where(BATCHES.c.status.in_(OPEN)).order_by(BATCHES.c.created, BATCHES.c.id)
-            return list(connection.execute(oldest))
+        def transaction(connection: Connection) -> list[tuple[str, str]]:
+            batches = BATCHES.c
+            found = select(batches.owner, batches.id).where(batches.status.in_(OPEN))
+            return [(row.owner, row.id) for row in connection.execute(found.order_by(batches.created, batches.id))]
 
-        return [(row.owner, _document(row)) for row in await self._database.run(transaction)]
+        return await self._database.read(transaction)
 
     async def change(self, name: str, change: Callable[[Document], Document]) -> Document | None:
         """Replace a batch by what ``change`` makes of it, if it is not finished. Returns what it is then; None where
@@ -84,11 +88,11 @@ class BatchStore:
             connection.execute(update(BATCHES).where(BATCHES.c.id == name).values(**values))
             return changed
 
-        return await self._database.run(transaction)
+        return await self._database.write(transaction)
 
     async def remove_expired(self) -> None:
         old = (BATCHES.c.expires < time.time(), BATCHES.c.status.not_in(OPEN))
-        await self._database.run(lambda connection: connection.execute(delete(BATCHES).where(*old)))
+        await self._database.delete_in_parts(BATCHES, *old)
 
 
 def _document(row: Row[Any]) -> Document:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from penstock.core import Code, PenstockError
 
-from .database import Database
+from .database import Database, newest_first, too_large
+from .pages import Page, PageQuery
 from .tables import CONVERSATION_ITEMS, CONVERSATIONS
 from .usage import Quotas
 
 Item = dict[str, Any]
 """With its ``id``."""
+
+
+class ConversationLimits(NamedTuple):
+    """The most that one conversation may hold."""
+
+    items: int
+    bytes: int
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -33,9 +42,11 @@ class ConversationStore:
 
     Args:
         retention: seconds that a conversation is kept after its last change.
+        limits: of each conversation.
     """
 
-    def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
+    def __init__(self, database: Database, retention: float, quotas: Quotas, limits: ConversationLimits) -> None:
+        self._limits = limits
         self._database = database
         self._retention = retention
         self._quotas = quotas
@@ -50,12 +61,12 @@ class ConversationStore:
             connection.execute(insert(CONVERSATIONS).values(**values, metadata=metadata, size=0))
             self._append(connection, owner, name, items)
 
-        await self._database.run(transaction)
+        await self._database.write(transaction)
         return Conversation(name, int(now), metadata)
 
     async def get(self, owner: str, name: str) -> Conversation:
         """A conversation. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
-        return await self._database.run(lambda connection: _described(_row(connection, owner, name)))
+        return await self._database.read(lambda connection: _described(_row(connection, owner, name)))
 
     async def update(self, owner: str, name: str, metadata: dict[str, str]) -> Conversation:
         """Replace its metadata. Raises as ``get``."""
@@ -66,7 +77,7 @@ class ConversationStore:
             connection.execute(update(CONVERSATIONS).where(CONVERSATIONS.c.id == name).values(**values))
             return Conversation(row.id, int(row.created), metadata)
 
-        return await self._database.run(transaction)
+        return await self._database.write(transaction)
 
     async def delete(self, owner: str, name: str) -> None:
         """Raises as ``get``."""
@@ -76,27 +87,50 @@ class ConversationStore:
             connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.conversation == name))
             connection.execute(delete(CONVERSATIONS).where(CONVERSATIONS.c.id == name))
 
-        await self._database.run(transaction)
+        await self._database.write(transaction)
 
-    async def items(self, owner: str, name: str) -> list[Item]:
-        """Its items, the oldest first. Raises as ``get``."""
+    async def items(self, owner: str, name: str, max_size: int) -> tuple[list[Item], int]:
+        """All items, the oldest first, and their size in bytes.
 
-        def transaction(connection: Connection) -> list[Item]:
-            _row(connection, owner, name)
+        Args:
+            max_size: bytes of a request, which has all items.
+
+        Raises as ``get``; ``too_large`` where the items have more than ``max_size`` bytes; ``invalid`` where the
+        conversation is full, so that no answer could be added to it.
+        """
+
+        def transaction(connection: Connection) -> tuple[list[Item], int]:
+            size = _row(connection, owner, name).size
+            if size > max_size:
+                raise too_large("conversation", size, max_size)
+            self._check_room(connection, name, size, 1, 0)
             items = CONVERSATION_ITEMS.c
             found = select(items.document).where(items.conversation == name).order_by(items.position)
-            return list(connection.execute(found).scalars())
+            return list(connection.execute(found).scalars()), size
 
-        return await self._database.run(transaction)
+        return await self._database.read(transaction)
+
+    async def page(self, owner: str, name: str, query: PageQuery) -> Page:
+        """A page of its items. Raises as ``get``."""
+
+        def transaction(connection: Connection) -> Page:
+            _row(connection, owner, name)
+            items = CONVERSATION_ITEMS.c
+            entries = select(items.document).where(items.conversation == name)
+            found = newest_first(connection, entries, (items.position,), items.id, query)
+            return found._replace(entries=[row.document for row in found.entries])
+
+        return await self._database.read(transaction)
 
     async def append(self, owner: str, name: str, items: list[Item]) -> None:
-        """Add items at its end. Raises as ``get``, and as ``Quotas.check``."""
+        """Add items at its end. Raises as ``get``, as ``Quotas.check``, and ``invalid`` beyond the limits of a
+        conversation."""
 
         def transaction(connection: Connection) -> None:
             _row(connection, owner, name)
             self._append(connection, owner, name, items)
 
-        await self._database.run(transaction)
+        await self._database.write(transaction)
 
     async def item(self, owner: str, name: str, item: str) -> Item:
         """One of its items. Raises ``PenstockError`` (``not_found``) where it has none of this id."""
@@ -106,7 +140,18 @@ class ConversationStore:
             document: Item = _item_row(connection, name, item).document
             return document
 
-        return await self._database.run(transaction)
+        return await self._database.read(transaction)
+
+    async def find(self, owner: str, items: list[str]) -> dict[str, Item]:
+        """The items of the owner's conversations that have one of these ids; others are left out."""
+
+        def transaction(connection: Connection) -> dict[str, Item]:
+            kept, conversations = CONVERSATION_ITEMS.c, CONVERSATIONS.c
+            query = select(kept.id, kept.document).join(CONVERSATIONS, conversations.id == kept.conversation)
+            mine = (conversations.owner == owner, conversations.expires >= time.time(), kept.id.in_(items))
+            return {row.id: row.document for row in connection.execute(query.where(*mine))}
+
+        return await self._database.read(transaction) if items else {}
 
     async def delete_item(self, owner: str, name: str, item: str) -> Conversation:
         """Raises as ``item``."""
@@ -119,16 +164,35 @@ class ConversationStore:
             connection.execute(size.values(size=CONVERSATIONS.c.size - found.size))
             return _described(row)
 
-        return await self._database.run(transaction)
+        return await self._database.write(transaction)
 
     async def remove_expired(self) -> None:
-        def transaction(connection: Connection) -> None:
-            old = CONVERSATIONS.c.expires < time.time()
-            names = select(CONVERSATIONS.c.id).where(old)
-            connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.conversation.in_(names)))
-            connection.execute(delete(CONVERSATIONS).where(old))
+        conversations = CONVERSATIONS.c
+        old = select(conversations.id).where(conversations.expires < time.time())
 
-        await self._database.run(transaction)
+        def transaction(connection: Connection, name: str) -> None:
+            expired = (conversations.id == name, conversations.expires < time.time())
+            if connection.execute(delete(CONVERSATIONS).where(*expired)).rowcount:
+                connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.conversation == name))
+
+        for name in await self._database.read(lambda connection: list(connection.execute(old).scalars())):
+            await self._database.write(partial(transaction, name=name))
+
+    def _check_room(self, connection: Connection, name: str, size: int, more_items: int, more_bytes: int) -> None:
+        """Raise ``PenstockError`` (``invalid``) where a conversation of ``size`` bytes has no room for more."""
+        items = select(func.count()).where(CONVERSATION_ITEMS.c.conversation == name)
+        count = int(connection.execute(items).scalar_one())
+        for used, more, limit, unit in (
+            (count, more_items, self._limits.items, "items"),
+            (size, more_bytes, self._limits.bytes, "bytes"),
+        ):
+            if used + more > limit:
+                option = f"max_conversation_{unit}"
+                message = (
+                    f"has {used} {unit}, and {more} more exceed the limit of {limit} ({option}); "
+                    "delete items, or begin another conversation"
+                )
+                raise PenstockError(Code.INVALID, f"conversation: {message}", "conversation", limit, used + more)
 
     def _append(self, connection: Connection, owner: str, name: str, items: list[Item]) -> None:
         rows = [
@@ -136,11 +200,16 @@ class ConversationStore:
             for item in items
         ]
         size = sum(row["size"] for row in rows)
+        self._check_room(connection, name, _size_of(connection, name), len(rows), size)
         self._quotas.check(connection, owner, "conversation", bytes=size)
         if rows:
             connection.execute(insert(CONVERSATION_ITEMS), rows)
         values = {"size": CONVERSATIONS.c.size + size, "expires": time.time() + self._retention}
         connection.execute(update(CONVERSATIONS).where(CONVERSATIONS.c.id == name).values(**values))
+
+
+def _size_of(connection: Connection, name: str) -> int:
+    return int(connection.execute(select(CONVERSATIONS.c.size).where(CONVERSATIONS.c.id == name)).scalar_one())
 
 
 def _row(connection: Connection, owner: str, name: str) -> Row[Any]:

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, func, inspect, select, text
+import msgspec
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Select,
+    Table,
+    create_engine,
+    delete,
+    event,
+    func,
+    inspect,
+    literal,
+    select,
+    text,
+    tuple_,
+)
 from sqlalchemy.exc import ArgumentError, DataError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.schema import CreateColumn, CreateIndex, CreateTable
 
@@ -18,16 +36,23 @@ from penstock.config.options import ServerOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .tables import METADATA
+from .pages import Page, PageQuery
+from .tables import METADATA, SECRETS
 
 T = TypeVar("T")
 LOCK_TIMEOUT = 10.0
 """Seconds that a process waits while another one writes to SQLite."""
-THREADS = 4
-"""Transactions of a process at a time; others wait, and hold up nothing else."""
+NUM_READERS = 4
+"""Reading transactions of a process at a time; others wait, and hold up nothing else."""
+NUM_WRITERS = 4
+"""Writing transactions of a process at a time; SQLite has one in all processes."""
 SCHEMA_LOCK, QUOTA_LOCK = 0x70656E73746F636B, 0x70656E73746F636C
 """PostgreSQL's advisory locks, of those who make tables, and of those who check that there is room: numbers that no
 other application should take."""
+DELETED_AT_ONCE = 100
+"""Rows of one transaction of ``delete_in_parts``."""
+READ_ONLY = {"postgresql_readonly": True}
+"""Execution options of reading transactions; ``_begin_sqlite`` reads them, too."""
 FILE = "penstock.db"
 PRIVATE = 0o600
 
@@ -52,30 +77,53 @@ class Database:
                     _add_new_columns(connection, table)
                     for index in table.indexes:
                         connection.execute(CreateIndex(index, if_not_exists=True))
+                self.secret = _shared_secret(connection)
+                """Random bytes that all servers of this database share."""
         except (ArgumentError, NoSuchModuleError, ImportError) as error:
             raise invalid(field, f"{error}; it is a URL of SQLAlchemy's, such as postgresql+psycopg://…") from error
         except (SQLAlchemyError, OSError) as error:
             raise invalid(field, f"the database cannot be opened: {_reason(error)}") from error
-        self._threads = ThreadPoolExecutor(THREADS, "database")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "database-read")
+        writers = 1 if self._engine.dialect.name == "sqlite" else NUM_WRITERS
+        self._writers = ThreadPoolExecutor(writers, "database-write")
 
-    async def run(self, transaction: Callable[[Connection], T]) -> T:
-        """Run a function in a transaction, which an exception rolls back. In SQLite, transactions run one after the
-        other.
+    async def read(self, transaction: Callable[[Connection], T]) -> T:
+        """Run a function in a read-only transaction, which sees one state of the database (SQLite) and waits for no
+        writer. Raises as ``write``."""
+        return await self._run(self._readers, transaction, READ_ONLY)
+
+    async def write(self, transaction: Callable[[Connection], T]) -> T:
+        """Run a function in a transaction, which an exception rolls back. In SQLite, these transactions run one after
+        the other.
 
         Raises ``PenstockError``: ``invalid`` for texts that the database does not take, as PostgreSQL takes no zero
         byte; ``unavailable`` where it does not answer.
         """
+        return await self._run(self._writers, transaction, {})
+
+    async def delete_in_parts(self, table: Table, *where: ColumnElement[bool]) -> None:
+        """Delete rows, ``DELETED_AT_ONCE`` in a transaction, so that other writers get their turn."""
+        key = table.primary_key.columns.values()[0]
+
+        names = await self.read(lambda connection: list(connection.execute(select(key).where(*where)).scalars()))
+        for first in range(0, len(names), DELETED_AT_ONCE):
+            part = delete(table).where(key.in_(names[first : first + DELETED_AT_ONCE]), *where)
+            await self.write(partial(Connection.execute, statement=part))
+
+    async def _run(
+        self, threads: ThreadPoolExecutor, transaction: Callable[[Connection], T], options: dict[str, Any]
+    ) -> T:
+        def run() -> T:
+            with self._engine.connect() as connection, connection.execution_options(**options).begin():
+                return transaction(connection)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, transaction)
+            return await asyncio.get_running_loop().run_in_executor(threads, run)
         except DataError as error:
             raise PenstockError(Code.INVALID, f"the server's database does not take this: {_reason(error)}") from error
         except SQLAlchemyError as error:
             words = f"the server's database does not answer: {_reason(error)}"
             raise PenstockError(Code.UNAVAILABLE, words) from error
-
-    def _run(self, transaction: Callable[[Connection], T]) -> T:
-        with self._engine.begin() as connection:
-            return transaction(connection)
 
 
 def lock(connection: Connection, number: int) -> None:
@@ -83,6 +131,15 @@ def lock(connection: Connection, number: int) -> None:
     transaction at a time anyway; other databases do without."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(number)))
+
+
+def _shared_secret(connection: Connection) -> bytes:
+    """The random secret of a database, which its first server makes."""
+    name, value = SECRETS.c.name, SECRETS.c.value
+    missing = ~select(name).where(name == "names").exists()
+    made = select(literal("names"), literal(secrets.token_hex(32))).where(missing)
+    connection.execute(SECRETS.insert().from_select([name, value], made))
+    return bytes.fromhex(str(connection.execute(select(value).where(name == "names")).scalar_one()))
 
 
 def _add_new_columns(connection: Connection, table: Table) -> None:
@@ -94,14 +151,21 @@ def _add_new_columns(connection: Connection, table: Table) -> None:
             connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {described}"))
 
 
+def _encode(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+JSON_CODEC: dict[str, Any] = {"json_serializer": _encode, "json_deserializer": msgspec.json.decode}
+
+
 def _open(options: ServerOptions) -> Engine:
     if options.storage_url:
-        engine = create_engine(options.storage_url, pool_pre_ping=True)
+        engine = create_engine(options.storage_url, pool_pre_ping=True, **JSON_CODEC)
     else:
         folder = Path(options.storage_dir).expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / FILE).touch(mode=PRIVATE)
-        engine = create_engine(f"sqlite:///{folder / FILE}", connect_args={"timeout": LOCK_TIMEOUT})
+        engine = create_engine(f"sqlite:///{folder / FILE}", connect_args={"timeout": LOCK_TIMEOUT}, **JSON_CODEC)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _tune_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -127,8 +191,41 @@ def _tune_sqlite(connection: object, _: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    reads = connection.get_execution_options().get("postgresql_readonly", False)
+    connection.exec_driver_sql(f"PRAGMA query_only = {reads:d}")
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).splitlines()[0]
+
+
+def newest_first(
+    connection: Connection,
+    entries: Select[Any],
+    key: tuple[ColumnElement[Any], ...],
+    id_column: ColumnElement[Any],
+    query: PageQuery,
+) -> Page:
+    """A page of rows: only these are read.
+
+    Args:
+        entries: all of them, in any order.
+        key: columns that order them, the oldest with the least.
+        id_column: the column that ``PageQuery.after`` names.
+    """
+    if query.after:
+        at = connection.execute(entries.with_only_columns(*key).where(id_column == query.after)).first()
+        if at is None:
+            return Page([], False)
+        after = tuple_(*at)
+        entries = entries.where(tuple_(*key) > after if query.ascending else tuple_(*key) < after)
+    order = key if query.ascending else [column.desc() for column in key]
+    rows = list(connection.execute(entries.order_by(*order).limit(query.limit + 1)))
+    return Page(rows[: query.limit], len(rows) > query.limit)
+
+
+def too_large(field: str, size: int, maximum: int) -> PenstockError:
+    """The error for stored items that are more than a request may have."""
+    message = f"its items have {size} bytes, more than the {maximum} of a request (max_body_size); begin another one"
+    return PenstockError(Code.TOO_LARGE, f"{field}: {message}", field, maximum, size)

@@ -15,7 +15,8 @@ from sqlalchemy import Connection, Row, delete, insert, select
 
 from penstock.core import Code, PenstockError
 
-from .database import PRIVATE, Database
+from .database import PRIVATE, Database, newest_first
+from .pages import Page, PageQuery
 from .tables import FILES
 from .usage import Quotas
 
@@ -69,7 +70,7 @@ class FileStore:
 
         Raises ``PenstockError``: as ``Quotas.check``; ``too_large``; ``unavailable`` where the disk is full.
         """
-        await self._database.run(lambda connection: self._check(connection, owner, size))
+        await self._database.read(lambda connection: self._check(connection, owner, size))
         name = f"file-{uuid4().hex}"
         partial, size = self.folder / f"{name}.partial", 0
         try:
@@ -117,36 +118,38 @@ class FileStore:
             connection.execute(delete(FILES).where(FILES.c.id == name))  # of a process that was killed afterwards
             connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
 
-        await self._database.run(transaction)
+        await self._database.write(transaction)
         return StoredFile(name, size, int(now), filename, purpose, int(expires))
 
     async def get(self, owner: str, name: str, field: str = "file_id") -> StoredFile:
         """A file. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
-        row = await self._database.run(lambda connection: _row(connection, owner, name))
+        row = await self._database.read(lambda connection: _row(connection, owner, name))
         if row is None or not self.path(row.id).is_file():
             raise PenstockError(Code.NOT_FOUND, f"{field}: there is no file {name[:80]!r}", field)
         return _described(row)
 
-    async def all(self, owner: str, purpose: str | None = None) -> list[StoredFile]:
-        """The owner's files, newest first."""
+    async def page(self, owner: str, query: PageQuery, purpose: str | None = None) -> Page:
+        """A page of the owner's files."""
 
-        def transaction(connection: Connection) -> list[Row[Any]]:
+        def transaction(connection: Connection) -> Page:
             where = [FILES.c.owner == owner, FILES.c.expires >= time.time()]
             if purpose is not None:
                 where.append(FILES.c.purpose == purpose)
-            return list(connection.execute(select(FILES).where(*where).order_by(FILES.c.created.desc(), FILES.c.id)))
+            entries, key = select(FILES).where(*where), (FILES.c.created, FILES.c.id)
+            found = newest_first(connection, entries, key, FILES.c.id, query)
+            return found._replace(entries=[msgspec.to_builtins(_described(row)) for row in found.entries])
 
-        return [_described(row) for row in await self._database.run(transaction)]
+        return await self._database.read(transaction)
 
     async def delete(self, owner: str, name: str) -> None:
         """Raises as ``get``."""
         await self.get(owner, name)
-        await self._database.run(lambda connection: connection.execute(delete(FILES).where(FILES.c.id == name)))
+        await self._database.write(lambda connection: connection.execute(delete(FILES).where(FILES.c.id == name)))
         self.path(name).unlink(missing_ok=True)
 
     async def sweep(self) -> None:
         """Remove contents that belong to no file, as a process was killed: those that are older than a day."""
-        names = await self._database.run(lambda connection: set(connection.execute(select(FILES.c.id)).scalars()))
+        names = await self._database.read(lambda connection: set(connection.execute(select(FILES.c.id)).scalars()))
 
         def remove() -> None:
             for path in self.folder.iterdir():
@@ -167,7 +170,7 @@ class FileStore:
             connection.execute(delete(FILES).where(old))
             return names
 
-        for name in await self._database.run(transaction):
+        for name in await self._database.write(transaction):
             self.path(name).unlink(missing_ok=True)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Text, cast, delete, func, insert, select, update
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .database import Database
+from .database import Database, too_large
+from .pages import Page, PageQuery
 from .tables import RESPONSES
 from .usage import Quotas
 
@@ -20,14 +23,15 @@ MAX_CHAIN = 1000
 LOST_AFTER = 30.0
 """Seconds without one after which it has failed: its process has ended."""
 PENDING = ("queued", "in_progress")
+ITEM_ID = re.compile(r"(?:rs|msg|fc|in)_(.{1,128})_[0-9]{1,9}")
+"""Id of an item of the response ``resp_`` and what the group matches."""
 LOST = {"code": "server_error", "message": "the process that computed the response has ended; send the request again"}
 
+CLOCK_STEP = 5.0
+"""Seconds by which the system's clock has been set, or the machine been suspended."""
+Document = dict[str, Any]
+"""A response object."""
 Item = dict[str, Any]
-
-
-class StoredResponse(NamedTuple):
-    document: dict[str, Any]
-    input: list[Item]
 
 
 class ResponseStore:
@@ -41,6 +45,10 @@ class ResponseStore:
         self._database = database
         self._retention = retention
         self._quotas = quotas
+        self._clock_offset = time.time() - time.monotonic()
+        """Seconds between the two clocks when they were last compared."""
+        self._clock_stepped = -math.inf
+        """When a step of the clock was noticed last, on the monotonic clock."""
 
     async def add(self, owner: str, document: dict[str, Any], items: list[Item]) -> None:
         """Keep a new response. Raises ``PenstockError`` as ``Quotas.check``."""
@@ -54,11 +62,11 @@ class ResponseStore:
             kept = {"document": document, "status": document["status"], "input": items, "size": size}
             connection.execute(insert(RESPONSES).values(**values, **times, **kept))
 
-        await self._database.run(transaction)
+        await self._database.write(transaction)
 
     async def check_room(self, owner: str) -> None:
         """Check that there is room for one more response. Raises ``PenstockError`` as ``Quotas.check``."""
-        await self._database.run(
+        await self._database.read(
             lambda connection: self._quotas.check(connection, owner, "store", responses=1, bytes=1)
         )
 
@@ -73,61 +81,101 @@ class ResponseStore:
             changed = connection.execute(update(RESPONSES).where(*where).values(**values, **grown))
             return changed.rowcount > 0
 
-        return await self._database.run(transaction)
+        return await self._database.write(transaction)
 
-    async def get(self, owner: str, name: str, field: str = "response_id") -> StoredResponse:
-        """A response. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
+    async def get(self, owner: str, name: str) -> Document:
+        """The response object. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
+        row = await self._database.read(lambda connection: _row(connection, owner, name, RESPONSES.c.document))
+        return self._current(row)
 
-        def transaction(connection: Connection) -> StoredResponse:
-            return _current(_row(connection, owner, name, field))
+    async def input_page(self, owner: str, name: str, query: PageQuery) -> Page:
+        """A page of the input of a response; other items are not decoded. Raises as ``get``."""
 
-        return await self._database.run(transaction)
+        def transaction(connection: Connection) -> Page:
+            row = _row(connection, owner, name, cast(RESPONSES.c.input, Text).label("input"))
+            items = msgspec.json.decode(row.input, type=list[msgspec.Raw])
+            order = items if query.ascending else items[::-1]
+            if query.after:
+                found = (i for i, item in enumerate(order, 1) if _id_of(item) == query.after)
+                order = order[next(found, len(order)) :]
+            return Page([msgspec.json.decode(item) for item in order[: query.limit]], len(order) > query.limit)
 
-    async def conversation(self, owner: str, name: str) -> list[Item]:
-        """The items of a response and of all before it: input and output, the oldest first.
+        return await self._database.read(transaction)
 
-        Raises ``PenstockError``: ``not_found``; ``invalid`` where one is not finished, or there are too many.
+    async def conversation(self, owner: str, name: str, max_size: int) -> tuple[list[Item], int]:
+        """The items of a response and of all before it, input and output, the oldest first; and their size, in
+        characters of JSON.
+
+        Args:
+            max_size: bytes of a request, which has all items.
+
+        Raises ``PenstockError``: ``not_found``; ``invalid`` where one is not finished, or there are too many;
+        ``too_large`` where they have more than ``max_size`` characters.
         """
 
-        def transaction(connection: Connection) -> list[Item]:
-            parts: list[list[Item]] = []
-            previous = name
+        def transaction(connection: Connection) -> tuple[list[Item], int]:
+            output = RESPONSES.c.document["output"]
+            length = func.length(cast(RESPONSES.c.input, Text)) + func.length(cast(output, Text))
+            names: list[str] = []
+            previous, size = name, 0
             while previous:
-                if len(parts) == 2 * MAX_CHAIN:
+                if len(names) == MAX_CHAIN:
                     raise invalid("previous_response_id", f"has more than {MAX_CHAIN} responses before it", MAX_CHAIN)
-                row = _row(connection, owner, previous, "previous_response_id")
-                document = _current(row).document
-                if document["status"] not in ("completed", "incomplete"):
-                    raise invalid("previous_response_id", f"{previous} is {document['status']}")
-                parts += [document["output"], row.input]
+                row = _row(connection, owner, previous, length.label("length"), field="previous_response_id")
+                status = "failed" if self._is_lost(row) else row.status
+                if status not in ("completed", "incomplete"):
+                    raise invalid("previous_response_id", f"{previous} is {status}")
+                size += row.length
+                if size > max_size:
+                    raise too_large("previous_response_id", size, max_size)
+                names.append(previous)
                 previous = row.previous
-            return [item for part in reversed(parts) for item in part]
+            items: list[Item] = []
+            for each in reversed(names):
+                row = _row(connection, owner, each, RESPONSES.c.input, output.label("output"))
+                items += row.input + row.output
+            return items, size
 
-        return await self._database.run(transaction)
+        return await self._database.read(transaction)
+
+    async def items(self, owner: str, names: list[str]) -> dict[str, Item]:
+        """The items of the owner's responses, input and output, that have one of these ids; others are left out."""
+        wanted = set(names)
+        responses = {f"resp_{match[1]}" for name in names if (match := ITEM_ID.fullmatch(name))}
+
+        def transaction(connection: Connection) -> dict[str, Item]:
+            found: dict[str, Item] = {}
+            for name in sorted(responses):
+                row = connection.execute(select(RESPONSES).where(*_kept(owner, name))).first()
+                items = [*row.input, *row.document["output"]] if row else []
+                found |= {item["id"]: item for item in items if item["id"] in wanted}
+            return found
+
+        return await self._database.read(transaction) if responses else {}
 
     async def delete(self, owner: str, name: str) -> None:
         """Raises as ``get``."""
 
         def transaction(connection: Connection) -> None:
-            _row(connection, owner, name, "response_id")
+            _row(connection, owner, name)
             connection.execute(delete(RESPONSES).where(RESPONSES.c.id == name))
 
-        await self._database.run(transaction)
+        await self._database.write(transaction)
 
-    async def cancel(self, owner: str, name: str) -> StoredResponse:
+    async def cancel(self, owner: str, name: str) -> Document:
         """Mark a background response as cancelled, if it has not ended; its process then stops computing it. Raises as
         ``get``."""
 
-        def transaction(connection: Connection) -> StoredResponse:
-            stored = _current(_row(connection, owner, name, "response_id"))
-            if not stored.document["background"]:
+        def transaction(connection: Connection) -> Document:
+            stored = self._current(_row(connection, owner, name, RESPONSES.c.document))
+            if not stored["background"]:
                 raise invalid("response_id", f"{name} is no background response, which alone can be cancelled")
-            document = {**stored.document, "status": "cancelled"}
+            document = {**stored, "status": "cancelled"}
             values = {"document": document, "status": "cancelled"}
             changed = connection.execute(update(RESPONSES).where(*_pending(owner, name)).values(**values))
-            return StoredResponse(document, stored.input) if changed.rowcount else stored
+            return document if changed.rowcount else stored
 
-        return await self._database.run(transaction)
+        return await self._database.write(transaction)
 
     async def beat(self, owner: str, name: str) -> bool:
         """Say that a background response is being computed; returns whether it is still wanted."""
@@ -136,11 +184,33 @@ class ResponseStore:
             changed = connection.execute(update(RESPONSES).where(*_pending(owner, name)).values(beat=time.time()))
             return changed.rowcount > 0
 
-        return await self._database.run(transaction)
+        return await self._database.write(transaction)
 
     async def remove_expired(self) -> None:
-        old = RESPONSES.c.expires < time.time()
-        await self._database.run(lambda connection: connection.execute(delete(RESPONSES).where(old)))
+        await self._database.delete_in_parts(RESPONSES, RESPONSES.c.expires < time.time())
+
+    def _current(self, row: Row[Any]) -> Document:
+        """A response, failed where its process has ended."""
+        document: Document = row.document
+        return {**document, "status": "failed", "error": LOST} if self._is_lost(row) else document
+
+    def _is_lost(self, row: Row[Any]) -> bool:
+        """Whether the process that computes a response has ended. A step of the clock, after which the times of all
+        processes look old, is waited out."""
+        lost = row.status in PENDING and time.time() - row.beat > LOST_AFTER
+        offset, now = time.time() - time.monotonic(), time.monotonic()
+        if abs(offset - self._clock_offset) > CLOCK_STEP:
+            self._clock_stepped = now
+        self._clock_offset = offset
+        return lost and now - self._clock_stepped > LOST_AFTER
+
+
+class _Id(msgspec.Struct):
+    id: str = ""
+
+
+def _id_of(item: msgspec.Raw) -> str:
+    return msgspec.json.decode(item, type=_Id).id
 
 
 def _size(value: Any) -> int:
@@ -152,16 +222,16 @@ def _pending(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
     return RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
 
 
-def _row(connection: Connection, owner: str, name: str, field: str) -> Row[Any]:
-    where = (RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.expires >= time.time())
-    if (row := connection.execute(select(RESPONSES).where(*where)).first()) is None:
+def _kept(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
+    return RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.expires >= time.time()
+
+
+def _row(
+    connection: Connection, owner: str, name: str, *columns: ColumnElement[Any], field: str = "response_id"
+) -> Row[Any]:
+    """A response's status, beat and predecessor, and these columns. Raises ``PenstockError`` (``not_found``)."""
+    responses = RESPONSES.c
+    found = select(responses.status, responses.beat, responses.previous, *columns).where(*_kept(owner, name))
+    if (row := connection.execute(found).first()) is None:
         raise PenstockError(Code.NOT_FOUND, f"{field}: there is no response {name[:160]!r}", field)
     return row
-
-
-def _current(row: Row[Any]) -> StoredResponse:
-    """A response, failed where its process has ended."""
-    document = row.document
-    if row.status in PENDING and time.time() - row.beat > LOST_AFTER:
-        document = {**document, "status": "failed", "error": LOST}
-    return StoredResponse(document, row.input)

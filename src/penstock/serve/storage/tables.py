@@ -44,6 +44,7 @@ CONVERSATION_ITEMS = Table(
     Column("document", JSON, nullable=False),
     Column("size", BigInteger, nullable=False),
     Index("conversation_items_of", "conversation", "id"),
+    Index("conversation_items_order", "conversation", "position"),
 )
 FILES = Table(
     "files",
@@ -56,6 +57,7 @@ FILES = Table(
     Column("purpose", String(64), nullable=False),
     Column("size", BigInteger, nullable=False),
     Index("files_use", "owner", "expires", "size"),
+    Index("files_order", "owner", "created", "id"),
 )
 BATCHES = Table(
     "batches",
@@ -66,7 +68,10 @@ BATCHES = Table(
     Column("expires", Float, nullable=False),
     Column("status", String(16), nullable=False),
     Column("document", JSON, nullable=False),
+    Index("batches_order", "owner", "created", "id"),
 )
 """``document`` is the batch object, without its status."""
+SECRETS = Table("secrets", METADATA, Column("name", String(64), primary_key=True), Column("value", String(64)))
+"""Random values that all servers of this database share."""
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that are not finished."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -77,10 +79,14 @@ class Usage:
         self._database = database
         self._counted = (0.0, list[Metric]())
 
+    def public_name(self, owner: str) -> str:
+        """Name of an owner in the metrics."""
+        return public_name(self._database.secret, owner)
+
     async def metrics(self) -> list[Metric]:
         """Raises ``PenstockError`` (``unavailable``) where the database does not answer."""
         if time.monotonic() - self._counted[0] > MAX_AGE or not self._counted[1]:
-            self._counted = time.monotonic(), await self._database.run(_count)
+            self._counted = time.monotonic(), await self._database.read(partial(_count, self._database.secret))
         return self._counted[1]
 
 
@@ -105,7 +111,16 @@ def _total(connection: Connection, table: Table, figure: ColumnElement[int], own
     return int(connection.execute(select(figure).select_from(table).where(*where)).scalar() or 0)
 
 
-def _count(connection: Connection) -> list[Metric]:
+def public_name(secret: bytes, owner: str) -> str:
+    """Name of an owner in the metrics, which anybody may read.
+
+    Owners are hashes of API keys, from which short keys can be guessed. Without the secret this name tells nothing of
+    the key; it is the same in all processes and servers of a database, and after a restart.
+    """
+    return hmac.new(secret, owner.encode(), "sha256").hexdigest()[:16] if owner else ""
+
+
+def _count(secret: bytes, connection: Connection) -> list[Metric]:
     rows: dict[str, list[_Row]] = {}
     for name, table in SIZED.items():
         figures = select(table.c.owner, func.count(), func.sum(table.c.size)).where(table.c.expires >= time.time())
@@ -116,11 +131,15 @@ def _count(connection: Connection) -> list[Metric]:
     for row in (row for name in SIZED for row in rows[name]):
         sizes[row.owner] = sizes.get(row.owner, 0) + int(row.size)
     counts = {name: {row.owner: row.number for row in found} for name, found in rows.items()}
-    return [_gauge(name, about, (counts | {"bytes": sizes})[name].items()) for name, about in DESCRIPTIONS.items()]
+    all_counts = {
+        name: {public_name(secret, owner): count for owner, count in found.items()}
+        for name, found in (counts | {"bytes": sizes}).items()
+    }
+    return [_gauge(name, about, all_counts[name].items()) for name, about in DESCRIPTIONS.items()]
 
 
 def _gauge(name: str, about: str, values: Iterable[tuple[str, int]]) -> Metric:
     family = GaugeMetricFamily(f"penstock:storage_{name}", about, labels=["tenant"])
-    for owner, value in values:
-        family.add_metric([owner], value)
+    for tenant, value in values:
+        family.add_metric([tenant], value)
     return family

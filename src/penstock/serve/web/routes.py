@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.version import __version__
 
 from ..dialects.openai.responses import ErrorResponse
+from ..http.access import Access
 from ..http.openapi import OBJECT, operation, reference
 from ..http.routes import Endpoint, Route, Routes
 from ..models.served_models import ServedModels
@@ -35,10 +37,10 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     root = served_models.options.root_path.rstrip("/")
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     page = page.replace("{root}", escape(root)).replace("{version}", __version__)
-    routes.append(Route("/", _file(page.encode(), ".html")))
+    routes.append(Route("/", _file(page.encode(), ".html"), access=Access.PUBLIC))
     for path in STATIC.iterdir():
         if path.suffix != ".html":
-            routes.append(Route(f"/web/{path.name}", _file(path.read_bytes(), path.suffix)))
+            routes.append(Route(f"/web/{path.name}", _file(path.read_bytes(), path.suffix), access=Access.PUBLIC))
 
     view = LiveView(served_models)
 
@@ -49,8 +51,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse(await view.state())
 
     described = operation(OBJECT, reference(ErrorResponse))
-    routes.add("/web/models", models, summary="Models, and what the playground can ask of them", described=described)
-    routes.add("/web/live", live, summary="What the engines are doing, for the live view", described=described)
+    add = partial(routes.add, access=Access.INFERENCE, described=described)
+    add("/web/models", models, summary="Models, and what the playground can ask of them")
+    add("/web/live", live, summary="What the engines are doing, for the live view")
 
 
 def _described(service: ModelService) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from .format import Schemas, ToolCallFormat
 from .formats import HARMONY, TOOL_CALL_FORMATS, tool_call_format
-from .parser import ToolCall, ToolCallParser
+from .parser import ToolCallParser
 from .structural_tag import forced_call_tag
 
 __all__ = [
     "HARMONY",
     "TOOL_CALL_FORMATS",
     "Schemas",
-    "ToolCall",
     "ToolCallFormat",
     "ToolCallParser",
     "forced_call_tag",

@@ -26,8 +26,8 @@ class BraceScanner:
         self._depth = depth
         self._string = self._escaped = False
 
-    def scan(self, text: str, last: bool) -> ScanResult:
-        """Scan a piece. Unless it is the ``last`` one, it is consumed up to what may be the beginning of a stop."""
+    def scan(self, text: str) -> ScanResult:
+        """Scan a piece. It is consumed up to a stop, or to what may be the beginning of one at its end."""
         for at, char in enumerate(text):
             if self._string:
                 self._string = char != '"' or self._escaped
@@ -43,6 +43,6 @@ class BraceScanner:
             elif char in self._firsts:
                 if any(text.startswith(stop, at) for stop in self._stops):
                     return ScanResult(at, True)
-                if not last and any(stop.startswith(text[at:]) for stop in self._stops):
+                if any(stop.startswith(text[at:]) for stop in self._stops):
                     return ScanResult(at, False)
         return ScanResult(len(text), False)

@@ -16,13 +16,16 @@ OBJECT_KEYWORDS = frozenset(
     "default deprecated strict x-guidance".split()
 )
 """Keywords that arguments written one by one follow, or that do not limit them."""
-KEY = re.compile(r"[^\s<>\"'=()]+")
+KEY = re.compile(r"[^\s<>\"'=()]{1,128}")
+"""A parameter's name, where the format says nothing else."""
 
 Format = dict[str, Any]
 """A format of a structural tag."""
 
 
-def arguments_sequence(schema: Mapping[str, Any], elements: Mapping[str, Format], separator: str = "") -> Format:
+def arguments_sequence(
+    schema: Mapping[str, Any], elements: Mapping[str, Format], separator: str = "", key: re.Pattern[str] = KEY
+) -> Format:
     """Arguments one by one; those that are not required may be left out. They are in the order of their schema's
     properties, but for a separator between them, with which those that are required come first.
 
@@ -30,6 +33,7 @@ def arguments_sequence(schema: Mapping[str, Any], elements: Mapping[str, Format]
         schema: an object's.
         elements: format of each argument.
         separator: text between two arguments.
+        key: pattern of the parameters' names that the format can read back.
 
     Raises ``PenstockError`` (``unsupported``) for what the schema asks for besides.
     """
@@ -38,7 +42,7 @@ def arguments_sequence(schema: Mapping[str, Any], elements: Mapping[str, Format]
     required = [name for name in schema.get("required", ()) if isinstance(name, str)]
     if unknown := [name for name in required if name not in elements]:
         raise _unsupported(f"required parameter {unknown[0]!r:.50}, which is not among the properties,")
-    if wrong := [name for name in elements if not KEY.fullmatch(name)]:
+    if wrong := [name for name in elements if not key.fullmatch(name)]:
         raise _unsupported(f"the name of the parameter {wrong[0]!r:.50}")
     if separator:
         first, others = (
@@ -63,13 +67,15 @@ def _joined(required: list[Format], others: list[Format], separator: str) -> For
     return _optional(_or([_sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
 
 
-def value_format(schema: Any, root: Mapping[str, Any], text: Format, depth: int = 0) -> Format:
+def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0) -> Format:
     """A value: a text without quotes where the schema allows one, otherwise JSON.
 
     Args:
         schema: that of the value.
         root: the schema that it is part of, which has the definitions.
-        text: any text.
+        end: text after the value, which cannot occur in it.
+
+    Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
     """
     found = resolved(schema, root)
     types = types_of(found, root)
@@ -77,11 +83,14 @@ def value_format(schema: Any, root: Mapping[str, Any], text: Format, depth: int 
         return json_format(schema, root)
     if "const" in found or isinstance(found.get("enum"), list):
         values = found.get("enum", [found.get("const")])
-        return _or([_text(value if isinstance(value, str) else json.dumps(value)) for value in values])
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        if wrong := [text for text in texts if end in text]:
+            raise _unsupported(f"the value {wrong[0]!r:.50}, which contains {end}")
+        return _or([_text(text) for text in texts])
     for keyword in ("anyOf", "oneOf"):
         if isinstance(found.get(keyword), list) and depth < MAX_REFERENCES:
-            return _or([value_format(part, root, text, depth + 1) for part in found[keyword]])
-    string = _string(found, text)
+            return _or([value_format(part, root, end, depth + 1) for part in found[keyword]])
+    string = _string(found, text_without(end))
     others = sorted(types - STRING)
     return _or([string, json_format({**found, "type": others}, root)]) if others else string
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from .brace_scanner import BraceScanner
 from .format import Schemas, ToolCallFormat
-from .parser import ToolCall, ToolCallParser
-from .values import is_text
+from .parser import ToolCallParser
+from .values import is_beginning, is_text
 
 NAME_AND_ARGUMENTS = re.compile(
     r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
@@ -31,6 +31,8 @@ class JSONFormat(ToolCallFormat):
     name_pattern: re.Pattern[str] | None = None
     """The text between a start marker and the arguments, where the name is there; its groups hold the name, and ``id``
     the call's id where the model writes it."""
+    names: tuple[str, ...] = ()
+    """Texts that match ``name_pattern``, one for each of its forms."""
     separators: tuple[str, ...] = ()
     """Texts after a call that begin another one without a start marker."""
 
@@ -46,6 +48,12 @@ class JSONFormat(ToolCallFormat):
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+    def may_be_name(self, text: str) -> bool:
+        """Whether a text is the beginning of ``name_pattern``: some end of a whole name completes it."""
+        pattern = self.name_pattern
+        ends = [whole[at:] for whole in self.names for at in range(len(whole) + 1)]
+        return pattern is not None and any(pattern.fullmatch(text + end) for end in ends)
 
     def written_name(self, name: str) -> str:
         return json.dumps(name, ensure_ascii=False) if self.call_start[0].endswith('": ') else name  # a value of JSON
@@ -69,16 +77,16 @@ class _JSONCallParser(ToolCallParser):
     def _read_start(self, last: bool) -> bool:
         """Between a start marker and the first brace."""
         form, ahead = self._form, self._held.lstrip(self._form.lead)
-        if not ahead and not last:
-            return False
+        if not ahead:
+            return self._wait_for_head(last)
         if ahead.startswith("{"):
             self._scanned, self._scanner, self._step = 0, BraceScanner(form.stops), self._read_object
             return True
         at = self._held.find("{")
         if form.name_pattern is None:
             return self._reject()
-        if at < 0 and len(self._held) <= MAX_NAME_LENGTH and not last:
-            return False
+        if at < 0 and len(self._held) <= MAX_NAME_LENGTH and (not last or form.may_be_name(self._held)):
+            return self._wait_for_head(last)
         match = form.name_pattern.fullmatch(self._held, 0, at) if 0 <= at <= MAX_NAME_LENGTH else None
         if match is None:
             return self._reject()
@@ -97,22 +105,24 @@ class _JSONCallParser(ToolCallParser):
             self._begin(_string(head["name"]), in_object=True)
             self._held = ahead[head.end() :]
             return True
-        length, ended = self._scanner.scan(ahead[self._scanned :], last)
+        length, ended = self._scanner.scan(ahead[self._scanned :])
         self._scanned += length
         if not ended:
+            if last and is_beginning(ahead) and (self._marker or self.calls):
+                return self._wait_for_head(last)
             if last:  # an unclosed object is content as a whole; searching it again would take quadratic time
-                self._content += self._gap + self._marker + self._held
+                self._add_content(self._gap + self._marker + self._held)
                 self._held, self._step = "", self._read_content
             return False
         call = _call(ahead[: self._scanned])
         if call is None:
             return self._reject()
-        self.calls.append(ToolCall(self._new_id(), *call))
+        self._start_call(*call)
         self._held, self._step = ahead[self._scanned :], self._read_end
         return True
 
     def _read_arguments(self, last: bool) -> bool:
-        length, ended = self._scanner.scan(self._held, last)
+        length, ended = self._scanner.scan(self._held)
         self.calls[-1].arguments += self._held[:length]
         self._held = self._held[length:]
         if not ended:
@@ -123,7 +133,7 @@ class _JSONCallParser(ToolCallParser):
 
     def _skip_object_end(self, last: bool) -> bool:
         """After the arguments, to the end of the object; fields other than name and arguments are ignored."""
-        length, ended = self._scanner.scan(self._held, last)
+        length, ended = self._scanner.scan(self._held)
         self._held = self._held[length:]
         if ended:
             self._step = self._read_end
@@ -132,14 +142,16 @@ class _JSONCallParser(ToolCallParser):
     def _read_end(self, last: bool) -> bool:
         form = self._form
         self._held = self._held.lstrip()
+        if not self._held:
+            return False
         for text in (*form.end_markers, *form.separators):
             if self._held.startswith(text):
                 self._held = self._held[len(text) :]
                 if text in form.separators:
                     self._gap, self._marker, self._step = "", text, self._read_start
                 return True
-            if not last and text.startswith(self._held):
-                return False
+            if text.startswith(self._held):
+                return self._wait_for_end(last)
         if form.allow_unmarked and self._held.startswith("{"):
             self._gap, self._marker, self._step = "", "", self._read_start
         else:

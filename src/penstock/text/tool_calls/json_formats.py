@@ -42,6 +42,7 @@ MISTRAL = JSONFormat(
     start_markers=("[TOOL_CALLS]",),
     lead=" \n\r\t[",
     name_pattern=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(\[CALL_ID\][^\s\[\]{}]*\s*)?(\[ARGS\]\s*)?"),
+    names=("f[CALL_ID]0[ARGS]",),
     end_markers=("]",),
     separators=(",",),
     marker_tokens=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
@@ -72,6 +73,10 @@ DEEPSEEK_V3 = JSONFormat(
     name_pattern=re.compile(
         r"\s*(<｜tool▁call▁begin｜>\s*)?"
         r"(function<｜tool▁sep｜>(?P<name>[^\n{]+)\n```json\s*|(?P<other>[^\n{]+?)<｜tool▁sep｜>\s*)"
+    ),
+    names=(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
     ),
     end_markers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     marker_tokens=(
@@ -121,7 +126,7 @@ PHI4 = replace(
     GRANITE,
     parsers=("phi4_mini_json",),
     template_markers=("<|tool|>",),
-    start_markers=("functools", "<|tool_call|>"),
+    start_markers=("functools[", "<|tool_call|>"),
     end_markers=("]", "<|/tool_call|>"),
     marker_tokens=("<|tool_call|>", "<|/tool_call|>"),
     prefix="functools[",
@@ -171,8 +176,9 @@ KIMI_K2 = JSONFormat(
     template_markers=("<|tool_calls_section_begin|>",),
     start_markers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     name_pattern=re.compile(
-        r"\s*(<\|tool_call_begin\|>\s*)?(?P<id>(functions\.)?(?P<name>[^\s{}<>|:]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
+        r"\s*(<\|tool_call_begin\|>\s*)?(?P<id>(functions\.)?(?P<name>[^\s{}<>|]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
     ),
+    names=("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",),
     end_markers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     marker_tokens=(
         "<|tool_calls_section_begin|>",

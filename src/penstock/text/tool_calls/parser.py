@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from penstock.text.markers import split_at_marker
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """A tool call; ``arguments`` grow while the model writes them."""
-
-    id: str = field(compare=False)
-    name: str
-    arguments: str = ""
-    """A JSON object; as the model wrote it, where it writes JSON."""
+from penstock.text.message import MessagePart, TextPart, ToolCall
 
 
 class ToolCallParser(ABC):
@@ -37,24 +27,29 @@ class ToolCallParser(ABC):
         """The calls so far; the last one may still grow."""
         self._start_markers = start_markers
         self._new_id = new_id
-        self._held = self._content = ""
+        self._held = ""
+        self._parts: list[MessagePart] = []
+        """Content, and calls that begin, in the current piece."""
         self._gap = self._marker = ""
         """The current start marker, and the whitespace before it."""
         self._step = self._read_start if allow_unmarked else self._read_content
 
-    def add(self, text: str, last: bool = False) -> str:
-        """Parse a piece and return the content in it. With ``last`` nothing is held back any more."""
+    def add(self, text: str, last: bool = False) -> list[MessagePart]:
+        """Parse a piece; returns the content and the calls that begin in it, in order.
+
+        With ``last`` nothing is held back any more.
+        """
         self._held += text
-        self._content = ""
+        self._parts = []
         while self._step(last):
             pass
-        return self._content
+        return self._parts
 
     # The states of a parser. Each works on the held text and returns whether to continue with the next state.
 
     def _read_content(self, last: bool) -> bool:
         split = split_at_marker(self._held, self._start_markers, last)
-        self._content += split.before
+        self._add_content(split.before)
         self._held = split.rest
         if split.marker is None:
             return False
@@ -66,10 +61,27 @@ class ToolCallParser(ABC):
         """After a start marker, until a call begins or is rejected."""
 
     def _start_call(self, name: str, arguments: str = "", call_id: str = "") -> None:
-        self.calls.append(ToolCall(call_id or self._new_id(), name, arguments))
+        call = ToolCall(call_id or self._new_id(), name, arguments)
+        self.calls.append(call)
+        self._parts.append(call)
+
+    def _add_content(self, text: str) -> None:
+        self._parts.append(TextPart("content", text))
+
+    def _wait_for_head(self, last: bool) -> bool:
+        """Wait for the rest of a call's head. At the end of the text it is dropped, as it was cut off."""
+        if last and not self._marker and not self.calls:  # it may as well be an answer in JSON
+            return self._reject()
+        return self._wait_for_end(last)
+
+    def _wait_for_end(self, last: bool) -> bool:
+        """Wait for the rest of a marker after a call. At the end of the text, what there is of it is dropped."""
+        if last:
+            self._held, self._step = "", self._read_content
+        return False
 
     def _reject(self) -> bool:
         """Pass the current start marker on as content."""
-        self._content += self._gap + self._marker
+        self._add_content(self._gap + self._marker)
         self._step = self._read_content
         return True

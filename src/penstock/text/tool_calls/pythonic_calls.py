@@ -13,14 +13,16 @@ from .format import Schemas, ToolCallFormat
 from .parser import ToolCallParser
 from .values import literal
 
-NAME = r"[A-Za-z_][\w.-]{0,127}"
+NAME = r"[\w.:/-]{1,128}"
+"""A tool's name: all that requests may use (``TOOL_NAME``), not Python's identifiers alone."""
+KEY_NAME = r"[^\s<>\"'=(),\[\]{}]{1,128}"
 SPACE = r"\s{0,64}"
-CALL = re.compile(rf"{SPACE}({NAME})\({SPACE}(?=\)|{NAME}{SPACE}=[^=])", re.ASCII)
+CALL = re.compile(rf"{SPACE}({NAME})\({SPACE}(?=\)|{KEY_NAME}{SPACE}=[^=])", re.ASCII)
 """The beginning of a call up to its first argument."""
-CALL_SO_FAR = re.compile(rf"{SPACE}({NAME}(\({SPACE}({NAME}({SPACE}=?)?)?)?)?", re.ASCII)
+CALL_SO_FAR = re.compile(rf"{SPACE}({NAME}(\({SPACE}({KEY_NAME}({SPACE}=?)?)?)?)?", re.ASCII)
 """What may become one."""
-KEY = re.compile(rf"{SPACE}({NAME}){SPACE}=\s*", re.ASCII)
-KEY_SO_FAR = re.compile(rf"{SPACE}({NAME}{SPACE})?", re.ASCII)
+KEY = re.compile(rf"{SPACE}({KEY_NAME}){SPACE}=\s*", re.ASCII)
+KEY_SO_FAR = re.compile(rf"{SPACE}({KEY_NAME}{SPACE})?", re.ASCII)
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -40,7 +42,7 @@ class PythonicFormat(ToolCallFormat):
             name: {"type": "tag", "begin": f"{name}=", "content": json_format(part, schema), "end": ""}
             for name, part in schema.get("properties", {}).items()
         }
-        return arguments_sequence(schema, elements, ", ")
+        return arguments_sequence(schema, elements, ", ", re.compile(KEY_NAME))
 
 
 class _PythonicCallParser(ToolCallParser):
@@ -59,15 +61,15 @@ class _PythonicCallParser(ToolCallParser):
     def _read_start(self, last: bool) -> bool:
         """Up to the first argument, or the end of a call that has none."""
         ahead = self._held.lstrip()
-        if not ahead and not last:
-            return False
+        if not ahead:
+            return self._wait_for_head(last)
         self._in_list = ahead.startswith("[")
         if self._form.in_list and not self._in_list:
             return self._reject()
         ahead, self._open = ahead[self._in_list :], True
         if self._read_call(ahead):
             return True
-        return False if self._may_be_call(ahead, last) else self._reject()
+        return self._wait_for_head(last) if CALL_SO_FAR.fullmatch(ahead) else self._reject()
 
     def _read_call(self, ahead: str) -> bool:
         """Begin a call, if there is one ahead."""
@@ -76,9 +78,6 @@ class _PythonicCallParser(ToolCallParser):
         self._start_call(match[1], "{")
         self._held, self._step = ahead[match.end() :], self._read_key
         return True
-
-    def _may_be_call(self, ahead: str, last: bool) -> bool:
-        return not last and CALL_SO_FAR.fullmatch(ahead) is not None
 
     def _read_key(self, last: bool) -> bool:
         """Before an argument, or behind the last one."""
@@ -129,6 +128,8 @@ class _PythonicCallParser(ToolCallParser):
     def _read_end(self, last: bool) -> bool:
         """Behind a call: another one, or the end of the list."""
         self._held = self._held.lstrip()
+        if not self._held:
+            return False
         if self._open and self._in_list and self._held.startswith(("]", ",")):
             self._open, self._held = self._held[0] == ",", self._held[1:]
             return True
@@ -136,12 +137,12 @@ class _PythonicCallParser(ToolCallParser):
             if self._held.startswith(text):
                 self._open, self._held = False, self._held[len(text) :]
                 return True
-            if not last and text.startswith(self._held):
-                return False
+            if text.startswith(self._held):
+                return self._wait_for_end(last)
         if self._open:
             if self._read_call(self._held):
                 return True
-            if self._may_be_call(self._held, last):
-                return False
+            if CALL_SO_FAR.fullmatch(self._held):
+                return self._wait_for_end(last)
         self._step = self._read_content
         return True

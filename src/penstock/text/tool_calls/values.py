@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,9 @@ NAMES = {"true": True, "false": False, "null": None, "none": None}
 MAX_REFERENCES = 16
 """Schemas within schemas that are looked through for a value's type."""
 STRING = frozenset(("string",))
+NUMBERS = frozenset(("integer", "number", "null"))
+GROUPED = re.compile(r"-?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?")
+"""A number whose digits are in groups of three: 1,000."""
 TYPES: dict[type, str] = {
     bool: "boolean",
     int: "integer",
@@ -23,6 +27,9 @@ TYPES: dict[type, str] = {
 }
 """Types of Python's values → JSON Schema's names."""
 
+CUT_VALUE = re.compile(r"-|\.|[eE][+-]?|tr?u?|fa?l?s?|nu?l?|u[0-9a-fA-F]{0,4}")
+"""The end of a constant, a number or an escape of JSON that was cut off."""
+
 Types = frozenset[str] | None
 """The types of JSON Schema that a value may have; None where nothing is known."""
 
@@ -30,6 +37,18 @@ Types = frozenset[str] | None
 def is_text(text: str) -> bool:
     """Whether a text can be encoded as UTF-8, that is, has no unpaired surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def is_beginning(text: str) -> bool:
+    """Whether a text is the beginning of JSON, or the whole of it."""
+    try:
+        json.JSONDecoder(strict=False).raw_decode(text)
+    except json.JSONDecodeError as error:
+        rest = text[error.pos :].rstrip()
+        return not rest or "Unterminated" in error.msg or CUT_VALUE.fullmatch(rest) is not None
+    except RecursionError:
+        return False
+    return True
 
 
 def to_json(value: Any) -> str:
@@ -77,12 +96,17 @@ def type_name(value: Any) -> str:
     return TYPES.get(type(value), "null")
 
 
-def typed_value(written: str, types: Types) -> str:
-    """The JSON of a value that was written without quotes around texts.
+def typed_value(written: str, types: Types) -> str | None:
+    """The JSON of a value that was written without quotes around texts; None for an empty one where no text is allowed.
 
     A text that reads as a value of another type is that value, unless only texts are allowed.
     """
     text = json.dumps(written, ensure_ascii=False)
+    if types and "string" not in types:
+        if not written.strip():
+            return "null" if "null" in types else None
+        if types <= NUMBERS and GROUPED.fullmatch(written.strip()):
+            written = written.replace(",", "")
     if types == STRING or (value := literal(written)) is None:
         return text
     if value.type == "string":
@@ -114,6 +138,8 @@ def literal(written: str) -> Literal | None:
             warnings.simplefilter("ignore")
             tree = _Constants().visit(ast.parse(written, mode="eval"))
         value = ast.literal_eval(tree)
+        if isinstance(value, tuple) and not written.startswith("("):
+            return None  # 1,000 is a number, or a text
         return Literal("array" if isinstance(value, tuple) else type_name(value), to_json(value))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None

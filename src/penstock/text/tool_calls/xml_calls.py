@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.text.markers import split_at_marker
+from penstock.text.markers import partial_match_length, split_at_marker
 
-from .forced_values import arguments_sequence, text_without, value_format
+from .forced_values import arguments_sequence, value_format
 from .format import Schemas, ToolCallFormat
 from .parser import ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
-NAME = re.compile(r"[^\s<>\"'=/]{1,256}")
+NAME = re.compile(r"[^\s<>\"'=]{1,256}")
 MAX_KEY_LENGTH = 512
 
 
@@ -49,7 +49,7 @@ class XMLFormat(ToolCallFormat):
         around = "\n" if self.trim_newlines else ""
         elements = {}
         for name, part in schema.get("properties", {}).items():
-            value = value_format(part, schema, text_without(self.value_end))
+            value = value_format(part, schema, self.value_end)
             elements[name] = {
                 "type": "tag",
                 "begin": f"{begin}{name}{key_end}{before}{around}",
@@ -83,7 +83,8 @@ class _XMLCallParser(ToolCallParser):
         match = NAME.match(ahead)
         rest = ahead[match.end() :] if match else ""
         if not match or not rest:
-            return False if not last and len(ahead) <= 256 and (match or not ahead.strip()) else self._reject()
+            begun = len(ahead) <= 256 and (match or not ahead)
+            return self._wait_for_head(last) if begun else self._reject()
         ends = [form.name_end] if form.name_end else [form.parameter[0], form.close]
         rest = rest if form.name_end else rest.lstrip()
         if not any(rest.startswith(end) for end in ends):
@@ -95,7 +96,7 @@ class _XMLCallParser(ToolCallParser):
 
     def _wait(self, ahead: str, last: bool, *texts: str) -> bool:
         """Wait for one of several texts, of which the beginning is there; otherwise this is no call."""
-        return False if not last and any(text.startswith(ahead) for text in texts) else self._reject()
+        return self._wait_for_head(last) if any(text.startswith(ahead) for text in texts) else self._reject()
 
     def _read_parameters(self, last: bool) -> bool:
         """Between parameters; what else stands there is ignored."""
@@ -129,10 +130,15 @@ class _XMLCallParser(ToolCallParser):
         properties = schema.get("properties")
         self._types = types_of(properties.get(self._key) if isinstance(properties, Mapping) else None, schema)
         self._is_text = self._types == STRING
-        call.arguments += ", " * (call.arguments != "{") + json.dumps(self._key, ensure_ascii=False) + ": "
-        call.arguments += '"' * self._is_text
+        if self._is_text:
+            self._add_key()
+            call.arguments += '"'
         self._step = self._read_value
         return True
+
+    def _add_key(self) -> None:
+        call = self.calls[-1]
+        call.arguments += ", " * (call.arguments != "{") + json.dumps(self._key, ensure_ascii=False) + ": "
 
     def _give_up_key(self) -> bool:
         self._step = self._read_parameters
@@ -145,10 +151,12 @@ class _XMLCallParser(ToolCallParser):
             self._held, self._trim = self._held.removeprefix("\n"), False
         split = split_at_marker(self._held, [self._form.value_end], last, space="")
         piece, self._held = split.before, split.rest
+        if last and not split.marker:  # the marker was cut off
+            piece = piece[: len(piece) - partial_match_length(piece, self._form.value_end)]
         if self._form.trim_newlines:
             if split.marker:
                 piece = piece.removesuffix("\n")
-            elif piece.endswith("\n") and not last:  # it may be the one before the end
+            elif piece.endswith("\n"):  # it may be the one before the end
                 piece, self._held = piece[:-1], "\n" + self._held
         call = self.calls[-1]
         if self._is_text:
@@ -157,26 +165,30 @@ class _XMLCallParser(ToolCallParser):
             self._value += piece
         if split.marker is None:
             return False
-        call.arguments += '"' if self._is_text else typed_value(self._value, self._types)
+        if self._is_text:
+            call.arguments += '"'
+        elif (value := typed_value(self._value, self._types)) is not None:
+            self._add_key()
+            call.arguments += value
         self._step = self._read_parameters
         return True
 
     def _read_end(self, last: bool) -> bool:
         form = self._form
         self._held = self._held.lstrip()
-        if not self._held and not last:
+        if not self._held:
             return False
         for text in form.end_markers:
             if self._held.startswith(text):
                 self._held = self._held[len(text) :]
                 return True
-            if not last and text.startswith(self._held):
-                return False
+            if text.startswith(self._held):
+                return self._wait_for_end(last)
         if form.name_start and self._held.startswith(form.name_start):
             self._gap, self._marker, self._step = "", form.name_start, self._read_start
             self._held = self._held[len(form.name_start) :]
             return True
-        if not last and form.name_start.startswith(self._held):
-            return False
+        if form.name_start.startswith(self._held):
+            return self._wait_for_end(last)
         self._step = self._read_content
         return True

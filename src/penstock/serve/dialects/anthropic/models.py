@@ -12,6 +12,8 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
+from penstock.serve.http.access import Access
 from penstock.serve.http.routes import Route, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels
@@ -61,14 +63,14 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
         service = served_models.find(name)
         return _json(info(service, service.name if name == DEFAULT_NAME else name))
 
-    routes.append(AnthropicRoute("/v1/models", list_models, methods=["GET"]))
-    routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, methods=["GET"]))
+    routes.append(AnthropicRoute("/v1/models", list_models, access=Access.INFERENCE, methods=["GET"]))
+    routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, access=Access.INFERENCE, methods=["GET"]))
 
 
 def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
     """The page that ``after_id``, ``before_id`` and ``limit`` select. Raises ``PenstockError`` (``invalid``)."""
-    text = query.get("limit", str(DEFAULT_LIMIT))
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
+    limit = read_decimal(query.get("limit", str(DEFAULT_LIMIT)), MAX_LIMIT)
+    if not limit:
         raise invalid("limit", f"must be a number from 1 to {MAX_LIMIT}", MAX_LIMIT)
     ids = [model.id for model in models]
     after, before = query.get("after_id"), query.get("before_id")
@@ -79,7 +81,7 @@ def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
         models = models[ids.index(after) + 1 :]
     elif before is not None:
         models = models[: ids.index(before)][::-1]
-    page = models[: int(text)]
+    page = models[:limit]
     if after is None and before is not None:
         page = page[::-1]
     first, last = (page[0].id, page[-1].id) if page else (None, None)

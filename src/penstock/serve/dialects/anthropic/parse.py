@@ -10,6 +10,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.chat.messages import (
+    content_of,
     effort_fields,
     function_call,
     function_tool,
@@ -32,7 +33,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
 
     Args:
         variables: names that the model's chat template reads.
-        images: whether a user's messages may have images.
+        images: whether messages and tool results may have images.
 
     Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text, or an image.
     """
@@ -109,7 +110,7 @@ def _messages(message: Message, path: str, images: bool) -> list[dict[str, Any]]
         elif block.type == "image" and images and message.role == "user":
             parts.append({"type": "image_url", "image_url": {"url": _image_url(block, where)}})
         elif block.type == "tool_result" and message.role == "user":
-            found = text_of(block.content or "", f"{where}.content")
+            found = _result(block, f"{where}.content", images)
             results.append(tool_result(_call_id(block.tool_use_id, f"{where}.tool_use_id"), found))
         elif block.type == "tool_use" and message.role == "assistant":
             name = require(block.name, f"{where}.name")
@@ -129,6 +130,16 @@ def _messages(message: Message, path: str, images: bool) -> list[dict[str, Any]]
     if calls:
         result["tool_calls"] = calls
     return [*results, result]
+
+
+def _result(block: Block, path: str, images: bool) -> str | list[dict[str, Any]]:
+    """The content of a tool result."""
+    return content_of(block.content or "", path, _image) if images else text_of(block.content or "", path)
+
+
+def _image(block: Block, path: str) -> dict[str, Any] | None:
+    """An image in OpenAI's form; None for other blocks."""
+    return {"type": "image_url", "image_url": {"url": _image_url(block, path)}} if block.type == "image" else None
 
 
 def _image_url(block: Block, path: str) -> str:

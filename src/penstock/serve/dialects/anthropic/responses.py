@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from penstock.core import Code, Failure
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.serve.chat.stream_cursor import CallDelta, Delta
-from penstock.text import Message
+from penstock.text import Message, MessagePart, ToolCall
 
 ERROR_TYPES = {
     Code.UNAUTHORIZED: "authentication_error",
@@ -131,16 +131,15 @@ def stop_reason_of(completion: CompletionOutput, called: bool, max_tokens: int) 
 
 def blocks_of(message: Message) -> list[Block]:
     """The content blocks of a whole message."""
-    blocks: list[Block] = []
-    if message.reasoning_content:
-        blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
-    if message.content:
-        blocks.append({"type": "text", "text": message.content})
-    for call in message.tool_calls:
-        blocks.append(
-            {"type": "tool_use", "id": CALL_ID_PREFIX + call.id, "name": call.name, "input": _input(call.arguments)}
-        )
-    return blocks
+    return [_block(part) for part in message.parts]
+
+
+def _block(part: MessagePart) -> Block:
+    if isinstance(part, ToolCall):
+        return {"type": "tool_use", "id": CALL_ID_PREFIX + part.id, "name": part.name, "input": _input(part.arguments)}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
 
 
 class ContentBlockStream:
@@ -154,14 +153,15 @@ class ContentBlockStream:
     def add(self, delta: Delta) -> bytes:
         """Add a delta to the content blocks; returns its events."""
         events = b""
-        if delta.reasoning:
-            events += self._ensure_open("thinking", {"thinking": "", "signature": ""})
-            events += self._delta(type="thinking_delta", thinking=delta.reasoning)
-        if delta.content:
-            events += self._ensure_open("text", {"text": ""})
-            events += self._delta(type="text_delta", text=delta.content)
-        for part in delta.tool_calls:
-            events += self._call(part)
+        for part in delta:
+            if isinstance(part, CallDelta):
+                events += self._call(part)
+            elif part.kind == "reasoning":
+                events += self._ensure_open("thinking", {"thinking": "", "signature": ""})
+                events += self._delta(type="thinking_delta", thinking=part.text)
+            else:
+                events += self._ensure_open("text", {"text": ""})
+                events += self._delta(type="text_delta", text=part.text)
         return events
 
     def end(self) -> bytes:
@@ -194,6 +194,6 @@ def _input(arguments: str) -> Any:
     """The arguments of a call as an object; empty where they are not one."""
     try:
         result = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return result if isinstance(result, dict) else {}

@@ -15,6 +15,7 @@ from penstock.core import Failure
 from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.chat.prompt import count_tokens as count_prompt
 from penstock.serve.chat.stream_cursor import StreamCursor
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import check_supported, convert, read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import operation, reference
@@ -128,7 +129,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         fields = read_object(body)
         check_supported(fields, UNSUPPORTED_FIELDS)
         record = record_of(raw_request.scope)
-        request = convert(fields, schema, record.unknown)
+        request = convert(fields, schema, record.unknown, "pydantic")
         record.error_format = PARSED_ERROR_FORMAT
         return request, len(body)
 
@@ -157,4 +158,4 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request_schema, response_schema = reference(request, SCHEMA_PREFIX), reference(response, SCHEMA_PREFIX)
         error_schema = reference(ErrorResponse, SCHEMA_PREFIX)
         described = operation(response_schema, error_schema, request_schema, streamed=request is MessagesRequest)
-        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
-import msgspec
 from msgspec import UNSET
 
 from penstock.frontend.outputs import RequestOutput
@@ -37,13 +36,7 @@ class BladeCompletionHandler:
         choices = []
         for i, output in sorted(last.items()):
             for completion in output.outputs:
-                choice = await self._openai.choice(i, output, completion)
-                reason = choice.finish_reason or ""
-                choices.append(
-                    CompletionChoice(
-                        index=choice.index, text=choice.text, logprobs=choice.logprobs, finish_reason=reason
-                    )
-                )
+                choices.append(_choice(await self._openai.choice(i, output, completion)))
         yield encode(self._response(choices, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -55,16 +48,9 @@ class BladeCompletionHandler:
                 for completion in output.outputs:
                     so_far = progress.setdefault((i, completion.index), SequenceCursor())
                     added = await self._openai.added(i, output, completion, so_far)
-                    for choice in self._chunks(added) if added else ():
-                        yield event(self._response([choice], last))
+                    for choice in added.chunks() if added else ():
+                        yield event(self._response([_choice(choice)], last))
         yield DONE
-
-    def _chunks(self, choice: OpenAIChoice) -> Iterator[CompletionChoice]:
-        """The chunks for a choice: the new text, and a last chunk with the finish reason."""
-        if choice.text or choice.logprobs:
-            yield CompletionChoice(index=choice.index, text=choice.text, logprobs=choice.logprobs)
-        if choice.finish_reason:
-            yield CompletionChoice(index=choice.index, text="", finish_reason=choice.finish_reason)
 
     def _response(self, choices: list[CompletionChoice], last: dict[int, RequestOutput]) -> CompletionResponse:
         usage = Usage.of(list(last.values()))
@@ -98,33 +84,38 @@ class BladeChatHandler:
         yield encode(CompletionResponse(id=self._id, choices=choices, object="chat.completion", usage=usage))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        cursor: dict[int, StreamCursor] = {}
+        cursors: dict[int, StreamCursor] = {}
+        begun: set[int] = set()
         async with aclosing(self._openai.outputs()) as outputs:
             async for output in outputs:
                 usage = Usage.of([output])
                 for completion in output.outputs:
-                    begins = completion.index not in cursor
-                    added = self._openai.added(completion, cursor.setdefault(completion.index, StreamCursor()))
-                    for choice in self._chunks(added, begins):
+                    cursor = cursors.setdefault(completion.index, StreamCursor())
+                    for choice in self._openai.added(completion, cursor):
+                        if choice.index not in begun:  # the first chunk has the role
+                            begun.add(choice.index)
+                            choice.delta.role = "assistant"
                         chunk = CompletionResponse(
-                            id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage
+                            id=self._id, choices=[_chunk(choice)], object="chat.completion.chunk", usage=usage
                         )
                         yield event(chunk)
         yield DONE
 
-    def _chunks(self, added: list[ChunkChoice], begins: bool) -> Iterator[ChatChoice]:
-        """The chunks for new choices: the first has the role, and the last one the finish reason alone."""
-        for choice in added:
-            if begins:
-                choice.delta = msgspec.structs.replace(choice.delta, role="assistant")
-            if choice.delta != ChatDelta() or choice.logprobs:
-                yield ChatChoice(index=choice.index, delta=_adapt(choice.delta), logprobs=choice.logprobs)
-            if choice.finish_reason:
-                yield ChatChoice(
-                    index=choice.index,
-                    delta=_adapt(ChatDelta(content="")),
-                    finish_reason=choice.finish_reason,
-                )
+
+def _chunk(choice: ChunkChoice) -> ChatChoice:
+    if choice.delta == ChatDelta():
+        choice.delta.content = ""
+    return ChatChoice(
+        index=choice.index,
+        delta=_adapt(choice.delta),
+        logprobs=choice.logprobs,
+        finish_reason=choice.finish_reason or "",
+    )
+
+
+def _choice(choice: OpenAIChoice) -> CompletionChoice:
+    reason = choice.finish_reason or ""
+    return CompletionChoice(index=choice.index, text=choice.text, logprobs=choice.logprobs, finish_reason=reason)
 
 
 def _adapt(choice: T) -> T:

@@ -1,15 +1,14 @@
-"""Conversion of BladeLLM's requests to OpenAI's: defaults, booleans as text, names of models."""
+"""Conversion of BladeLLM's requests to OpenAI's: defaults, names of models."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, get_args, get_type_hints
-
-import msgspec
+from typing import Any, TypeVar
 
 from penstock.core import Code, PenstockError
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.dialects.openai.parse import parse
 from penstock.serve.dialects.openai.requests import CompletionRequest
+from penstock.serve.http.lax import convert_types
 from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.service import ModelService
 
@@ -21,7 +20,6 @@ SAMPLING_DEFAULTS = ("top_p", "top_k", "min_p", "temperature")
 """Defaults that do not apply to beam search."""
 UNSUPPORTED_FIELDS = ("return_token_ids", "prompt_logprobs")
 """Fields whose result BladeLLM's response format has no place for."""
-BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
 def read(fields: dict[str, Any], schema: type[T], service: ModelService, unknown: UnknownFields) -> T:
@@ -30,9 +28,7 @@ def read(fields: dict[str, Any], schema: type[T], service: ModelService, unknown
     Raises ``PenstockError`` as OpenAI's ``parse`` does.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    for name in _booleans(schema) & given.keys():
-        if isinstance(given[name], str):
-            given[name] = BOOLEAN_TEXTS.get(given[name].lower(), given[name])
+    convert_types(given, schema, "pydantic")
     if isinstance(model := given.get("model"), str) and model not in service.gateway.engine_pool.adapters:
         del given["model"]
     for name in UNSUPPORTED_FIELDS:
@@ -49,7 +45,3 @@ def model_name(fields: dict[str, Any]) -> str | None:
     """The ``model`` of a request."""
     name = fields.get("model")
     return name if isinstance(name, str) else None
-
-
-def _booleans(schema: type[msgspec.Struct]) -> set[str]:
-    return {name for name, hint in get_type_hints(schema).items() if bool in get_args(hint)}

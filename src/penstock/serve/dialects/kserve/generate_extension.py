@@ -38,7 +38,7 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
             model.check_supported_input(name, bool(value))
             continue
         if (input_name := model.aliases.get(name, name)) not in types:
-            unknown.ignore("", name, types)
+            unknown.ignore("", name, types, value=value)
         elif value is not None:
             shape = [len(value)] if isinstance(value, list) else [1]
             inputs.append(from_json(name, types[input_name], shape, value))

@@ -19,13 +19,15 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from penstock.config.options import ServerOptions
+from penstock.config.secrets import mask_values
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.http.middleware import REQUEST_ID, ApiKeys
-from penstock.serve.http.reply import CLIENT_DISCONNECTED, INTERNAL
+from penstock.serve.http.access import NO_CONTROL
+from penstock.serve.http.middleware import REQUEST_ID, ApiKeys, Client
+from penstock.serve.http.reply import CLIENT_DISCONNECTED
 from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.http.unexpected import unexpected
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
-from penstock.serve.models.served_models import MIN_BODY_SIZE
 from penstock.serve.spans import end_rpc, logged
 from penstock.version import __version__
 
@@ -33,7 +35,7 @@ from . import grpc_messages as messages
 from . import server_state as state
 from .inference import run_inference
 from .repository import ModelRepository
-from .shared_memory import NO_CUDA
+from .shared_memory import NO_CUDA, SharedMemory
 
 logger = logging.getLogger("penstock.requests")
 
@@ -78,7 +80,7 @@ class GrpcServer:
         self._stopping = asyncio.Event()
         self._stopped: asyncio.Task[None] | None = None
         limits = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", -1)]
-        inference = Inference(repository, options.api_key, self._stopping)
+        inference = Inference(repository, ApiKeys(options.api_key, options.admin_api_key), self._stopping)
         self._server = grpc.aio.server(
             interceptors=[Authorization(inference)], options=[("grpc.so_reuseport", 1), *limits]
         )
@@ -118,7 +120,7 @@ class Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None or method in PUBLIC_METHODS:
             return handler
-        if self._inference.tenant_of(details.invocation_metadata) is not None:
+        if self._inference.client_of(details.invocation_metadata) is not None:
             return handler
 
         async def refused(requests: AsyncIterator[Any], context: Any) -> None:
@@ -152,13 +154,13 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     """The methods of the service.
 
     Args:
-        keys: API keys, of which a client must send one; empty to require none.
+        keys: API keys, of which a client must send one.
         stopping: set when no further request of a stream is to be read.
     """
 
-    def __init__(self, repository: ModelRepository, keys: tuple[str, ...], stopping: asyncio.Event) -> None:
+    def __init__(self, repository: ModelRepository, keys: ApiKeys, stopping: asyncio.Event) -> None:
         self._repository = repository
-        self._keys = ApiKeys(keys)
+        self._keys = keys
         self._stopping = stopping
         self._unknown_field_log = UnknownFieldLog()
 
@@ -201,22 +203,27 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def RepositoryModelLoad(self, request: Any, record: RequestRecord) -> Any:
+        _check_control(record)
         await state.load_model(self._repository, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
     @unary
     async def RepositoryModelUnload(self, request: Any, record: RequestRecord) -> Any:
+        _check_control(record)
         await state.unload_model(self._repository, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
     @unary
     async def TraceSetting(self, request: Any, record: RequestRecord) -> Any:
-        changes = messages.parse_trace_settings(request)
+        if changes := messages.parse_trace_settings(request):
+            _check_control(record)
         return messages.build_trace_settings(state.trace_settings(self._repository, changes, request.model_name))
 
     @unary
     async def LogSettings(self, request: Any, record: RequestRecord) -> Any:
-        return messages.build_log_settings(state.log_settings(self._repository, messages.parse_log_settings(request)))
+        if changes := messages.parse_log_settings(request):
+            _check_control(record)
+        return messages.build_log_settings(state.log_settings(self._repository, changes))
 
     @unary
     async def ModelInfer(self, request: Any, record: RequestRecord) -> Any:
@@ -290,18 +297,18 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     @unary
     async def SystemSharedMemoryStatus(self, request: Any, record: RequestRecord) -> Any:
         result = pb.SystemSharedMemoryStatusResponse()
-        for region in self._repository.memory.status(request.name):
+        for region in self._memory(record).status(request.name):
             result.regions[region["name"]].CopyFrom(pb.SystemSharedMemoryStatusResponse.RegionStatus(**region))
         return result
 
     @unary
     async def SystemSharedMemoryRegister(self, request: Any, record: RequestRecord) -> Any:
-        self._repository.memory.register(request.name, request.key, request.offset, request.byte_size)
+        self._memory(record).register(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
     @unary
     async def SystemSharedMemoryUnregister(self, request: Any, record: RequestRecord) -> Any:
-        self._repository.memory.unregister(request.name)
+        self._memory(record).unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     @unary
@@ -320,7 +327,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         """The ``ModelInferResponse`` messages of a request."""
         _check_read(request)
         model = self._repository.find(request.model_name, request.model_version)
-        memory = self._repository.memory
+        memory = self._memory(record)
         infer_request = await self._repository.read_request(
             request.ByteSize(), lambda: messages.parse_infer_request(request, memory)
         )
@@ -328,7 +335,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         with model.service.admit():
             async with aclosing(run_inference(self._repository, model, infer_request, record, streamed)) as stream:
                 async for response in stream:
-                    message = messages.build_infer_response(model, infer_request, response, self._repository.memory)
+                    message = messages.build_infer_response(model, infer_request, response, memory)
                     if streamed:
                         message.parameters[messages.FINAL].bool_param = response.last and not empty_last
                     yield message
@@ -339,10 +346,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     def read(self, kind: Any, raw: bytes) -> Any:
         """The message in bytes, or a ``Failure`` where it is none, or too large to be parsed."""
-        try:
-            maximum = self._repository.served_models.max_body_size
-        except PenstockError:  # no engine is ready, as administrative requests do not need one
-            maximum = MIN_BODY_SIZE
+        maximum = self._repository.served_models.max_body_size
         if len(raw) > maximum:
             message = f"body: has {len(raw)} bytes, and at most {maximum} are taken"
             return Failure(Code.TOO_LARGE, message, "body", maximum)
@@ -351,9 +355,13 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         except DecodeError:
             return UNREADABLE
 
-    def tenant_of(self, metadata: Iterable[tuple[str, str]] | None) -> str | None:
-        """The tenant of a call, as ``ApiKeys.tenant_of``."""
-        return self._keys.tenant_of(dict(metadata or ()).get("authorization", "").encode())
+    def client_of(self, metadata: Iterable[tuple[str, str]] | None) -> Client | None:
+        """The client of a call, as ``ApiKeys.client_of``."""
+        return self._keys.client_of(dict(metadata or ()).get("authorization", "").encode())
+
+    def _memory(self, record: RequestRecord) -> SharedMemory:
+        """The regions of a call's client."""
+        return self._repository.memory.of_client(record.tenant, lambda: None)
 
     @asynccontextmanager
     async def authorized_request(
@@ -366,12 +374,12 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         """
         try:
             async with self.request_record(context, method, model, quiet or method in PUBLIC_METHODS) as record:
-                tenant = self.tenant_of(context.invocation_metadata())
-                if tenant is None and method not in PUBLIC_METHODS:
+                client = self.client_of(context.invocation_metadata())
+                if client is None and method not in PUBLIC_METHODS:
                     raise PenstockError.of(NO_KEY)
                 yield record
         except PenstockError as error:
-            await context.abort(STATUS[error.failure.code], error.failure.message)
+            await context.abort(STATUS[error.failure.code], mask_values(error.failure.message))
 
     @asynccontextmanager
     async def request_record(
@@ -381,8 +389,9 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
         unknown = UnknownFields(self._repository.served_models.options.strict_requests)
         given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
-        tenant = self.tenant_of(context.invocation_metadata()) or ""
-        record = RequestRecord(given_id, client=context.peer(), tenant=tenant, unknown=unknown)
+        record = RequestRecord(given_id, client=context.peer(), unknown=unknown)
+        if client := self.client_of(context.invocation_metadata()):
+            client.enter(record)
         if (tracer := self._repository.served_models.tracer) and not quiet:
             attributes = {
                 "rpc.system": "grpc",
@@ -403,9 +412,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                 record.failure = CLIENT_DISCONNECTED
                 raise
             except Exception as error:
-                logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
-                record.failure = INTERNAL
-                raise PenstockError.of(INTERNAL) from error
+                record.failure = unexpected(error, record.request_id)
+                raise PenstockError.of(record.failure) from error
             finally:
                 self._log(record, f"{method} {model[:100]!r}" if model else method, quiet)
                 if record.span:
@@ -457,6 +465,12 @@ def _unread(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
         return await method(None, context)
 
     return called
+
+
+def _check_control(record: RequestRecord) -> None:
+    """Raises ``PenstockError`` (``unauthorized``) where the client may not change the server for all clients."""
+    if not record.may_control:
+        raise PenstockError(Code.UNAUTHORIZED, NO_CONTROL)
 
 
 def _check_read(request: Any) -> None:

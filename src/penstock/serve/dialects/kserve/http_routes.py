@@ -15,6 +15,8 @@ from starlette.types import Message
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_body, read_object
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
@@ -87,7 +89,12 @@ class Json(Response):
 def add_routes(routes: Routes, repository: ModelRepository) -> None:
     """Add all routes below ``/v2``."""
     routes.error_formats.add(ERROR_FORMAT, "/v2")
-    served_models, memory = repository.served_models, repository.memory
+    served_models = repository.served_models
+
+    def memory_of(request: Request) -> SharedMemory:
+        """The regions of the request's client, which pages of other sites may not use."""
+        check = functools.partial(request.app.state.origins.check, request.scope, Access.PRIVATE)
+        return repository.memory.of_client(record_of(request.scope).tenant, check)
 
     async def body_of(request: Request) -> bytes:
         return await _body(request, served_models.max_body_size, served_models.options.client_timeout)
@@ -133,9 +140,10 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
     async def infer(request: Request, name: str, version: str = "") -> Response:
         length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
         body = await body_of(request)
+        memory = memory_of(request)
         infer_request = await repository.read_request(len(body), lambda: parse(body, length, memory, unknown))
         model = repository.find(name, version)
-        return InferReply(repository, model, infer_request, request)
+        return InferReply(repository, model, infer_request, request, memory)
 
     def generating(streamed: bool) -> Callable[..., Any]:
         async def generate(request: Request, name: str, version: str = "") -> Response:
@@ -179,16 +187,16 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
         settings = await settings_body_of(request) if request.method == "POST" else {}
         return Json(state.trace_settings(repository, settings, name))
 
-    async def memory_status(_: Request, name: str = "") -> Response:
-        return Json(memory.status(name))
+    async def memory_status(request: Request, name: str = "") -> Response:
+        return Json(memory_of(request).status(name))
 
     async def register(request: Request, name: str) -> Response:
         wish = await change_of(request, Registration)
-        memory.register(name, wish.key, wish.offset, wish.byte_size)
+        memory_of(request).register(name, wish.key, wish.offset, wish.byte_size)
         return Response()
 
-    async def unregister(_: Request, name: str = "") -> Response:
-        memory.unregister(name)
+    async def unregister(request: Request, name: str = "") -> Response:
+        memory_of(request).unregister(name)
         return Response()
 
     async def no_cuda_memory(_: Request, name: str = "") -> Response:
@@ -247,7 +255,19 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
     for method, path, endpoint, summary in endpoints:
         asks = path.endswith(WITH_BODY)
         described = operation(OBJECT if asks else None, FAILED, OBJECT if asks else None, path.endswith("_stream"))
-        routes.add(path, _with_parameters(endpoint), method=method, summary=summary, described=described)
+        answer, access = _with_parameters(endpoint), _access_of(method, path)
+        routes.add(path, answer, access=access, method=method, summary=summary, described=described)
+
+
+def _access_of(method: str, path: str) -> Access:
+    """Class of a route. Regions belong to API keys; the settings of the log and of traces are shared."""
+    if path.startswith("/v2/health/"):
+        return Access.PUBLIC
+    if path.startswith((SYSTEM, CUDA)):
+        return Access.PRIVATE
+    if path == "/v2/logging" or path.endswith("/trace/setting"):
+        return Access.CONTROL if method == "POST" else Access.PRIVATE
+    return Access.CONTROL if path.endswith(("/load", "/unload")) else Access.INFERENCE
 
 
 def _with_parameters(endpoint: Callable[..., Awaitable[Response]]) -> Endpoint:
@@ -268,7 +288,12 @@ class InferReply(Reply):
     """The response to ``infer``: JSON, followed by the outputs that were requested in binary."""
 
     def __init__(
-        self, repository: ModelRepository, model: Model, infer_request: InferenceRequest, request: Request
+        self,
+        repository: ModelRepository,
+        model: Model,
+        infer_request: InferenceRequest,
+        request: Request,
+        memory: SharedMemory,
     ) -> None:
         self._header: int | None = None
 
@@ -276,7 +301,7 @@ class InferReply(Reply):
             stream = run_inference(repository, model, infer_request, record_of(request.scope), streamed=False)
             async with aclosing(stream):
                 async for response in stream:
-                    head, binary = await encode_response(model, infer_request, response, repository.memory)
+                    head, binary = await encode_response(model, infer_request, response, memory)
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
@@ -301,14 +326,17 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
     """
     head, raw = body, b""
     if header_length is not None:
-        if not header_length.isdecimal() or int(header_length) > len(body):
-            raise invalid(HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]}")
-        head, raw = body[: int(header_length)], body[int(header_length) :]
+        length = read_decimal(header_length, len(body))
+        if length is None:
+            raise invalid(
+                HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]!r}"
+            )
+        head, raw = body[:length], body[length:]
     result = read_object(head)
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
     for name, value in result.items():
         if name not in known:
-            unknown.ignore("", name, known)
+            unknown.ignore("", name, known, value=value)
         elif not isinstance(value, known[name]):
             raise invalid(name, f"must be {known[name].__name__}")
     inputs, at = [], 0

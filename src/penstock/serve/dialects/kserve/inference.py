@@ -52,7 +52,7 @@ async def run_inference(
     if type(priority) is not int or not 0 <= priority < 2**31:
         raise invalid("priority", "must be a whole number from 0 on")
     for name in infer_request.parameters.keys() - PARAMETERS:
-        record.unknown.ignore("parameters.", name, PARAMETERS)
+        record.unknown.ignore("parameters.", name, PARAMETERS, value=infer_request.parameters[name])
     call = model.prepare_call(record, infer_request.inputs, streamed, priority, infer_request.id)
     with repository.counts.count_request(model, record, call):
         async with aclosing(model.infer(call)) as stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -69,6 +70,8 @@ class Model:
     """Other names of its inputs → their names."""
     unsupported_inputs: ClassVar[Mapping[str, str]] = {}
     """Inputs that are not supported yet, with the reason."""
+    neutral_inputs: ClassVar[Mapping[str, tuple[float, ...]]] = {}
+    """Of these, the values that have no effect, besides zero and false."""
     max_batch_size: int = MAX_BATCH_SIZE
     """Maximum number of rows; 0 without a batch dimension."""
     decoupled: ClassVar[bool] = False
@@ -139,7 +142,10 @@ class Model:
             if (canonical_name := self.aliases.get(tensor.name)) is not None:
                 tensor = replace(tensor, name=canonical_name)
             if tensor.name in self.unsupported_inputs:
-                self.check_supported_input(tensor.name, any(tensor.elements))
+                neutral = self.neutral_inputs.get(tensor.name, ())
+                self.check_supported_input(
+                    tensor.name, any(each and not _near(each, neutral) for each in tensor.elements)
+                )
                 continue
             if (spec := specs.get(tensor.name)) is None:
                 message = f"unexpected inference input for model '{self.name}'{did_you_mean(tensor.name, specs)}"
@@ -176,6 +182,11 @@ class Model:
                 tensor.name, f"has the shape {list(tensor.shape)}, and model '{self.name}' expects {expected}"
             )
         return rows
+
+
+def _near(value: Any, neutral: Iterable[float]) -> bool:
+    """Whether a value is one of ``neutral``, as FP32 holds them."""
+    return any(isinstance(value, int | float) and math.isclose(value, each, rel_tol=1e-6) for each in neutral)
 
 
 def _of_type(spec: Spec, tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import msgspec
 from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 from penstock.serve.models.messages import ServedModel
 from penstock.version import __version__
 
@@ -157,8 +158,8 @@ def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
 
 
 def _batch_size(value: Any) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
-        value = int(value)  # as protobuf's JSON may have it
+    if isinstance(value, str):  # as protobuf's JSON may have it
+        value = read_decimal(value, MAX_BATCH_SIZE)
     if type(value) is not int or not 0 <= value <= MAX_BATCH_SIZE:
         raise invalid("max_batch_size", f"must be a whole number from 0 to {MAX_BATCH_SIZE}", MAX_BATCH_SIZE)
     return value

@@ -7,6 +7,7 @@ where a mapping would end this process (SIGBUS).
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import stat
@@ -37,7 +38,7 @@ NO_CUDA = "CUDA shared memory is not supported; use system shared memory, or sen
 
 
 class SharedMemory:
-    """The regions that clients have registered.
+    """The regions that clients have registered. Each belongs to the API key that registered it.
 
     Args:
         max_size: returns the largest size of an input, bytes.
@@ -47,12 +48,26 @@ class SharedMemory:
         self._shared = shared
         self._allowed = options.allow_shared_memory or is_loopback(options.host)
         self._most = max_size
+        self._tenant = ""
+        self._check: Callable[[], None] = lambda: None
+
+    def of_client(self, tenant: str, check: Callable[[], None]) -> SharedMemory:
+        """The regions of a client.
+
+        Args:
+            tenant: of the client's requests.
+            check: called before a region is used; raises ``PenstockError`` where the client may use none.
+        """
+        result = copy.copy(self)
+        result._tenant, result._check = tenant, check
+        return result
 
     def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
         """Register a region of a shared memory object.
 
         Raises ``PenstockError``: ``unsupported`` where this is not allowed, ``invalid`` where there is no such object,
         it is too small, or the name is taken."""
+        self._check()
         if not self._allowed:
             raise PenstockError(Code.UNSUPPORTED, NOT_ALLOWED, "allow_shared_memory")
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH:
@@ -60,32 +75,35 @@ class SharedMemory:
         if not isinstance(key, str) or not (match := KEY_PATTERN.fullmatch(key)) or match[1] in (".", ".."):
             words = "must be the name of a POSIX shared memory object, such as /input_data, not penstock-…"
             raise invalid("key", words)
-        region = Region(match[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
+        region = Region(name, self._tenant, match[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
         with _opened(region, os.O_RDWR):
             pass
         with self._shared.update() as state:
-            if name in state.regions:
+            if self._full_name(name) in state.regions:
                 raise invalid("name", f"shared memory region '{name}' already in manager")
+            if any(other.key == region.key and other.tenant != self._tenant for other in state.regions.values()):
+                raise invalid("key", f"the shared memory object '/{region.key}' is registered by another API key")
             if len(state.regions) >= MAX_REGIONS:
                 raise invalid("name", f"{MAX_REGIONS} regions are registered; unregister some", MAX_REGIONS)
-            state.regions[name] = region
+            state.regions[self._full_name(name)] = region
 
     def unregister(self, name: str = "") -> None:
         """Unregister a region, or all of them; an unknown one is ignored, as in Triton."""
-        if not name or name in self._shared.read().regions:
+        self._check()
+        if self._regions(name):
             with self._shared.update() as state:
-                state.regions = {each: region for each, region in state.regions.items() if name and each != name}
+                for each in self._regions(name):
+                    state.regions.pop(each, None)
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
         """Status of one region or all, as in the protocol. Raises ``PenstockError`` (``not_found``)."""
-        regions = self._shared.read().regions
-        if name and name not in regions:
+        regions = self._regions(name)
+        if name and not regions:
             message = f"Unable to find system shared memory region: '{name[:100]}'"
             raise PenstockError(Code.NOT_FOUND, message, "name")
         return [
-            {"name": each, "key": f"/{result.key}", "offset": result.offset, "byte_size": result.byte_size}
-            for each, result in regions.items()
-            if not name or each == name
+            {"name": result.name, "key": f"/{result.key}", "offset": result.offset, "byte_size": result.byte_size}
+            for result in regions.values()
         ]
 
     def read(self, tensor: str, parameters: Mapping[str, Any]) -> bytes:
@@ -114,10 +132,22 @@ class SharedMemory:
             os.pwrite(file, raw, region.offset + offset)
         return {REGION: parameters[REGION], SIZE: len(raw), **({OFFSET: offset} if offset else {})}
 
+    def _full_name(self, name: str) -> str:
+        return f"{self._tenant}\0{name}"
+
+    def _regions(self, name: str) -> dict[str, Region]:
+        """The client's regions, or the one of a name, by full name."""
+        return {
+            each: region
+            for each, region in self._shared.read().regions.items()
+            if region.tenant == self._tenant and name in ("", region.name)
+        }
+
     def _locate(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
         """The region, offset and size that a tensor's parameters give."""
+        self._check()
         name = parameters.get(REGION)
-        region = self._shared.read().regions.get(name) if isinstance(name, str) else None
+        region = self._shared.read().regions.get(self._full_name(name)) if isinstance(name, str) else None
         if region is None:
             raise invalid(tensor, f"Unable to find shared memory region: '{str(name)[:100]}'")
         offset, size = _count(tensor, parameters.get(OFFSET, 0), 0), _count(tensor, parameters.get(SIZE), 0)

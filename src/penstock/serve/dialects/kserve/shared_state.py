@@ -15,6 +15,10 @@ import msgspec
 class Region(msgspec.Struct, frozen=True):
     """A registered part of a POSIX shared memory object."""
 
+    name: str
+    """The client's name of the region."""
+    tenant: str
+    """Whose region it is (``RequestRecord.tenant``)."""
     key: str
     offset: int
     byte_size: int
@@ -26,7 +30,7 @@ class State(msgspec.Struct):
     trace: dict[str, dict[str, Any]] = {}
     """Changed trace settings, by model; the empty name is for all."""
     regions: dict[str, Region] = {}
-    """Regions of system shared memory, by name."""
+    """Regions of system shared memory, by tenant and name."""
     max_batch_size: dict[str, int] = {}
     """Model name → ``max_batch_size`` set by its load request."""
 

@@ -68,7 +68,9 @@ def read(fields: Mapping[str, Any], schema: type[T], unknown: UnknownFields) -> 
     for name, neutral in NEUTRAL.items():
         if name in given and given.pop(name) not in neutral:
             raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported", name)
-    return convert({name: value for name, value in given.items() if name not in WITHOUT_EFFECT}, schema, unknown)
+    return convert(
+        {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}, schema, unknown, "numbers"
+    )
 
 
 async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dict[str, Any]:

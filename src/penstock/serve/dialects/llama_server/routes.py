@@ -14,6 +14,7 @@ from penstock.serve.dialects.dispatch import answer_by_body
 from penstock.serve.dialects.openai import requests as openai
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.parse import parse
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.reply import Reply
@@ -65,7 +66,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if ends:
             fields["stop_token_ids"] = [*ends]
         given = {name: value for name, value in fields.items() if value is not None}
-        completions = CompletionHandler(service, record, parse(given, openai.CompletionRequest, record.unknown))
+        completions = CompletionHandler(
+            service, record, parse(given, openai.CompletionRequest, record.unknown, "numbers")
+        )
         handler = LlamaServerHandler(service, request, completions, as_list)
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 
@@ -96,7 +99,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request, size = await read_request(raw_request, TemplateRequest)
         service = served_models.find(request.model)
         gateway = service.gateway
-        options = template_options(request, gateway.input_processor.response_formats().tools is not None)
+        options = template_options(request, request.tools, gateway.input_processor.response_formats().tools is not None)
         conversation = await gateway.chat_prompt(messages_of(request.messages, service.sees_images), size, options)
         return JSONResponse({"prompt": conversation["prompt"]})
 
@@ -129,16 +132,17 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         ("/embedding", embedding, EmbeddingRequest, objects, "llama-server's embeddings"),
         ("/apply-template", apply_template, TemplateRequest, OBJECT, "llama-server's prompt of a chat"),
     ):
-        asked = reference(schema, PREFIX)
-        routes.add(path, endpoint, method="POST", summary=summary, described=operation(described, OBJECT, asked))
+        described = operation(described, OBJECT, reference(schema, PREFIX))
+        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)
     for path, state, described, summary in (
         ("/props", get_props, OBJECT, "llama-server's properties of a model"),
         ("/slots", get_slots, objects, "llama-server's slots"),
     ):
         described = operation(described, OBJECT, query=("model",))
-        routes.add(path, state, summary=summary, described=described)
+        routes.add(path, state, access=Access.INFERENCE, summary=summary, described=described)
     summary = "llama-server's change of options, which is refused"
-    routes.add("/props", change_props, method="POST", summary=summary, described=operation(OBJECT, OBJECT))
+    change = operation(OBJECT, OBJECT)
+    routes.add("/props", change_props, access=Access.CONTROL, method="POST", summary=summary, described=change)
     answer_by_body(routes, served_models, "/tokenize", lambda fields: "content" in fields, tokenize)
 
 

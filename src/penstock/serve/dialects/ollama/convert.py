@@ -87,15 +87,15 @@ def sampling_fields(options: Mapping[str, Any], unknown: UnknownFields) -> dict[
         if name in OPTIONS:
             fields[OPTIONS[name]] = value
         elif name == "num_predict":
-            if not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
                 raise invalid("num_predict", f"{value!r} is not a whole number")
             if value > 0:  # -1 is any number, and so is -2, as many as the context holds
-                fields["max_tokens"] = value
+                fields["max_tokens"] = int(value)
         elif name in NEUTRAL:
             if value not in NEUTRAL[name]:
                 raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported", name)
         else:
-            unknown.ignore("options.", name, OPTIONS)
+            unknown.ignore("options.", name, OPTIONS, value=value)
     return fields
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from penstock.serve.dialects.openai.chat import ChatHandler
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.parse import parse
 from penstock.serve.dialects.openai.requests import CompletionRequest
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.reply import Reply
@@ -69,7 +71,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if request.raw or request.suffix:
             longest = service.gateway.engine_pool.require_engine().max_model_len
             fields = {"max_tokens": longest} | fields | {"model": models.name_of(request.model or "")}
-            pieces = raw_pieces(CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown)))
+            pieces = raw_pieces(
+                CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown, "numbers"))
+            )
         else:
             pieces = chat_pieces(_chat_handler(service, record, models.name_of(request.model or ""), fields, size))
         answer = OllamaHandler(request.model or "", pieces, False)
@@ -111,6 +115,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         raise PenstockError(Code.UNSUPPORTED, words)
 
     failure: dict[str, Any] = OBJECT
+    add = partial(routes.add, access=Access.INFERENCE)
     for path, endpoint, schema, answer, summary in (
         ("chat", chat, ChatRequest, Answer, "Ollama's chat"),
         ("generate", generate, GenerateRequest, Answer, "Ollama's continuation of a prompt"),
@@ -121,25 +126,25 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     ):
         given = reference(answer, PREFIX) if answer else OBJECT
         described = operation(given, failure, reference(schema, PREFIX))
-        routes.add(f"/api/{path}", endpoint, method="POST", summary=summary, described=described)
+        add(f"/api/{path}", endpoint, method="POST", summary=summary, described=described)
     for path, state, summary in (
         ("tags", tags, "Ollama's list of models"),
         ("ps", running, "Ollama's list of loaded models"),
         ("version", version, "The version of Ollama's API"),
     ):
-        routes.add(f"/api/{path}", state, summary=summary, described=operation(OBJECT, failure))
+        add(f"/api/{path}", state, summary=summary, described=operation(OBJECT, failure))
     for path in UNSUPPORTED:
         method = "DELETE" if path == "delete" else "POST"
         summary = f"Ollama's {path}, which is refused"
         described = operation(OBJECT, failure)
-        routes.add(f"/api/{path}", unsupported, method=method, summary=summary, described=described)
+        add(f"/api/{path}", unsupported, access=Access.CONTROL, method=method, summary=summary, described=described)
 
 
 def _chat_handler(
     service: ModelService, record: RequestRecord, name: str, fields: dict[str, Any], size: int
 ) -> ChatHandler:
     fields["model"] = name
-    return ChatHandler(service, record, parse(fields, OpenAIChatRequest, record.unknown), size)
+    return ChatHandler(service, record, parse(fields, OpenAIChatRequest, record.unknown, "numbers"), size)
 
 
 def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:

@@ -103,7 +103,7 @@ class TranscriptionEvent(msgspec.Struct, kw_only=True):
 
 
 def fields_of(form: FormData) -> dict[str, Any]:
-    """A form's fields but the file, with the types of the schema where their text can be read so."""
+    """A form's fields but the file, as texts."""
     fields: dict[str, Any] = {}
     for key, value in form.multi_items():
         name = key.removesuffix("[]")
@@ -111,20 +111,9 @@ def fields_of(form: FormData) -> dict[str, Any]:
             continue
         if name in LISTS:
             fields.setdefault(name, []).append(value)
-        elif name == "temperature":
-            fields[name] = _number(value)
-        elif name == "stream":
-            fields[name] = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
         else:
             fields[name] = value
     return fields
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool = False) -> TranscriptionRequest:
@@ -134,7 +123,7 @@ def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool 
     check_supported(fields, UNSUPPORTED)
     if fields.get("response_format") == "diarized_json":
         raise PenstockError(Code.UNSUPPORTED, "response_format: speakers are not told apart", "response_format")
-    request = convert(fields, TranscriptionRequest, record.unknown)
+    request = convert(fields, TranscriptionRequest, record.unknown, "pydantic")
     if "word" in (request.timestamp_granularities or ()):
         words = "timestamp_granularities: only segment is supported, not word"
         raise PenstockError(Code.UNSUPPORTED, words, "timestamp_granularities")

@@ -12,9 +12,9 @@ from penstock.core import Code, PenstockError
 from penstock.serve.chat.request import ChatRequest, GenerationRequest
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import rename_field
-from penstock.serve.http.reply import INTERNAL
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
+from penstock.serve.http.unexpected import unexpected
 from penstock.serve.models.service import ModelService
 
 from .chat import ChatHandler
@@ -79,9 +79,8 @@ async def answer(service: ModelService, record: RequestRecord, url: str, body: b
             return 200, await anext(pieces)
     except PenstockError as error:
         record.failure = error.failure
-    except Exception:
-        logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
-        record.failure = INTERNAL
+    except Exception as error:
+        record.failure = unexpected(error, record.request_id)
     names = CHAT_FIELD_NAMES if url == CHAT else FIELD_NAMES
     return STATUS[record.failure.code], encode(error_of(rename_field(record.failure, names)))
 

@@ -12,10 +12,10 @@ from msgspec import UNSET, UnsetType
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.chat.request import ChatRequest, NamedTool
-from penstock.serve.chat.stream_cursor import CallDelta, Delta, StreamCursor
+from penstock.serve.chat.stream_cursor import CallDelta, StreamCursor
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
-from penstock.text import Message, ToolCall
+from penstock.text import Message, TextPart, ToolCall
 
 from .responses import (
     DONE,
@@ -48,17 +48,29 @@ Reason = Literal["stop", "length", "tool_calls"] | None
 class ChatHandler:
     """One request, from its messages to its choices."""
 
+    top_logprob = TopLogprob
+    """Schema of alternatives in logprobs."""
+
     def __init__(self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int) -> None:
         self._service = service
         self._request = request
         self._chat = ChatGeneration(service, record, request, size)
         self.sampling = self._chat.sampling
-        self._echoed = self._chat.prompt.echoed
         self._vocabulary = service.gateway.input_processor.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}
         """Cache of token id → bytes as a list of integers, for logprobs."""
         self.id = f"chatcmpl-{record.request_id}"
         self._created = int(time.time())
+
+    @property
+    def model(self) -> str:
+        """Name of the model or adapter that answers."""
+        return self._chat.model
+
+    @property
+    def echoed(self) -> str:
+        """Text of the last message with which the answer begins (``echo``)."""
+        return self._chat.prompt.echoed
 
     def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         return self._chat.outputs()
@@ -81,7 +93,8 @@ class ChatHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
-        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        with_usage = given and given.include_usage
+        always = with_usage and given and given.continuous_usage_stats
         cursor: dict[int, StreamCursor] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
@@ -96,8 +109,8 @@ class ChatHandler:
                         )
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
-                        if self._echoed:
-                            echoed = ChatDelta(content=self._echoed)
+                        if self._chat.prompt.echoed:
+                            echoed = ChatDelta(content=self._chat.prompt.echoed)
                             chunks.append(ChunkChoice(index=completion.index, delta=echoed))
                     chunks += self.added(completion, cursor[completion.index])
                     for chunk in chunks:
@@ -121,31 +134,38 @@ class ChatHandler:
         yield DONE
 
     def added(self, completion: CompletionOutput, cursor: StreamCursor) -> list[ChunkChoice]:
-        """The chunks of what a step added to a sequence: none, one or two."""
+        """The chunks of what a step added to a sequence: one for each part, and one that ends it, as OpenAI sends them.
+
+        Logprobs and token ids of the step are in the first one.
+        """
         piece = cursor.progress.advance(completion)
         if piece is None:
             return []
-        delta = cursor.delta(self._chat.message(completion))
-        chunk = ChunkChoice(index=completion.index, delta=_delta(delta))
-        if self.sampling.logprobs is not None:
-            chunk.logprobs = self._logprobs(piece.positions)
-        if self._request.return_token_ids:
-            chunk.token_ids = piece.token_ids
-        chunks = [chunk]
+        with_ids, positions = bool(self._request.return_token_ids), piece.positions
+        if self.sampling.logprobs is None:
+            positions = []
+        deltas = [_delta(part) for part in cursor.delta(self._chat.message(completion))]
+        if not deltas and (positions or (with_ids and piece.token_ids)):
+            deltas.append(ChatDelta())
         if completion.finished:
-            if delta.tool_calls:  # OpenAI's client misses the end of a call that begins in the chunk with finish_reason
-                chunks.append(ChunkChoice(index=completion.index, delta=ChatDelta()))
-                chunks[-1].token_ids = [] if self._request.return_token_ids else UNSET
+            deltas.append(ChatDelta())
+        chunks = [ChunkChoice(index=completion.index, delta=delta) for delta in deltas]
+        if positions:
+            chunks[0].logprobs = self._logprobs(positions)
+        if with_ids:
+            for i, chunk in enumerate(chunks):
+                chunk.token_ids = piece.token_ids if i == 0 else []
+        if completion.finished:
             chunks[-1].finish_reason = self._reason(completion, cursor.num_tool_calls > 0)
             chunks[-1].stop_reason = completion.stop_reason
-        elif not delta and chunk.logprobs is None and not self._request.return_token_ids:
-            return []
         return chunks
 
     async def choice(self, completion: CompletionOutput, prompt_token_ids: list[int]) -> ChatChoice:
         read = self._chat.message(completion)
         only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
-        message = ChatMessage(content=self._echoed or None if only_else else self._echoed + read.content)
+        message = ChatMessage(
+            content=self._chat.prompt.echoed or None if only_else else self._chat.prompt.echoed + read.content
+        )
         if read.reasoning_content:
             message.reasoning = message.reasoning_content = read.reasoning_content
         if read.tool_calls:
@@ -194,7 +214,7 @@ class ChatHandler:
         entries = [
             (
                 p.rank,
-                TopLogprob(
+                self.top_logprob(
                     token=token_of(token_id, p, as_ids),
                     logprob=max(p.logprob, MIN_LOGPROB),
                     bytes=self._bytes(token_id),
@@ -213,18 +233,15 @@ class ChatHandler:
         return token_bytes
 
 
-def _delta(delta: Delta) -> ChatDelta:
-    chat_delta = ChatDelta()
-    if delta.reasoning:
-        chat_delta.reasoning = chat_delta.reasoning_content = delta.reasoning
-    if delta.content:
-        chat_delta.content = delta.content
-    if delta.tool_calls:
-        chat_delta.tool_calls = [_part(part) for part in delta.tool_calls]
-    return chat_delta
+def _delta(part: TextPart | CallDelta) -> ChatDelta:
+    if isinstance(part, CallDelta):
+        return ChatDelta(tool_calls=[_call_delta(part)])
+    if part.kind == "reasoning":
+        return ChatDelta(reasoning=part.text, reasoning_content=part.text)
+    return ChatDelta(content=part.text)
 
 
-def _part(part: CallDelta) -> ToolCallDelta:
+def _call_delta(part: CallDelta) -> ToolCallDelta:
     if not part.id:
         return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
     function = FunctionDelta(name=part.name, arguments=part.arguments)

@@ -55,13 +55,18 @@ class CompletionHandler:
                 raise invalid("truncate_prompt_tokens", "cannot be combined with suffix")
             ends = infill_format(self._tokenizer).ends
             self.sampling = self.sampling.replace(stop_token_ids=(*self.sampling.stop_token_ids, *ends))
-        self._num_hidden_tokens = 1 if request.max_tokens == 0 else 0
+        self.num_hidden_tokens = 1 if request.max_tokens == 0 else 0
         """Generated tokens per sequence that are not returned (1 with ``max_tokens`` 0)."""
         self._prompts = _prompts(request)
         self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
         self._offsets = [0] * (len(self._prompts) * self.sampling.n)
         self.id = f"cmpl-{record.request_id}"
         self._created = int(time.time())
+
+    @property
+    def model(self) -> str:
+        """Name of the model or adapter that answers."""
+        return self._adapter or self._service.name
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self._request
@@ -81,25 +86,26 @@ class CompletionHandler:
         choices = [
             await self.choice(i, output, completion) for i, output in enumerate(result) for completion in output.outputs
         ]
-        yield encode(self._response(choices, usage=usage_of(result, self._num_hidden_tokens)))
+        yield encode(self._response(choices, usage=usage_of(result, self.num_hidden_tokens)))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
-        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        with_usage = given and given.include_usage
+        always = with_usage and given and given.continuous_usage_stats
         last: dict[int, RequestOutput] = {}
         progress = [SequenceCursor() for _ in self._offsets]
         async with aclosing(self.outputs()) as outputs:
             async for i, output in outputs:
                 last[i], events = output, []
-                usage = usage_of([output], self._num_hidden_tokens) if always else None if with_usage else UNSET
+                usage = usage_of([output], self.num_hidden_tokens) if always else None if with_usage else UNSET
                 for completion in output.outputs:
                     choice = await self.added(i, output, completion, progress[i * self.sampling.n + completion.index])
-                    if choice:
-                        events.append(event(self._response([choice], usage=usage)))
+                    for chunk in choice.chunks() if choice else ():
+                        events.append(event(self._response([chunk], usage=usage)))
                 if events:
                     yield b"".join(events)
         if with_usage:
-            yield event(self._response([], usage=usage_of(list(last.values()), self._num_hidden_tokens)))
+            yield event(self._response([], usage=usage_of(list(last.values()), self.num_hidden_tokens)))
         yield DONE
 
     async def _prompt(self, prompt: Prompt) -> Prompt:
@@ -127,7 +133,7 @@ class CompletionHandler:
         piece = progress.advance(completion)
         if piece is None:
             return None
-        text, ids, positions = ("", [], []) if self._num_hidden_tokens else piece
+        text, ids, positions = ("", [], []) if self.num_hidden_tokens else piece
         ids_wanted = bool(self._request.return_token_ids)
         choice = CompletionChoice(index=i * self.sampling.n + completion.index, text=text)
         echoed: list[PositionLogprobs | None] = []
@@ -154,7 +160,7 @@ class CompletionHandler:
         return choice
 
     def _finish(self, choice: CompletionChoice, completion: CompletionOutput) -> None:
-        if self._num_hidden_tokens:
+        if self.num_hidden_tokens:
             choice.finish_reason = "length"
         else:
             choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason  # type: ignore[assignment]
@@ -163,7 +169,7 @@ class CompletionHandler:
         return Completion(
             id=self.id,
             created=self._created,
-            model=self._adapter or self._service.name,
+            model=self.model,
             choices=choices,
             **usage,  # type: ignore[arg-type]
         )

@@ -11,6 +11,7 @@ from penstock.core.errors import invalid
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.chat.sampling import sampling_of
 from penstock.serve.http.body import convert
+from penstock.serve.http.lax import Lax
 from penstock.serve.http.unknown_fields import UnknownFields
 
 from .requests import UNSUPPORTED_FIELDS, CompletionRequest
@@ -20,11 +21,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 CHAT_ONLY_FIELDS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
 
 
-def parse(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+def parse(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax: Lax = "pydantic") -> T:
     """Convert a JSON object to a request. Removes fields that the schema does not have from ``fields``.
 
     Args:
         unknown: collects unknown fields.
+        lax: as in ``convert``.
 
     Raises ``PenstockError``: ``unsupported`` for fields that are not supported yet, ``invalid`` for those of chats in
     completions, for wrong values, and for unknown fields with ``strict_requests``.
@@ -38,7 +40,7 @@ def parse(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
         if name in elsewhere:
             raise invalid(name, "is for chats only")
         raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported yet", name)
-    return convert(fields, schema, unknown)
+    return convert(fields, schema, unknown, lax)
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:

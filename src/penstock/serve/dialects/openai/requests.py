@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from penstock.config.profiles.vllm import BACKENDS
 from penstock.core.sampling import MAX_LOGPROBS
 from penstock.serve.chat.request import (
     ChatRequest,
@@ -191,6 +192,8 @@ REQUESTS = (
     UnloadAdapterRequest,
 )
 
+GUIDED_BACKENDS = tuple(f"{name}{option}" for name in BACKENDS if name != "off" for option in ("", ":no-fallback"))
+"""Values that the flag accepts, too. Which backend compiles a grammar does not change what it allows."""
 UNSUPPORTED_FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
     GenerationRequest: {
         "audio": (),
@@ -200,7 +203,7 @@ UNSUPPORTED_FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "ec_transfer_params": ({},),
         "function_call": ("none",),
         "functions": ([],),
-        "guided_decoding_backend": (),
+        "guided_decoding_backend": GUIDED_BACKENDS,
         "include_draft_logprobs": (False,),
         "include_logprobs_decode_token": (True,),
         "kv_transfer_params": ({},),

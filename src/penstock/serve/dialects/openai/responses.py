@@ -81,6 +81,17 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
+    def chunks(self) -> list[CompletionChoice]:
+        """The choice in a stream: the finish reason follows the text in a chunk of its own, as OpenAI sends it."""
+        if self.finish_reason is None or not (self.text or self.logprobs or self.token_ids):
+            return [self]
+        end = CompletionChoice(
+            index=self.index, text="", finish_reason=self.finish_reason, stop_reason=self.stop_reason
+        )
+        if self.token_ids is not UNSET:
+            end.token_ids = end.completion_token_ids = []
+        return [msgspec.structs.replace(self, finish_reason=None, stop_reason=None), end]
+
 
 class Completion(msgspec.Struct, kw_only=True):
     id: str

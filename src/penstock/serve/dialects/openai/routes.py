@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock.core.errors import invalid
 from penstock.serve.chat.messages import messages_of, template_options
 from penstock.serve.chat.request import ChatRequest, PromptRequest
 from penstock.serve.dialects.dispatch import Dialect
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.form import read_form
@@ -90,11 +92,14 @@ class OpenAIErrorFormat(ErrorFormat):
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
 
+    def response(self, failure: Failure) -> ErrorResponse:
+        return error_of(rename_field(failure, self._names))
+
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(rename_field(failure, self._names)))
+        return encode(self.response(failure))
 
     def stream_error(self, failure: Failure) -> bytes:
-        return event(error_of(rename_field(failure, self._names))) + DONE
+        return event(self.response(failure)) + DONE
 
 
 ERROR_FORMAT = OpenAIErrorFormat(FIELD_NAMES)
@@ -129,7 +134,7 @@ class OpenAI(Dialect):
         record = record_of(raw_request.scope)
         if fields.get("prompt_token_ids"):
             fields.setdefault("prompt", "")  # required by the schema, and not used
-        request = _parse(self._served_models, fields, CompletionRequest, raw_request)
+        request = parse_request(self._served_models, fields, CompletionRequest, raw_request)
         service = self._served_models.find(request.model)
         handler = CompletionHandler(service, record, request)
         self._check(handler.sampling)
@@ -138,14 +143,14 @@ class OpenAI(Dialect):
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         record = record_of(raw_request.scope)
         record.error_format = CHAT_ERROR_FORMAT
-        request = _parse(self._served_models, fields, ChatRequest, raw_request)
+        request = parse_request(self._served_models, fields, ChatRequest, raw_request)
         service = self._served_models.find(request.model)
         handler = ChatHandler(service, record, request, size)
         self._check(handler.sampling)
         return Reply.of(service, handler, CHAT_ERROR_FORMAT, request.stream)
 
 
-def _parse(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
+def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
     """``parse`` with the checks of ``require_model``, and the request's own ``request_id``."""
     if served_models.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
         raise invalid("model", f"is missing; it is {' or '.join(service.name for service in served_models)}")
@@ -162,11 +167,12 @@ def _parse(served_models: ServedModels, fields: dict[str, Any], schema: type[T],
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
+    routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # as vLLM; /v2 is KServe's
     routes.describe(SCHEMAS)
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
         body = await served_models.read_body(raw_request)
-        return _parse(served_models, read_object(body), schema, raw_request), len(body)
+        return parse_request(served_models, read_object(body), schema, raw_request), len(body)
 
     def pooling(schema: type[P], handler: Callable[[ModelService, RequestRecord, P], Answering]) -> Endpoint:
         async def endpoint(raw_request: Request) -> Response:
@@ -178,10 +184,15 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return endpoint
 
     def model(service: ModelService, name: str) -> Model:
-        parent = None if name in service.names else service.name
+        adapter = None if name in service.names else service.gateway.engine_pool.adapters.get(name)
         engine = service.gateway.engine_pool.engine
-        longest = engine.max_model_len if engine else None
-        return Model(id=name, created=served_models.created, root=service.name, parent=parent, max_model_len=longest)
+        return Model(
+            id=name,
+            created=served_models.created,
+            root=adapter or service.name,
+            parent=None if name in service.names else service.name,
+            max_model_len=engine.max_model_len if engine else None,
+        )
 
     async def list_models(_: Request) -> Response:
         named = [(service, [*service.names, *service.gateway.engine_pool.adapters]) for service in served_models]
@@ -215,7 +226,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if request.messages is not None:
-            options = template_options(request, gateway.input_processor.response_formats().tools is not None)
+            options = template_options(
+                request, request.tools, gateway.input_processor.response_formats().tools is not None
+            )
             conversation = await gateway.chat_prompt(messages_of(request.messages, service.sees_images), size, options)
             tokens = await gateway.encode(conversation)
         else:
@@ -256,7 +269,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         ("/v1/audio/translations", True, "Translate an audio file into English"),
     ):
         described = _described(TranscriptionResponse, None)
-        routes.add(path, audio(translate), method="POST", summary=summary, described=described)
+        routes.add(path, audio(translate), access=Access.INFERENCE, method="POST", summary=summary, described=described)
     score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
     embed, classify = pooling(EmbeddingRequest, EmbeddingHandler), pooling(ClassifyRequest, ClassifyHandler)
     ranked = "Rank documents by their relevance to a query"
@@ -269,15 +282,18 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse, "Token ids of a text or a chat"),
         ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse, "The text of token ids"),
     ):
-        routes.add(path, endpoint, method="POST", summary=summary, described=_described(answer, schema))
+        described = _described(answer, schema)
+        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)
     if served_models.options.allow_runtime_lora_updating:
         for path, update, named, summary in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest, "Load a LoRA adapter"),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest, "Unload a LoRA adapter"),
         ):
-            routes.add(path, update, method="POST", summary=summary, described=_described(None, named))
-    routes.add("/v1/models", list_models, summary="The models and adapters", described=_described(ModelList))
-    routes.add("/v1/models/{name:path}", retrieve_model, summary="A model or adapter", described=_described(Model))
+            described = _described(None, named)
+            routes.add(path, update, access=Access.CONTROL, method="POST", summary=summary, described=described)
+    add = partial(routes.add, access=Access.INFERENCE)
+    add("/v1/models", list_models, summary="The models and adapters", described=_described(ModelList))
+    add("/v1/models/{name:path}", retrieve_model, summary="A model or adapter", described=_described(Model))
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:

@@ -41,25 +41,23 @@ class _PairHandler(PoolingHandler):
         super().__init__(service, record, request)
         self._names = names
         self._first, self._second = first, second
-        pooler = self._pooler
-        self._prompts: list[tuple[str, Input]]
-        if pooler.scores_pairs:
-            pair, before = service.gateway.input_processor.pair, list(first) * (len(second) // len(first))
-            texts = [
-                msgspec.structs.replace(pair(a, b), add_special_tokens=self._special)
-                for a, b in zip(before, second, strict=True)
-            ]
-            if max_second_len is not None and any(each.pair is None for each in texts):
-                raise invalid("max_tokens_per_doc", "is for models that read pairs of texts, without a chat template")
-            self._pooling = self._classifier()
-            self._prompts = [(names[1], msgspec.structs.replace(each, max_second_len=max_second_len)) for each in texts]
-        else:
-            if max_second_len is not None:
-                words = "is for models that read pairs of texts; give truncate_prompt_tokens"
-                raise invalid("max_tokens_per_doc", words)
-            self._pooling = pooler.embedding_params()
-            sides = zip(names, (first, second), strict=True)
-            self._prompts = [(name, pooler.with_prompt(text)) for name, side in sides for text in side]
+        self._max_second_len = max_second_len
+        if max_second_len is not None and not self._pooler.scores_pairs:
+            raise invalid("max_tokens_per_doc", "is for models that read pairs of texts; give truncate_prompt_tokens")
+        self._pooling = self._classifier() if self._pooler.scores_pairs else self._pooler.embedding_params()
+
+    async def _prompts(self) -> list[tuple[str, Input]]:
+        """Each prompt and the field that it is from."""
+        pooler, limit = self._pooler, self._max_second_len
+        if not pooler.scores_pairs:
+            sides = zip(self._names, (self._first, self._second), strict=True)
+            return [(name, pooler.with_prompt(text)) for name, side in sides for text in side]
+        first = list(self._first) * (len(self._second) // len(self._first))
+        texts = [await self._service.gateway.pair(a, b) for a, b in zip(first, self._second, strict=True)]
+        if limit is not None and any(each.pair is None for each in texts):
+            raise invalid("max_tokens_per_doc", "is for models that read pairs of texts, without a chat template")
+        options = {"add_special_tokens": self._special, "max_second_len": limit}
+        return [(self._names[1], msgspec.structs.replace(each, **options)) for each in texts]
 
     def _scores(self, outputs: list[RequestOutput]) -> list[float]:
         vectors = [embedding_of(output) for output in outputs]
@@ -85,7 +83,7 @@ class ScoreHandler(_PairHandler):
         super().__init__(service, record, request, names, first, second)
 
     async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer(self._prompts, self._pooling, self._response)
+        yield await self._answer(await self._prompts(), self._pooling, self._response)
 
     def _response(self, outputs: list[RequestOutput]) -> ScoreResponse:
         return ScoreResponse(
@@ -108,7 +106,7 @@ class RerankHandler(_PairHandler):
         self._with_documents = request.return_documents is not False
 
     async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer(self._prompts, self._pooling, self._response)
+        yield await self._answer(await self._prompts(), self._pooling, self._response)
 
     def _response(self, outputs: list[RequestOutput]) -> RerankResponse:
         """The likeliest documents first, equal ones in their order."""

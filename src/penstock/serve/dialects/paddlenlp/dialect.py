@@ -6,8 +6,10 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Scope
 
-from penstock.serve.dialects.dispatch import Dialect
+from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
+from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
 from penstock.serve.models.served_models import ServedModels
@@ -38,6 +40,10 @@ class PaddleNLP(Dialect):
             return False
         dialect_fields = SELECTING_FIELDS if "messages" in fields else PADDLENLP_FIELDS
         return not dialect_fields.isdisjoint(fields) or (self._preferred and "model" not in fields)
+
+    def error_format_of(self, scope: Scope) -> ErrorFormat | None:
+        """The error format for a request that is not read yet: PaddleNLP's under its profile, else None."""
+        return self.error_format if self._preferred and scope["path"] in (*COMPLETIONS, *CHATS) else None
 
     def completion(self, raw_request: HttpRequest, fields: dict[str, Any], size: int) -> Response:
         record, req_id = record_of(raw_request.scope), fields.get("req_id")

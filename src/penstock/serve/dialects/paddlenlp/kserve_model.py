@@ -11,6 +11,7 @@ import msgspec
 from penstock.core import Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelResponse, Spec, Tensor
+from penstock.serve.http.body import decode_json
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
@@ -60,10 +61,7 @@ class PaddleNLPModel(Model):
 
 def _request_document(raw: bytes) -> dict[str, Any]:
     """The request in ``IN``. Raises ``PenstockError`` (``invalid``) for anything but a list with one object."""
-    try:
-        result = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("IN", f"is not JSON: {error}") from error
+    result = decode_json(raw, "IN")
     if not isinstance(result, list) or len(result) != 1 or not isinstance(result[0], dict):
         raise invalid("IN", "must be a list with one request")
     return result[0]

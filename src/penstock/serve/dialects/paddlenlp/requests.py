@@ -20,7 +20,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A field that is null is taken as absent."""
 
-    req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")] | None = None
+    req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$(?!\n)")] | None = None
     """The client's id of the request; refused while another request with it is open."""
     model: str | None = None
     """An adapter; any other name is the model that is served."""
@@ -103,7 +103,7 @@ def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
     together, and for unknown fields where requests are read strictly.
     """
-    request = convert(fields, Request, unknown)
+    request = convert(fields, Request, unknown, "pydantic")
     given = [name for name in PROMPTS if getattr(request, name) is not None]
     if not given:
         raise invalid("text", "is missing; give text, messages or input_ids")

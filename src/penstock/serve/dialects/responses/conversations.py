@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.serve.dialects.openai.responses import ErrorResponse, encode
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.paging import page
+from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 
 from .items import conversation_items
 from .parse import check_items
+from .references import resolve_references
 from .requests import ConversationRequest, ConversationUpdate, Item, ItemsRequest
-
-if TYPE_CHECKING:  # what it imports may not be installed
-    from penstock.serve.storage.conversations import ConversationStore
+from .stored import Stores
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_LISTED = 100
@@ -32,13 +32,14 @@ MAX_LISTED = 100
 class ConversationRoutes:
     """The endpoints of conversations."""
 
-    def __init__(self, served_models: ServedModels, store: ConversationStore) -> None:
+    def __init__(self, served_models: ServedModels, stores: Stores) -> None:
         self._served_models = served_models
-        self._store = store
+        self._stores = stores
+        self._store = stores.conversations
 
     async def create(self, raw_request: Request) -> Response:
         request = await self._read(raw_request, ConversationRequest)
-        items = _items(request.items or [])
+        items = await self._items(raw_request, request.items or [])
         return _json(await self._store.add(_tenant(raw_request), request.metadata or {}, items))
 
     async def retrieve(self, raw_request: Request) -> Response:
@@ -54,12 +55,12 @@ class ConversationRoutes:
         return _json({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def list_items(self, raw_request: Request) -> Response:
-        items = await self._store.items(_tenant(raw_request), _name(raw_request))
-        return _json(page(raw_request, items[::-1], MAX_LISTED))
+        query = page_query(raw_request, MAX_LISTED)
+        return _json(page_document(await self._store.page(_tenant(raw_request), _name(raw_request), query)))
 
     async def create_items(self, raw_request: Request) -> Response:
         request = await self._read(raw_request, ItemsRequest)
-        items = _items(request.items)
+        items = await self._items(raw_request, request.items)
         await self._store.append(_tenant(raw_request), _name(raw_request), items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
         return _json({"object": "list", "data": items, **ends, "has_more": False})
@@ -72,23 +73,30 @@ class ConversationRoutes:
         item = raw_request.path_params["item"]
         return _json(await self._store.delete_item(_tenant(raw_request), _name(raw_request), item))
 
+    async def _items(self, raw_request: Request, given: list[Item]) -> list[dict[str, Any]]:
+        """What is kept of items. Raises ``PenstockError`` where no request could have them."""
+        given = await resolve_references(given, self._stores, _tenant(raw_request), "items")
+        check_items(given)
+        documents: list[dict[str, Any]] = msgspec.to_builtins(given)
+        return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
+
     async def _read(self, raw_request: Request, schema: type[T]) -> T:
         body = await self._served_models.read_body(raw_request)
-        return convert(read_object(body or b"{}"), schema, record_of(raw_request.scope).unknown)
+        return convert(read_object(body or b"{}"), schema, record_of(raw_request.scope).unknown, "pydantic")
 
 
-def add_routes(routes: Routes, served_models: ServedModels, store: ConversationStore, prefix: str) -> None:
+def add_routes(routes: Routes, served_models: ServedModels, stores: Stores, prefix: str) -> None:
     """Add the routes of OpenAI's conversations.
 
     Args:
         prefix: of schema names in the OpenAPI document.
     """
-    endpoints, failure = ConversationRoutes(served_models, store), reference(ErrorResponse)
-    add = partial(routes.add, described=operation(OBJECT, failure))
+    endpoints, failure = ConversationRoutes(served_models, stores), reference(ErrorResponse)
+    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, failure))
 
     def posts(path: str, endpoint: Any, schema: type, summary: str) -> None:
         described = operation(OBJECT, failure, reference(schema, prefix))
-        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+        add(path, endpoint, method="POST", summary=summary, described=described)
 
     whole, items = "/v1/conversations/{name}", "/v1/conversations/{name}/items"
     posts("/v1/conversations", endpoints.create, ConversationRequest, "Begin a conversation")
@@ -99,13 +107,6 @@ def add_routes(routes: Routes, served_models: ServedModels, store: ConversationS
     posts(items, endpoints.create_items, ItemsRequest, "Add items to a conversation")
     add(f"{items}/{{item}}", endpoints.retrieve_item, summary="An item of a conversation")
     add(f"{items}/{{item}}", endpoints.delete_item, method="DELETE", summary="Delete an item of a conversation")
-
-
-def _items(given: list[Item]) -> list[dict[str, Any]]:
-    """What is kept of items. Raises ``PenstockError`` where no request could have them."""
-    check_items(given)
-    documents: list[dict[str, Any]] = msgspec.to_builtins(given)
-    return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
 
 
 def _name(raw_request: Request) -> str:

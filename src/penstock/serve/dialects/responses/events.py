@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.stream_cursor import CallDelta, Delta
+from penstock.text import TextPart
 
 encode = msgspec.json.Encoder().encode
 Item = dict[str, Any]
@@ -49,16 +50,8 @@ class OutputItemStream:
     def add(self, delta: Delta) -> bytes:
         """Add a delta to the items; returns its events."""
         events = b""
-        if delta.reasoning:
-            events += self._ensure_open("reasoning")
-            self._content["text"] += delta.reasoning
-            events += self._item_event("response.reasoning_text.delta", content_index=0, delta=delta.reasoning)
-        if delta.content:
-            events += self._ensure_open("message")
-            self._content["text"] += delta.content
-            events += self._item_event("response.output_text.delta", content_index=0, delta=delta.content, logprobs=[])
-        for part in delta.tool_calls:
-            events += self._call(part)
+        for part in delta:
+            events += self._call(part) if isinstance(part, CallDelta) else self._text(part)
         return events
 
     def end(self, status: str = "completed") -> bytes:
@@ -88,6 +81,13 @@ class OutputItemStream:
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """An event of the last item."""
         return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+
+    def _text(self, part: TextPart) -> bytes:
+        events = self._ensure_open("reasoning" if part.kind == "reasoning" else "message")
+        self._content["text"] += part.text
+        if part.kind == "reasoning":
+            return events + self._item_event("response.reasoning_text.delta", content_index=0, delta=part.text)
+        return events + self._item_event("response.output_text.delta", content_index=0, delta=part.text, logprobs=[])
 
     def _ensure_open(self, kind: str) -> bytes:
         """Begin an item of this kind, unless it goes on."""

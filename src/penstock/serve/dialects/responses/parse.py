@@ -49,7 +49,7 @@ def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores
     """Parse a request; ``stores``: whether responses are stored. Raises ``PenstockError``: ``unsupported`` or
     ``invalid``."""
     check_supported(fields, UNSUPPORTED_FIELDS if stores else UNSUPPORTED_FIELDS | STORED_FIELDS)
-    request = convert(fields, schema, unknown)
+    request = convert(fields, schema, unknown, "pydantic")
     if request.tools and any(tool.type not in LEFT_OUT for tool in request.tools):
         for i, tool in enumerate(request.tools):
             if tool.type in LEFT_OUT:
@@ -79,7 +79,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
 
     Args:
         variables: names that the model's chat template reads.
-        images: whether a user's messages may have images.
+        images: whether messages and outputs of functions may have images.
 
     Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text, or an image.
     """
@@ -132,15 +132,16 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
     if item.type == "message":
         if item.role not in ROLES:
             raise invalid(f"{path}.role", f"{item.role!r:.50} is not one of {', '.join(ROLES)}")
-        content = _content(item.content, f"{path}.content", images and item.role == "user")
-        if item.role == "assistant" and _open(messages) and not messages[-1].get("content"):
-            messages[-1]["content"] = content
+        if item.role == "assistant":
+            _add_answer(messages, _text(item.content, f"{path}.content"))
         else:
-            messages.append({"role": item.role, "content": content})
+            messages.append({"role": item.role, "content": _content(item.content, f"{path}.content", images)})
     elif item.type == "reasoning":
         parts = item.content if isinstance(item.content, list) else []
         thought = "".join(part.text or "" for part in parts)
-        if thought:
+        if thought and _open(messages) and messages[-1].get("tool_calls"):
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
+        elif thought:
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     elif item.type == "function_call":
         if not _open(messages):
@@ -149,10 +150,22 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
         call = function_call(require(item.call_id, f"{path}.call_id"), qualified(item.namespace, name), arguments)
         messages[-1].setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
-        content = _text(item.output, f"{path}.output")
+        content = _content(item.output, f"{path}.output", images)
         messages.append(tool_result(require(item.call_id, f"{path}.call_id"), content))
     else:
         raise PenstockError(Code.UNSUPPORTED, f"{path}.type: {item.type[:50]} is not supported", f"{path}.type")
+
+
+def _add_answer(messages: list[dict[str, Any]], text: str) -> None:
+    """Append the assistant's text. Text after reasoning or a call belongs to their message: results of the calls
+    follow it."""
+    last = messages[-1] if _open(messages) else None
+    if last and not last["content"]:
+        last["content"] = text
+    elif last and last.get("tool_calls"):
+        last["content"] += f"\n{text}"
+    else:
+        messages.append({"role": "assistant", "content": text})
 
 
 def _open(messages: list[dict[str, Any]]) -> bool:

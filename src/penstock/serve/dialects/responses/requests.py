@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from penstock.serve.chat.request import TOOL_NAME, Count, NonEmptyText, Number, Seed
+from penstock.serve.dialects.openai.metadata import Metadata
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -134,7 +135,7 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: Count | None = None
     """Limit of calls of built-in tools; ignored, as there are none."""
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -151,10 +152,6 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     """vLLM's additions."""
 
 
-Metadata = Annotated[
-    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
-    msgspec.Meta(max_length=16),
-]
 MAX_ADDED = 20
 """Items that may be added to a conversation at a time."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,10 +14,11 @@ from penstock.core import Failure
 from penstock.core.errors import invalid
 from penstock.serve.chat.prompt import count_tokens
 from penstock.serve.dialects.openai.responses import ErrorResponse, encode, error_of
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.paging import page
+from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
@@ -26,6 +28,7 @@ from . import conversations
 from .events import Events
 from .handler import Document, ResponseHandler
 from .parse import read, to_chat_request
+from .references import resolve_references
 from .requests import (
     ConversationRequest,
     ConversationUpdate,
@@ -38,6 +41,8 @@ from .stored import Background, Keeper, Stores, input_items, with_conversation
 
 if TYPE_CHECKING:  # what it imports may not be installed
     from penstock.serve.storage.responses import ResponseStore
+
+T = TypeVar("T", bound=CountTokensRequest)
 
 SCHEMAS = (ResponsesRequest, CountTokensRequest, ConversationRequest, ConversationUpdate, ItemsRequest)
 SCHEMA_PREFIX = "responses."
@@ -97,12 +102,15 @@ class ResponsesRoutes:
         request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
         error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
         service = self._served_models.find(request.model)
-        keeper, size = self._keeper(record, request), len(body)
+        request, size = await self._with_items(request, len(body), record)
+        keeper = self._keeper(record, request)
         stored = keeper is not None and keeper.stores_response
         if stores:
             if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
                 await stores.responses.check_room(record.tenant)
-            request, size = await with_conversation(request, size, stores, record.tenant)
+            request, size = await with_conversation(
+                request, size, stores, record.tenant, self._served_models.max_body_size
+            )
         handler = ResponseHandler(service, record, request, size, events, keeper, stored)
         if not request.background:
             return Reply.of(service, handler, error_format, request.stream)
@@ -116,19 +124,31 @@ class ResponsesRoutes:
         body = await self._served_models.read_body(raw_request)
         record = record_of(raw_request.scope)
         request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
-        service, size = self._served_models.find(request.model), len(body)
+        service = self._served_models.find(request.model)
+        request, size = await self._with_items(request, len(body), record)
         if self._stores:
-            request, size = await with_conversation(request, size, self._stores, record.tenant)
+            request, size = await with_conversation(
+                request, size, self._stores, record.tenant, self._served_models.max_body_size
+            )
         chat = to_chat_request(request, service.template_variables, service.sees_images)
         count = await count_tokens(service, chat, size, record.unknown)
         return _json({"object": "response.input_tokens", "input_tokens": count})
+
+    async def _with_items(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
+        """The request with the items that its input refers to, and about how many characters it has then."""
+        if isinstance(given := request.input, str):
+            return request, size
+        items = await resolve_references(given, self._stores, record.tenant, "input")
+        if items is given:
+            return request, size
+        return msgspec.structs.replace(request, input=items), size + len(msgspec.json.encode(items))
 
     def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
         """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""
         conversation, stores_response = conversation_of(request), request.store is not False
         if self._stores is None or not (stores_response or conversation):
             return None
-        items = input_items(request, record.request_id)
+        items = input_items(request)
         return Keeper(self._stores, record.tenant, items, stores_response, conversation)
 
 
@@ -143,7 +163,7 @@ class StoredRoutes:
         if raw_request.query_params.get("stream") == "true":
             raise invalid("stream", "a stored response is returned whole; leave it out")
         stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
-        return _json(stored.document)
+        return _json(stored)
 
     async def delete(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
@@ -155,11 +175,12 @@ class StoredRoutes:
         name = raw_request.path_params["name"]
         stored = await self._store.cancel(_tenant(raw_request), name)
         self._background.cancel(name)
-        return _json(stored.document)
+        return _json(stored)
 
     async def list_input(self, raw_request: Request) -> Response:
-        stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
-        return _json(page(raw_request, stored.input[::-1], MAX_LISTED))
+        query = page_query(raw_request, MAX_LISTED)
+        found = await self._store.input_page(_tenant(raw_request), raw_request.path_params["name"], query)
+        return _json(page_document(found))
 
 
 def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | None) -> None:
@@ -171,6 +192,7 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     routes.describe(SCHEMAS, SCHEMA_PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
     endpoints = ResponsesRoutes(served_models, stores)
+    access = Access.PRIVATE if stores else Access.INFERENCE
     for path, endpoint, request, summary in (
         ("/v1/responses", endpoints.create, ResponsesRequest, "Create a response"),
         (
@@ -182,12 +204,12 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     ):
         schema = reference(request, SCHEMA_PREFIX)
         described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
-        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+        routes.add(path, endpoint, access=access, method="POST", summary=summary, described=described)
     if stores is None:
         return
-    conversations.add_routes(routes, served_models, stores.conversations, SCHEMA_PREFIX)
+    conversations.add_routes(routes, served_models, stores, SCHEMA_PREFIX)
     stored = StoredRoutes(stores.responses, endpoints.background)
-    add = partial(routes.add, described=operation(OBJECT, reference(ErrorResponse)))
+    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, reference(ErrorResponse)))
     add("/v1/responses/{name}", stored.retrieve, summary="A stored response")
     add("/v1/responses/{name}", stored.delete, method="DELETE", summary="Delete a stored response")
     add("/v1/responses/{name}/cancel", stored.cancel, method="POST", summary="Cancel a background response")

@@ -11,7 +11,8 @@ import msgspec
 from penstock.core import Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.client import STOPPING
-from penstock.serve.http.reply import INTERNAL, RequestLimiter
+from penstock.serve.http.reply import RequestLimiter
+from penstock.serve.http.unexpected import unexpected
 
 from .handler import Document, ResponseHandler
 from .items import conversation_items
@@ -34,43 +35,40 @@ class Stores(NamedTuple):
     conversations: ConversationStore
 
 
-def input_items(request: CountTokensRequest, name: str) -> list[Document]:
-    """The items of a request's own input, with ids."""
+def input_items(request: CountTokensRequest) -> list[Document]:
+    """The items of a request's own input, without ids."""
     given = request.input
     if isinstance(given, str):
         parts = [{"type": "input_text", "text": given}]
         given = [msgspec.convert({"role": "user", "content": parts}, Item)]
     items: list[Document] = msgspec.to_builtins(given)
-    return [
-        {key: value for key, value in item.items() if value is not None} | {"id": f"in_{name}_{i}"}
-        for i, item in enumerate(items)
-    ]
+    return [{key: value for key, value in item.items() if value is not None and key != "id"} for item in items]
 
 
-async def with_conversation(request: T, size: int, stores: Stores, owner: str) -> tuple[T, int]:
+async def with_conversation(request: T, size: int, stores: Stores, owner: str, max_size: int) -> tuple[T, int]:
     """The request with the items of its ``conversation``, or of ``previous_response_id``, before its input, and about
     how many characters it has then.
 
     Args:
         size: about how many characters the request has.
+        max_size: bytes of the largest request, stored items included.
 
     Raises as ``ResponseStore.conversation`` and ``ConversationStore.items``, and ``invalid`` where it has both.
     """
     if conversation := conversation_of(request):
         if request.previous_response_id is not None:
             raise invalid("previous_response_id", "cannot be combined with conversation, which has all items")
-        before = await stores.conversations.items(owner, conversation)
+        before, stored = await stores.conversations.items(owner, conversation, max_size)
     elif request.previous_response_id is not None:
-        before = await stores.responses.conversation(owner, request.previous_response_id)
+        before, stored = await stores.responses.conversation(owner, request.previous_response_id, max_size)
     else:
         return request, size
 
-    def joined() -> tuple[T, int]:
-        items = [*before, *input_items(request, "")]
-        whole = msgspec.structs.replace(request, input=msgspec.convert(items, list[Item]))
-        return whole, size + len(msgspec.json.encode(before))
+    def joined() -> T:
+        items = [*before, *input_items(request)]
+        return msgspec.structs.replace(request, input=msgspec.convert(items, list[Item]))
 
-    return await asyncio.to_thread(joined)  # a long conversation would hold up others
+    return await asyncio.to_thread(joined), size + stored  # a long conversation would hold up others
 
 
 class Keeper:
@@ -106,7 +104,9 @@ class Keeper:
         return True
 
     async def add(self, document: Document) -> None:
-        await self.store.add(self.owner, document, self._items)
+        name = document["id"].removeprefix("resp_")
+        items = [item | {"id": f"in_{name}_{i}"} for i, item in enumerate(self._items)]
+        await self.store.add(self.owner, document, items)
 
     async def extend(self, document: Document) -> None:
         """Add the request's input and a response's output to the conversation, if it has one."""
@@ -160,9 +160,8 @@ class Background:
             await self._fail(handler, keeper, error.failure)
         except asyncio.CancelledError:  # the server is stopping, or the response was cancelled or deleted
             await self._fail(handler, keeper, STOPPING)
-        except Exception:
-            logger.exception("a background response failed")
-            await self._fail(handler, keeper, INTERNAL)
+        except Exception as error:
+            await self._fail(handler, keeper, unexpected(error))
         finally:
             work.cancel()
 

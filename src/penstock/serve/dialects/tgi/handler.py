@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from msgspec import UNSET
+
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.responses import MIN_LOGPROB
@@ -54,7 +56,7 @@ class TGIHandler:
                 events = []
                 for token, position in zip(tokens, piece.positions, strict=True):
                     index += 1
-                    events.append(StreamToken(index=index, token=token, top_tokens=self._top(position)))
+                    events.append(StreamToken(index=index, token=token, top_tokens=self._top(position) or UNSET))
                 if events and completion.finished:
                     events[-1].generated_text = self._text(completion)
                     events[-1].details = self._stream_details(output)
@@ -74,7 +76,7 @@ class TGIHandler:
             seed=self._parameters.seed,
             prefill=self._prefill(output) if self._parameters.decoder_input_details else [],
             tokens=[self._token(position) for position in positions],
-            top_tokens=[self._top(position) for position in positions] if wanted else [],
+            top_tokens=[self._top(position) for position in positions] if wanted and positions else UNSET,
         )
 
     def _stream_details(self, output: RequestOutput) -> StreamDetails:

@@ -1,8 +1,12 @@
-"""Answers of Text Generation Inference: documents, and an event for each token."""
+"""Answers of Text Generation Inference: documents, and an event for each token.
+
+It leaves out ``top_tokens`` and a document's ``details`` where there are none; its other fields are null then.
+"""
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from penstock.core import Code, Failure
 from penstock.frontend.outputs import CompletionOutput
@@ -67,7 +71,7 @@ class Details(msgspec.Struct, kw_only=True):
     prefill: list[PromptToken]
     """With ``decoder_input_details``."""
     tokens: list[Token]
-    top_tokens: list[list[Token]]
+    top_tokens: list[list[Token]] | UnsetType = UNSET
 
 
 class StreamDetails(msgspec.Struct, kw_only=True):
@@ -80,7 +84,7 @@ class StreamDetails(msgspec.Struct, kw_only=True):
 
 class Generation(msgspec.Struct, kw_only=True):
     generated_text: str
-    details: Details | None = None
+    details: Details | UnsetType = UNSET
 
 
 class StreamToken(msgspec.Struct, kw_only=True):
@@ -89,7 +93,7 @@ class StreamToken(msgspec.Struct, kw_only=True):
     index: int
     """1 for the first token."""
     token: Token
-    top_tokens: list[Token]
+    top_tokens: list[Token] | UnsetType = UNSET
     generated_text: str | None = None
     """The whole answer, with the last token."""
     details: StreamDetails | None = None

@@ -12,6 +12,7 @@ from penstock.serve.dialects.dispatch import answer_by_body
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.parse import parse
 from penstock.serve.dialects.openai.requests import CompletionRequest
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.openapi import OBJECT, STRING, operation, reference
 from penstock.serve.http.reply import Reply
@@ -35,6 +36,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add them; vLLM's ``/generate`` is there already."""
     routes.describe(SCHEMAS, PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/generate_stream", "/info")
+    routes.error_formats.add_exact(ERROR_FORMAT, "/")
 
     async def read(raw_request: Request, schema: type[T]) -> T:
         record = record_of(raw_request.scope)
@@ -51,7 +53,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     def answer(raw_request: Request, request: GenerateRequest, streamed: bool, as_list: bool = False) -> Response:
         service, record = served_models.find(request.parameters.adapter_id), record_of(raw_request.scope)
         fields = completion_fields(request, streamed)
-        completions = CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown))
+        completions = CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown, lax=""))
         return Reply.of(service, TGIHandler(service, request, completions, as_list), ERROR_FORMAT, streamed)
 
     async def generate(raw_request: Request) -> Response:
@@ -98,7 +100,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         ),
     ):
         described["responses"]["422"] = described["responses"]["400"]
-        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)
     summary = "Text Generation Inference's description of the model"
-    routes.add("/info", info, summary=summary, described=operation(OBJECT, OBJECT))
+    routes.add("/info", info, access=Access.INFERENCE, summary=summary, described=operation(OBJECT, OBJECT))
     answer_by_body(routes, served_models, "/generate", lambda fields: "inputs" in fields, generate)

@@ -9,6 +9,7 @@ from penstock.core.errors import invalid
 from penstock.engine.modes import PauseMode
 from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
+from ...http.access import Access
 from ...http.openapi import OBJECT, operation, reference
 from ...http.routes import Routes
 from ..openai.responses import ErrorResponse
@@ -51,7 +52,7 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         ("/resume", resume, (), "Compute again", OBJECT),
     ):
         described = operation(answer, failure, query=(*parameters, "model"))
-        routes.add(path, endpoint, method="POST", summary=summary, described=described)
+        routes.add(path, endpoint, access=Access.CONTROL, method="POST", summary=summary, described=described)
 
 
 def _mode(request: Request) -> PauseMode:

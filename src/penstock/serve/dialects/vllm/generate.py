@@ -19,6 +19,7 @@ from ...chat.prompt import truncate
 from ...chat.request import GenerationRequest
 from ...chat.sampling import sampling_of
 from ...generation import generate
+from ...http.access import Access
 from ...http.body import read_object
 from ...http.error_format import ErrorFormat
 from ...http.openapi import operation, reference
@@ -115,6 +116,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     routes.add(
         PATH,
         create,
+        access=Access.INFERENCE,
         method="POST",
         summary="Continue a prompt, in the form of vLLM's demonstration server",
         described=described,

@@ -12,11 +12,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.config.settings import settings
+from penstock.config.secrets import shown
 from penstock.core.errors import invalid
 from penstock.version import __version__
 
 from ...chat.request import NonEmptyText
+from ...http.access import Access
 from ...http.body import convert, read_object
 from ...http.openapi import OBJECT, operation, reference
 from ...http.request_record import record_of
@@ -50,7 +51,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def server_info(raw_request: Request) -> Response:
         config_format = raw_request.query_params.get("config_format", "text")
-        fields = {model.name: _plain(model.configuration) for model in served_models.models}
+        fields = {model.name: shown(model.configuration) for model in served_models.models}
         if config_format not in ("text", "json"):
             raise invalid("config_format", "is neither text nor json")
         config: Any = fields if config_format == "json" else json.dumps(fields)
@@ -68,7 +69,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def abort_requests(raw_request: Request) -> Response:
         fields = read_object(await served_models.read_body(raw_request))
-        request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown)
+        request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown, "pydantic")
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in served_models:
@@ -77,29 +78,24 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     failure = reference(ErrorResponse)
     for method in ("GET", "POST"):
-        routes.add("/ping", ping, method=method, summary="The engine serves", described=operation(None, failure))
-    for path, endpoint, parameters, summary in (
-        ("/load", load, (), "How many requests are open"),
-        ("/server_info", server_info, ("config_format",), "How the server is configured, but for what is secret"),
-        ("/tokenizer_info", tokenizer_info, ("model",), "The tokenizer's configuration and chat template"),
+        described = operation(None, failure)
+        routes.add("/ping", ping, access=Access.PUBLIC, method=method, summary="The engine serves", described=described)
+    for path, endpoint, access, parameters, summary in (
+        ("/load", load, Access.INFERENCE, (), "How many requests are open"),
+        ("/server_info", server_info, Access.PRIVATE, ("config_format",), "The options, with secrets masked"),
+        ("/tokenizer_info", tokenizer_info, Access.INFERENCE, ("model",), "The tokenizer's options and chat template"),
     ):
-        routes.add(path, endpoint, summary=summary, described=operation(OBJECT, failure, query=parameters))
-    for path, change, summary, request_schema in (
-        ("/reset_prefix_cache", reset_prefix_cache, "Forget all cached prefixes", None),
+        described = operation(OBJECT, failure, query=parameters)
+        routes.add(path, endpoint, access=access, summary=summary, described=described)
+    for path, change, access, summary, request_schema in (
+        ("/reset_prefix_cache", reset_prefix_cache, Access.CONTROL, "Forget all cached prefixes", None),
         (
             "/abort_requests",
             abort_requests,
+            Access.PRIVATE,
             "Cancel requests, whichever process they came to",
             reference(AbortRequest),
         ),
     ):
-        routes.add(path, change, method="POST", summary=summary, described=operation(None, failure, request_schema))
-
-
-def _plain(configuration: msgspec.Struct) -> dict[str, Any]:
-    """The configuration by section, with secrets masked."""
-    result: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
-    for setting in settings().values():
-        if setting.secret and result[setting.section][setting.name]:
-            result[setting.section][setting.name] = "***"
-    return result
+        described = operation(None, failure, request_schema)
+        routes.add(path, change, access=access, method="POST", summary=summary, described=described)

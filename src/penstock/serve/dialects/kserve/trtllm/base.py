@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -23,6 +24,14 @@ from .stopping import RunningRequests
 
 T = TypeVar("T")
 
+NEUTRAL_INPUTS: dict[str, tuple[float, ...]] = {
+    "beam_search_diversity_rate": (0,),
+    "draft_acceptance_threshold": (0,),
+    "runtime_top_p_decay": (0, 1),
+    "runtime_top_p_min": (0, 1e-6),
+    "runtime_top_p_reset_ids": (0, -1),
+}
+"""Inputs that are not supported, with the values that have no effect."""
 UNSUPPORTED_INPUTS = {
     **dict.fromkeys(
         ("lora_task_id", "lora_weights", "lora_config"),
@@ -32,6 +41,7 @@ UNSUPPORTED_INPUTS = {
         ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id", "image_input", "image_bytes_input"),
         "not supported yet; prompts are text or token ids",
     ),
+    **dict.fromkeys(NEUTRAL_INPUTS, "not supported; top_p, and for beams length_penalty, are"),
     **dict.fromkeys(
         ("draft_input_ids", "draft_logits", "num_draft_tokens", "use_draft_logits"),
         "not supported yet; --speculative-config configures speculative decoding on the server",
@@ -105,6 +115,7 @@ class GenerationModel(Model):
     decoupled = True
     aliases = ALIASES
     unsupported_inputs = UNSUPPORTED_INPUTS
+    neutral_inputs = NEUTRAL_INPUTS
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -253,7 +264,7 @@ class GenerationModel(Model):
         result = self.output_tensors(call, responses, rows, streamed)
         result.append(Tensor("batch_index", INT32, lead, [each.row for each in responses]))
         result.append(Tensor("sequence_index", INT32, lead, [each.completion.index for each in responses]))
-        if any(self.names.value(call, each.row, "return_log_probs") for each in responses):
+        if self._asked(call, responses, "return_log_probs"):
             sums = [each.completion.cumulative_logprob or 0.0 for each in responses]
             result.append(Tensor("cum_log_probs", FP32, lead, [max(value, MIN_FP32) for value in sums]))
             each_one = [
@@ -261,29 +272,35 @@ class GenerationModel(Model):
             ]
             length, elements = pad(each_one, 0.0)
             result.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
+        else:
+            result += [zeros("cum_log_probs", lead), zeros("output_log_probs", (*lead, 1))]
         result += self._token_counts(call, responses, lead, streamed)
+        if not self._asked(call, responses, "return_context_logits"):
+            result.append(zeros("context_logits", (*lead[:-1], 1, 1)))
+        if not self._asked(call, responses, "return_generation_logits"):
+            result.append(zeros("generation_logits", (*lead, 1, 1)))
         return ModelResponse(result + self._logits(responses, lead), last)
+
+    def _asked(self, call: ModelCall, responses: list[SequenceResponse], name: str) -> bool:
+        """Whether an input that requests outputs is true for one of the rows."""
+        return any(self.names.value(call, each.row, name) for each in responses)
 
     def _token_counts(
         self, call: ModelCall, responses: list[SequenceResponse], lead: tuple[int, ...], streamed: bool
     ) -> list[Tensor]:
         """Token counts and performance metrics, where requested."""
-
-        def asked(name: str) -> bool:
-            return any(self.names.value(call, each.row, name) for each in responses)
-
         result: list[Tensor] = []
         prompts = [len(each.output.prompt_token_ids) for each in responses]
-        if asked("return_num_input_tokens"):
+        if self._asked(call, responses, "return_num_input_tokens"):
             result.append(Tensor("num_input_tokens", INT32, lead, prompts))
-        if asked("return_num_output_tokens"):  # of output_ids, which may begin with the prompt
+        if self._asked(call, responses, "return_num_output_tokens"):  # of output_ids, which may begin with the prompt
             begins = [
                 0 if streamed or self.excluded(call, each.row) else n
                 for each, n in zip(responses, prompts, strict=True)
             ]
             tokens = [begin + len(each.piece.token_ids) for each, begin in zip(responses, begins, strict=True)]
             result.append(Tensor("num_output_tokens", INT32, lead, tokens))
-        if asked("return_perf_metrics"):
+        if self._asked(call, responses, "return_perf_metrics"):
             block_size = self._service.gateway.engine_pool.require_engine().block_size
             result += perf_metrics([each.output for each in responses], block_size, lead)
         return result
@@ -343,6 +360,11 @@ def rows_of(parts: Sequence[bytes], width: int) -> tuple[int, memoryview[float]]
     maximum = max(map(len, parts))
     raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(maximum, b"\0") for part in parts])
     return maximum // (width * FP32_BYTES), memoryview(raw).cast("f")
+
+
+def zeros(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Stands for scores that were not requested, as in TensorRT-LLM's backend, whose clients read them always."""
+    return Tensor(name, FP32, shape, [0.0] * math.prod(shape))
 
 
 def pad(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:

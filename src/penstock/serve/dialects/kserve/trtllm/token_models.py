@@ -7,6 +7,7 @@ import itertools
 import logging
 from array import array
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from penstock.serve.models.service import ModelService
 
 from ..model import Model, ModelCall, ModelResponse
 from ..tensors import BOOL, BYTES, FP32, INT32, MAX_VALUES, Spec, Tensor, text
-from .base import GENERATION_OUTPUTS, SAMPLING_INPUTS, GenerationModel, Row, SequenceResponse, pad
+from .base import GENERATION_OUTPUTS, SAMPLING_INPUTS, GenerationModel, Row, SequenceResponse, pad, zeros
 from .sampling import InputNames, check_ids, logit_bias_of, sampling_of
 from .text_models import texts_of
 
@@ -34,6 +35,8 @@ LOOKAHEAD_INPUTS = tuple(
 )
 """Speculative decoding per request; ignored, as the server configures it for all requests."""
 WORD_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+SCORES = {"CUM_LOG_PROBS": 1, "OUTPUT_LOG_PROBS": 2, "CONTEXT_LOGITS": 2, "GENERATION_LOGITS": 3}
+"""Inputs that ``postprocessing`` of TensorRT-LLM 0.10 passes on (``OUT_…``), with their number of dimensions."""
 PADDING = -1
 """Padding of a list of words."""
 
@@ -229,8 +232,15 @@ class Postprocessing(Model):
     """Token ids to text."""
 
     name = "postprocessing"
-    inputs = (Spec("TOKENS_BATCH", INT32, (-1, -1)), Spec("SEQUENCE_LENGTH", INT32, (-1,)))
-    outputs = (Spec("OUTPUT", BYTES, (-1,)),)
+    inputs = (
+        Spec("TOKENS_BATCH", INT32, (-1, -1)),
+        Spec("SEQUENCE_LENGTH", INT32, (-1,)),
+        *(Spec(name, FP32, (-1,) * size, optional=True) for name, size in SCORES.items()),
+    )
+    outputs = (
+        Spec("OUTPUT", BYTES, (-1,)),
+        *(Spec(f"OUT_{name}", FP32, (-1,) * size) for name, size in SCORES.items()),
+    )
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -254,7 +264,16 @@ class Postprocessing(Model):
             return [self._service.gateway.input_processor.tokenizer.decode(row).encode() for row in rows]
 
         texts = await asyncio.to_thread(decoded) if len(tokens.elements) > MAX_INLINE_SIZE else decoded()
-        yield ModelResponse([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
+        yield ModelResponse([Tensor("OUTPUT", BYTES, (len(texts),), texts), *self._scores(call)])
+
+    def _scores(self, call: ModelCall) -> list[Tensor]:
+        """The scores that were given, unchanged, and a zero for others."""
+        return [
+            replace(call.inputs[name], name=f"OUT_{name}")
+            if name in call.inputs
+            else zeros(f"OUT_{name}", call.shape(*[1] * size))
+            for name, size in SCORES.items()
+        ]
 
 
 @cache

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self, cast
 from uuid import uuid4
 
 import msgspec
 
-from penstock.core.errors import invalid
+from penstock.core.errors import bounded, invalid
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, BatchResult
+from penstock.serve.http.body import JSON_ERRORS, json_problem, without_mark
 
 PREFIX = "batch_req_"
 BEGINNING = f'{{"id":"{PREFIX}'.encode()
@@ -37,16 +39,17 @@ def requests(path: Path) -> Iterator[BatchLine | BatchError]:
             if not text.strip():
                 continue
             try:
-                line = _line(text)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                yield BatchError(code="invalid_line", message=f"line {number}: {error}", line=number)
+                line = _line(without_mark(text))
+            except JSON_ERRORS as error:
+                message = bounded(f"line {number}: {json_problem(text, error)}")
+                yield BatchError(code="invalid_line", message=message, line=number)
                 continue
             first = seen.setdefault(line.custom_id, number)
             if first == number:
                 yield line
             else:
                 message = f"line {number}: custom_id {line.custom_id!r} is that of line {first}"
-                yield BatchError(code="duplicate_custom_id", message=message, line=number)
+                yield BatchError(code="duplicate_custom_id", message=bounded(message), line=number)
 
 
 class Results:
@@ -54,11 +57,15 @@ class Results:
 
     Results are appended and flushed one by one. An incomplete last line, of a process that was killed, is dropped.
 
+    Args:
+        private: only the server's user may read the file.
+
     Raises ``PenstockError`` (``invalid``) where the file cannot be written, is locked, or holds something else.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, private: bool = False) -> None:
         self._path = path
+        self._private = private
         self._good: dict[str, bool] = {}
         self._errors: set[int] = set()
 
@@ -68,7 +75,7 @@ class Results:
                 "output_file", f"{self._path} is not a regular file, so an interrupted run could not be resumed"
             )
         try:
-            self._file = self._path.open("a+b")
+            self._file = open_private(self._path, "a+b") if self._private else self._path.open("a+b")
         except OSError as error:
             raise invalid("output_file", f"{self._path} cannot be written: {error.strerror}") from error
         try:
@@ -133,6 +140,11 @@ class Results:
             self._good[result.custom_id] = result.response is not None and result.response.status_code == 200
         if result.error is not None:
             self._errors.add(result.error.line)
+
+
+def open_private(path: Path, mode: str) -> BinaryIO:
+    """Open a file to write; one that is made is readable by this user only."""
+    return cast(BinaryIO, open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)))
 
 
 @dataclass(frozen=True)

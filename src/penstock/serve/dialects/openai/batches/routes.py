@@ -14,14 +14,16 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from penstock.core.errors import invalid
+from penstock.serve.http.access import Access
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.form import read_form
 from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.paging import page
+from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 
+from ..metadata import Metadata
 from ..responses import ErrorResponse, encode
 from .worker import OPEN
 
@@ -50,7 +52,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
     """Of the files of results; at most ``storage_retention``."""
 
@@ -76,9 +78,8 @@ class FileRoutes:
         return _json(stored)
 
     async def list(self, raw_request: Request) -> Response:
-        files = await self._files.all(_tenant(raw_request), raw_request.query_params.get("purpose"))
-        described: list[dict[str, Any]] = msgspec.to_builtins(files)
-        return _json(page(raw_request, described, MAX_LISTED))
+        query, purpose = page_query(raw_request, MAX_LISTED), raw_request.query_params.get("purpose")
+        return _json(page_document(await self._files.page(_tenant(raw_request), query, purpose)))
 
     async def retrieve(self, raw_request: Request) -> Response:
         return _json(await self._get(raw_request))
@@ -108,7 +109,7 @@ class BatchRoutes:
 
     async def create(self, raw_request: Request) -> Response:
         body = await self._served_models.read_body(raw_request)
-        request = convert(read_object(body), BatchRequest, record_of(raw_request.scope).unknown)
+        request = convert(read_object(body), BatchRequest, record_of(raw_request.scope).unknown, "pydantic")
         tenant, now = _tenant(raw_request), int(time.time())
         file = await self._files.get(tenant, request.input_file_id, "input_file_id")
         if file.purpose != "batch":
@@ -138,7 +139,8 @@ class BatchRoutes:
         return _json(document)
 
     async def list(self, raw_request: Request) -> Response:
-        return _json(page(raw_request, await self._batches.all(_tenant(raw_request)), MAX_LISTED))
+        query = page_query(raw_request, MAX_LISTED)
+        return _json(page_document(await self._batches.page(_tenant(raw_request), query)))
 
     async def retrieve(self, raw_request: Request) -> Response:
         return _json(await self._batches.get(_tenant(raw_request), raw_request.path_params["name"]))
@@ -171,7 +173,7 @@ def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> No
     """Add the endpoints of files and batches."""
     routes.describe(SCHEMAS)
     failure = reference(ErrorResponse)
-    add = partial(routes.add, described=operation(OBJECT, failure))
+    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, failure))
     of_files = FileRoutes(kept.files, kept.max_size, served_models.options.client_timeout)
     add("/v1/files", of_files.upload, method="POST", summary="Upload a file")
     add("/v1/files", of_files.list, summary="The files")
@@ -180,7 +182,7 @@ def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> No
     add("/v1/files/{name}/content", of_files.content, summary="The contents of a file")
     of_batches = BatchRoutes(served_models, kept.files, kept.batches, kept.worker)
     described = operation(OBJECT, failure, reference(BatchRequest))
-    routes.add("/v1/batches", of_batches.create, method="POST", summary="Begin a batch", described=described)
+    add("/v1/batches", of_batches.create, method="POST", summary="Begin a batch", described=described)
     add("/v1/batches", of_batches.list, summary="The batches")
     add("/v1/batches/{name}", of_batches.retrieve, summary="A batch")
     add("/v1/batches/{name}/cancel", of_batches.cancel, method="POST", summary="Cancel a batch")

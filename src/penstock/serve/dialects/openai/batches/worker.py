@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.core import PenstockError
+from penstock.core.errors import bounded
+from penstock.core.machine_errors import exhausted
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
-from .results import BatchState, Results, requests, survey
+from .results import BatchState, Results, open_private, requests, survey
 from .work import Work
 
 if TYPE_CHECKING:  # what it imports may not be installed
@@ -75,34 +77,35 @@ class BatchWorker:
             except PenstockError as error:
                 logger.warning("batches wait: %s", error)
                 opened = []
-            for owner, document in _by_turns(opened):
+            for owner, name in _by_turns(opened):
                 try:
-                    await self._try(owner, document)
+                    await self._try(owner, name)
                 except PenstockError as error:
-                    logger.warning("batch %s waits: %s", document["id"], error)
-                except Exception:
-                    logger.exception("batch %s failed", document["id"])
+                    logger.warning("batch %s waits: %s", name, error)
+                except Exception as error:
+                    if failure := exhausted(error):
+                        logger.warning("batch %s waits: %s", name, failure.message)
+                        continue
+                    logger.exception("batch %s failed", name)
                     with contextlib.suppress(PenstockError):
-                        await self._fail(
-                            document["id"], [_problem("internal_error", "the server's log has the reason")]
-                        )
+                        await self._fail(name, [_problem("internal_error", "the server's log has the reason")])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_INTERVAL):
                     await self._wake.wait()
 
-    async def _try(self, owner: str, document: Document) -> None:
+    async def _try(self, owner: str, name: str) -> None:
         """Compute a batch, unless another process does."""
-        path = self._files.path(f"{document['id']}.partial")
-        results = Results(path)
+        path = self._files.path(f"{name}.partial")
+        results = Results(path, private=True)
         try:
             await asyncio.to_thread(results.__enter__)
         except PenstockError:  # another process has it
             return
         with results.entered():
-            current = await self._batches.change(document["id"], lambda batch: batch)
+            current = await self._batches.change(name, lambda batch: batch)
             if current is not None and current["status"] in OPEN:
                 await self._compute(owner, current, results, path)
-            current = await self._batches.change(document["id"], lambda batch: batch)
+            current = await self._batches.change(name, lambda batch: batch)
             if current is None or current["status"] not in OPEN:
                 path.unlink(missing_ok=True)
 
@@ -112,7 +115,8 @@ class BatchWorker:
             await self._fail(name, [_problem("input_file_not_found", "the input file is not there any more")])
             return
         if document["status"] == "validating":
-            longest = self._served_models.max_body_size  # raises where no engine is ready yet
+            self._served_models.check_alive()
+            longest = self._served_models.max_body_size
             errors, total = await asyncio.to_thread(_check, source, document["endpoint"], longest)
             if errors or not total:
                 await self._fail(name, errors or [_problem("empty_file", "the file has no requests")])
@@ -202,9 +206,9 @@ class BatchWorker:
         await self._set(name, "failed", errors={"object": "list", "data": errors})
 
 
-def _by_turns(batches: list[tuple[str, Document]]) -> Iterator[tuple[str, Document]]:
+def _by_turns(batches: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """One of each owner after the other, each owner's oldest first."""
-    by_owner: dict[str, list[tuple[str, Document]]] = {}
+    by_owner: dict[str, list[tuple[str, str]]] = {}
     for batch in batches:
         by_owner.setdefault(batch[0], []).append(batch)
     for turn in zip_longest(*by_owner.values()):
@@ -231,7 +235,7 @@ def _check(path: Path, endpoint: str, longest: int) -> tuple[list[dict[str, Any]
 
 
 def _problem(code: str, message: str, line: int | None = None) -> dict[str, Any]:
-    return {"code": code, "message": message, "line": line, "param": None}
+    return {"code": code, "message": bounded(message), "line": line, "param": None}
 
 
 def _split(path: Path, good: Path, bad: Path) -> tuple[int, int]:
@@ -243,7 +247,7 @@ def _split(path: Path, good: Path, bad: Path) -> tuple[int, int]:
         for number, text in enumerate(file):
             last[decode(text).custom_id or f"line {number}"] = number
     kept = set(last.values())
-    with path.open("rb") as file, good.open("wb") as passed, bad.open("wb") as failed:
+    with path.open("rb") as file, open_private(good, "wb") as passed, open_private(bad, "wb") as failed:
         for number, text in enumerate(file):
             if number in kept:
                 response = decode(text).response

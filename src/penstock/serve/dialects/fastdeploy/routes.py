@@ -8,20 +8,21 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.config.settings import SECRET
+from penstock.config.secrets import shown
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.modes import KV_CACHE, WEIGHTS
 from penstock.engine.service.control import UpdateWeights
 from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
-from ..http.body import check_supported, convert, read_object
-from ..http.openapi import OBJECT, operation, reference
-from ..http.request_record import record_of
-from ..http.routes import Routes
-from ..models.served_models import ServedModels
-from .openai.responses import ErrorResponse
-from .operations import Operator, is_paused, is_sleeping
+from ...http.access import Access
+from ...http.body import check_supported, convert, read_object
+from ...http.openapi import OBJECT, operation, reference
+from ...http.request_record import record_of
+from ...http.routes import Routes
+from ...models.served_models import ServedModels
+from ..openai.responses import ErrorResponse
+from ..operations import Operator, is_paused, is_sleeping
 
 PREFIXES = ("chatcmpl-", "cmpl-")
 """Prefixes of response ids, before the request's id."""
@@ -59,13 +60,16 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
     routes.describe(SCHEMAS)
 
     async def config_info(_: Request) -> Response:
-        models = {model.name: _shown(model.configuration) for model in served_models.models}
-        first = next(iter(models.values()), {})
+        models = {model.name: shown(model.configuration) for model in served_models.models}
+        first: dict[str, Any] = next(iter(models.values()), {})
         return _json(first | {"models": models} if len(models) > 1 else first)
 
     async def abort_requests(raw_request: Request) -> Response:
         request = convert(
-            read_object(await served_models.read_body(raw_request)), Abort, record_of(raw_request.scope).unknown
+            read_object(await served_models.read_body(raw_request)),
+            Abort,
+            record_of(raw_request.scope).unknown,
+            "pydantic",
         )
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
@@ -82,11 +86,13 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
         return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
     failure = reference(ErrorResponse)
-    shown = "How the server is configured, but for what is secret"
-    routes.add("/config-info", config_info, summary=shown, described=operation(OBJECT, failure))
+    summary = "How the server is configured, with secrets masked"
+    described = operation(OBJECT, failure)
+    routes.add("/config-info", config_info, access=Access.PRIVATE, summary=summary, described=described)
     routes.add(
         "/v1/abort_requests",
         abort_requests,
+        access=Access.PRIVATE,
         method="POST",
         summary="Cancel requests of this process by id, or all of them",
         described=operation(OBJECT, failure, reference(Abort)),
@@ -127,7 +133,7 @@ def _add_weights(routes: Routes, served_models: ServedModels, operator: Operator
         body = await served_models.read_body(request)
         fields = read_object(body) if body else {}
         check_supported(fields, OF_UPDATES)
-        convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown)
+        convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown, "pydantic")
         if not is_paused(operator.models(request)):
             raise PenstockError(Code.INVALID, "the engine is not paused: POST /v1/pause first")
         await operator.carry_out(UpdateWeights(), request)
@@ -148,7 +154,8 @@ def _add_weights(routes: Routes, served_models: ServedModels, operator: Operator
         request_schema = reference(schema) if schema else None
         answer = OBJECT if path.startswith("/v1") else None
         described = operation(answer, failure, request_schema, query=parameters)
-        routes.add(path, endpoint, method=method, summary=summary, described=described)
+        access = Access.INFERENCE if endpoint is paused else Access.CONTROL
+        routes.add(path, endpoint, access=access, method=method, summary=summary, described=described)
 
 
 def _tags(request: Request) -> tuple[str, ...] | None:
@@ -167,15 +174,6 @@ def _without_prefix(name: str) -> str:
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
-
-
-def _shown(configuration: msgspec.Struct) -> dict[str, Any]:
-    """The configuration by section, without secrets."""
-    sections: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
-    return {
-        section: {name: value for name, value in options.items() if name not in SECRET}
-        for section, options in sections.items()
-    }
 
 
 def _json(document: dict[str, Any]) -> Response:

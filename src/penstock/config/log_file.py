@@ -1,0 +1,43 @@
+"""The log file, which may be on a disk that is full."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+
+REPORT_INTERVAL = 60.0
+"""Seconds between two reports that lines cannot be written."""
+
+
+class LogFile(WatchedFileHandler):
+    """Appends lines to a file, which is opened anew when log rotation moves it.
+
+    Lines that cannot be written are lost: standard error says so once in ``REPORT_INTERVAL``, in one line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self._lost = 0
+        self._reported = -REPORT_INTERVAL
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called in an ``except`` block, with the lock held."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._lost += 1
+        if (now := time.monotonic()) - self._reported < REPORT_INTERVAL:
+            return
+        self._reported = now
+        for handler in logging.getLogger().handlers:
+            if handler is not self:
+                handler.handle(self._report(error))
+
+    def _report(self, error: OSError) -> logging.LogRecord:
+        message = "the log file %s cannot be written (%s): %d lines are missing there so far"
+        arguments = (self.baseFilename, (error.strerror or str(error)).lower(), self._lost)
+        return logging.LogRecord("penstock", logging.WARNING, __file__, 0, message, arguments, None)

@@ -1,0 +1,133 @@
+"""Secrets in options, log lines and messages: masked by an option's name, in URLs, and by value."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote
+
+import msgspec
+
+MASK = "***"
+SECRET_NAME = re.compile(
+    r"(?:.*[_-])?(?:token|secret|password|passwd|api[_-]?keys?|access[_-]?key|secret[_-]?key|credentials?|authorization|storage[_-]?url)",
+    re.IGNORECASE,
+)
+"""Names of options, of keys in JSON options, and of environment variables whose values are secrets."""
+URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#\"'<>]+@")
+URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#\"'<>]*)[?#][^\s\"'<>]+")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:([^\s/?#\"'<>]+)@)?[^\s?#\"'<>]*(?:\?([^\s#\"'<>]*))?")
+MIN_LENGTH = 8
+"""Characters from which on a secret is masked by its value: shorter ones are words of other texts, too."""
+
+_patterns: dict[str, None] = {}
+_registered: re.Pattern[str] | None = None
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of an option, a key or a variable of this name is a secret."""
+    return SECRET_NAME.fullmatch(name) is not None
+
+
+def register(configuration: msgspec.Struct, environment: Mapping[str, str] = os.environ) -> None:
+    """Have ``mask`` hide the secrets of a configuration and of the environment, wherever their values appear."""
+    values = [*_secrets_of(msgspec.to_builtins(configuration))]
+    for name, value in environment.items():
+        values += [value] if is_secret(name) else _url_secrets(value)
+    forms = {form for value in values if len(value) >= MIN_LENGTH for form in _forms(value)}
+    _patterns.update(dict.fromkeys(forms))
+    global _registered
+    longest_first = sorted(_patterns, key=len, reverse=True)
+    _registered = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def mask(text: str) -> str:
+    """A text with the registered secrets, and the user and query of each URL, masked."""
+    return mask_urls(mask_values(text))
+
+
+def mask_values(text: str) -> str:
+    """A text with the registered secrets masked."""
+    return _registered.sub(MASK, text) if _registered else text
+
+
+def mask_urls(text: str) -> str:
+    """A text with the user, password, query and fragment of each URL masked."""
+    if "://" not in text:
+        return text
+    return URL_QUERY.sub(rf"\1?{MASK}", URL_USER.sub(rf"\1{MASK}@", text))
+
+
+def public_url(text: str) -> str:
+    """A text without the user, password, query and fragment of its URLs."""
+    return URL_QUERY.sub(r"\1", URL_USER.sub(r"\1", text))
+
+
+def shown(configuration: msgspec.Struct) -> dict[str, Any]:
+    """A configuration by section and option, with secrets masked."""
+    result: dict[str, Any] = masked(msgspec.to_builtins(configuration))
+    return result
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """A value of an option, or of an object of options by name, with secrets masked at every depth.
+
+    Texts that are JSON objects are masked like objects.
+    """
+    if is_secret(name):
+        return MASK if value else value
+    if isinstance(value, Mapping):
+        return {key: masked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(masked(inner) for inner in value)
+    if not isinstance(value, str):
+        return value
+    document = _object_in(value)
+    if document is None:
+        return mask_urls(value)
+    hidden = masked(document)
+    return value if hidden == document else json.dumps(hidden, ensure_ascii=False)
+
+
+def _secrets_of(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _secrets_of(inner, str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _secrets_of(inner, name)
+    elif isinstance(value, str) and (document := _object_in(value)) is not None:
+        yield from _secrets_of(document, name)
+    elif isinstance(value, str):
+        if is_secret(name):
+            yield value
+        yield from _url_secrets(value)
+
+
+def _url_secrets(text: str) -> Iterator[str]:
+    """Users with passwords, passwords, and values of the query, of the URLs in a text."""
+    if "://" not in text:
+        return
+    for user, query in URL.findall(text):
+        password = user.partition(":")[2]
+        yield from (user, password, unquote(password))
+        yield from (value for _, value in parse_qsl(query))
+
+
+def _object_in(text: str) -> Any:
+    """The object or array that a text is in JSON; None for other texts."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _forms(value: str) -> Iterator[str]:
+    """How a value appears in texts: itself, in JSON, in Python's notation, and in URLs."""
+    yield from (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
+    yield from (quote(value), quote(value, safe=""))

@@ -1,0 +1,27 @@
+"""Folders of the user: caches, configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from penstock.core.errors import invalid
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """The folder that an environment variable names, or ``default`` in the user's home folder.
+
+    Raises ``PenstockError`` (``invalid``) where the variable is not set and the user has no home folder.
+    """
+    if given := os.environ.get(variable):
+        return Path(given)
+    try:
+        return Path.home() / default
+    except RuntimeError as error:
+        message = f"user {os.getuid()} has no home folder: set HOME, or {variable}, to a folder that it can write"
+        raise invalid(variable, message) from error
+
+
+def cache_home() -> Path:
+    """The folder of the user's caches."""
+    return user_folder("XDG_CACHE_HOME", ".cache")

@@ -1,0 +1,158 @@
+"""Bounds on JSON that a grammar leaves unbounded: digits of a number, and strings that repeat themselves.
+
+A model that has begun to write ``9999…`` or ``ababab…`` goes on until its tokens run out, and leaves invalid JSON. A
+schema cannot bound such a run without changing which values it allows, so the guide ends it: at the bound it forbids
+the tokens that continue the run, if the grammar allows any other token. The output follows the schema in either case.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import numpy as np
+
+from penstock.core import Failure
+
+from .backend import Grammar, Guide
+
+MAX_DIGITS = 40
+"""Digits in a row. Integers of 128 bits have 39 at most, floats of 64 bits 17 that count."""
+MAX_REPEATED = 128
+"""Tokens of a string in a row that repeat those before them."""
+MAX_PERIOD = 8
+"""Tokens of the longest repeated sequence that is recognized."""
+DIGITS = frozenset(string.digits.encode())
+LETTERS = frozenset(string.ascii_letters.encode()) - frozenset(b"eE")
+"""Letters that no JSON number has: the grammar allows them next only within a text."""
+CLOSERS = frozenset(b'"]} \n')
+
+
+class TokenClasses:
+    """Classes of a vocabulary's tokens by their bytes. Bitmasks are ``[ceil(vocabulary / 32)]`` int32, lowest bit
+    first.
+
+    Args:
+        tokenizer: llguidance's ``LLTokenizer``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+        self.trailing_digits = np.array([len(token) - len(token.rstrip(b"0123456789")) for token in tokens], np.int32)
+        """Number of digits at the end of each token, ``[vocabulary]``."""
+        self.all_digits = np.array([bool(token) and token.isdigit() for token in tokens])
+        """True for tokens of digits alone, ``[vocabulary]``."""
+        self.begins_with_digit = np.array([token[:1].isdigit() for token in tokens])
+        """``[vocabulary]``."""
+        self.no_digit_mask = ~_bitmask(self.begins_with_digit)
+        self.letter_mask = _bitmask(np.array([bool(token) and token[0] in LETTERS for token in tokens]))
+        """Tokens that begin with a letter of ``LETTERS``."""
+        self.closer_mask = _bitmask(np.array([token[:1] == b'"' and CLOSERS.issuperset(token) for token in tokens]))
+        """Tokens that end a string, and do not begin another one."""
+
+
+class BoundedGuide(Guide):
+    """Bounds the runs in the output of another guide.
+
+    Args:
+        guide: the grammar's.
+        classes: those of the vocabulary.
+        bounds_strings: also end strings that repeat themselves; requires that all text is within JSON.
+    """
+
+    def __init__(self, guide: Guide, classes: TokenClasses, bounds_strings: bool) -> None:
+        self._guide = guide
+        self._classes = classes
+        self._bounds_strings = bounds_strings
+        self._digits = 0
+        """Digits at the end of the output."""
+        self._recent: list[int] = []
+        """The last ``MAX_PERIOD`` tokens, the newest first."""
+        self._repeated = [0] * MAX_PERIOD
+        """For each period: tokens at the end of the output that equal the one a period before them."""
+
+    def copy(self) -> BoundedGuide:
+        copy = BoundedGuide(self._guide.copy(), self._classes, self._bounds_strings)
+        copy._digits, copy._recent, copy._repeated = self._digits, self._recent.copy(), self._repeated.copy()
+        return copy
+
+    def replace_eos(self, eos_token_id: int) -> int:
+        return self._guide.replace_eos(eos_token_id)
+
+    def accept_token(self, token: int) -> bool:
+        self._count(token)
+        return self._guide.accept_token(token)
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._guide.failure
+
+    @property
+    def is_unconstrained(self) -> bool:
+        return self._guide.is_unconstrained
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._guide.is_terminated
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """Ends before the first token at a bound: the bitmask there may forbid what the grammar allows."""
+        count = self._guide.validate_tokens(tokens)
+        state = BoundedGuide(self._guide, self._classes, self._bounds_strings)  # counts alone
+        state._digits, state._recent, state._repeated = self._digits, self._recent.copy(), self._repeated.copy()
+        for i, token in enumerate(tokens[:count]):
+            if state._at_bound(token):
+                return i
+            state._count(token)
+        return count
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        self._guide.fill_bitmask(row)
+        if self._digits >= MAX_DIGITS and not (row & self._classes.letter_mask).any():
+            _restrict(row, self._classes.no_digit_mask)
+        if self._is_repeating and (row & self._classes.letter_mask).any():
+            _restrict(row, self._classes.closer_mask)
+
+    def jump_forward_tokens(self) -> list[int]:
+        return self._guide.jump_forward_tokens()
+
+    @property
+    def _is_repeating(self) -> bool:
+        return self._bounds_strings and max(self._repeated) >= MAX_REPEATED
+
+    def _at_bound(self, token: int) -> bool:
+        return self._is_repeating or (self._digits >= MAX_DIGITS and bool(self._classes.begins_with_digit[token]))
+
+    def _count(self, token: int) -> None:
+        classes = self._classes
+        before = self._digits if classes.all_digits[token] else 0
+        self._digits = before + int(classes.trailing_digits[token])
+        if self._bounds_strings:
+            for i, earlier in enumerate(self._recent):
+                self._repeated[i] = self._repeated[i] + 1 if earlier == token else 0
+            self._recent = [token, *self._recent[: MAX_PERIOD - 1]]
+
+
+class BoundedGrammar(Grammar):
+    """A grammar whose guides are bounded; arguments as for ``BoundedGuide``."""
+
+    def __init__(self, grammar: Grammar, classes: TokenClasses, bounds_strings: bool) -> None:
+        self.size = grammar.size
+        self._grammar = grammar
+        self._classes = classes
+        self._bounds_strings = bounds_strings
+
+    def new_guide(self) -> Guide:
+        return BoundedGuide(self._grammar.new_guide(), self._classes, self._bounds_strings)
+
+
+def _restrict(row: np.ndarray, mask: np.ndarray) -> None:
+    """Allow only the tokens of a mask, if the row allows any of them."""
+    if (row & mask).any():
+        row &= mask
+
+
+def _bitmask(is_set: np.ndarray) -> np.ndarray:
+    padded = np.zeros(-(-len(is_set) // 32) * 32, bool)
+    padded[: len(is_set)] = is_set
+    return np.packbits(padded, bitorder="little").view(np.int32)

@@ -1,0 +1,80 @@
+"""FastDeploy's Python interface, for ``from fastdeploy import LLM, SamplingParams`` (``penstock shims``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock import core
+from penstock.core import Code, PenstockError
+
+from . import llm
+from .fastdeploy_outputs import FastDeployOutput
+from .input_processor import Messages, Prompt
+from .outputs import RequestOutput
+
+__all__ = ["LLM", "FastDeployOutput", "SamplingParams"]
+
+
+def SamplingParams(**options: Any) -> core.SamplingParams:
+    """Sampling parameters by FastDeploy's names and with its defaults: an answer may fill the context, and has at least
+    one token."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if (token_ids := given.pop("bad_words_token_ids", None)) is not None:
+        given["bad_word_ids"] = tuple((one,) if isinstance(one, int) else tuple(one) for one in token_ids)
+    if given.get("top_p") == 0:  # the likeliest token
+        del given["top_p"]
+        given["temperature"] = 0
+    least = {} if given.get("guided_decoding") else {"min_tokens": 1}
+    return core.SamplingParams(**{"max_tokens": None, **least, **given})
+
+
+class LLM(llm.LLM):
+    """``penstock.LLM`` with FastDeploy's names, defaults and results."""
+
+    def __init__(self, model: str | Path, revision: str | None = None, **options: Any) -> None:
+        super().__init__(model, compat="fastdeploy", revision=revision, **options)
+
+    def generate(  # type: ignore[override]
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: core.SamplingParams | Sequence[core.SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        stream: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        _check_whole(stream)
+        given = [prompts] if isinstance(prompts, Mapping) else prompts
+        if isinstance(given, list):
+            given = [_with_media(prompt) for prompt in given]
+        return super().generate(given, sampling_params, use_tqdm, **options)
+
+    def chat(  # type: ignore[override]
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: core.SamplingParams | Sequence[core.SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        stream: bool = False,
+    ) -> list[RequestOutput]:
+        _check_whole(stream)
+        if chat_template is not None:
+            raise PenstockError(Code.UNSUPPORTED, "chat_template: give it to LLM, for all chats", "chat_template")
+        return super().chat(messages, sampling_params, use_tqdm, tools=tools, chat_template_kwargs=chat_template_kwargs)
+
+
+def _check_whole(stream: bool) -> None:
+    if stream:
+        words = "stream: an LLM returns whole outputs; penstock.AsyncLLM and penstock serve stream"
+        raise PenstockError(Code.UNSUPPORTED, words, "stream")
+
+
+def _with_media(prompt: Any) -> Any:
+    """A prompt with its images and videos under our name."""
+    if not isinstance(prompt, Mapping) or "multimodal_data" not in prompt:
+        return prompt
+    given = dict(prompt)
+    return given | {"multi_modal_data": given.pop("multimodal_data")}

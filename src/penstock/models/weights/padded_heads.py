@@ -1,0 +1,74 @@
+"""Heads of any size in kernels that compute multiples of 16 numbers: weights with zeros behind each head's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.layers import Weights
+from penstock.ops import QuantizedWeight
+from penstock.planning.model_size import PADDED_TO
+
+OUTPUTS, INPUTS = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+"""Modules whose outputs, and whose inputs, are heads."""
+
+
+class PaddedHeads:
+    """``layers.Weights`` of another one whose heads have fewer numbers.
+
+    Zeros in queries and keys add nothing to their products, and zeros in values make outputs that the zeros in
+    ``o_proj`` ignore.
+
+    Args:
+        head_dim: numbers of a head in the checkpoint.
+        padded: numbers of a head in the model.
+    """
+
+    def __init__(self, base: Weights, head_dim: int, padded: int) -> None:
+        self._base = base
+        self._head_dim = head_dim
+        self._padded = padded
+
+    @property
+    def version(self) -> str:
+        return self._base.version
+
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """As ``layers.Weights.read``."""
+        module = name.split(".")[-2] if "." in name else ""
+        if module in OUTPUTS:
+            stored = (self._stored(shape[0]), *shape[1:])
+            within = (self._stored(rows[0]), self._stored(rows[1])) if rows else None
+            tensor = self._base.read(name, *stored, rows=within, as_stored=as_stored)
+            return self._pad(tensor.unflatten(0, (-1, self._head_dim)), 1).flatten(0, 1)
+        if module in INPUTS and len(shape) == 2:
+            tensor = self._base.read(name, shape[0], self._stored(shape[1]), rows=rows, as_stored=as_stored)
+            return self._pad(tensor.unflatten(1, (-1, self._head_dim)), 2).flatten(1, 2)
+        return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
+
+    def has(self, name: str) -> bool:
+        return self._base.has(name)
+
+    def format_of(self, name: str) -> Format:
+        """As ``layers.Weights.format_of``."""
+        format = self._base.format_of(name)
+        if format != UNQUANTIZED and name.rpartition(".")[2] in OUTPUTS + INPUTS:
+            words = f"head_dim {self._head_dim} of quantized weights; multiples of {PADDED_TO} are supported"
+            raise PenstockError(Code.UNSUPPORTED, words, "model")
+        return format
+
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
+        """As ``layers.Weights.read_quantized``."""
+        return self._base.read_quantized(name, outputs, inputs, rows)
+
+    def _stored(self, size: int) -> int:
+        """Rows of the checkpoint for those of the model."""
+        return size // self._padded * self._head_dim
+
+    def _pad(self, heads: Tensor, dim: int) -> Tensor:
+        """Zeros behind each head's numbers in a dimension."""
+        shape = list(heads.shape)
+        shape[dim] = self._padded - self._head_dim
+        return torch.cat((heads, heads.new_zeros(shape)), dim)

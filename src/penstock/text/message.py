@@ -1,0 +1,63 @@
+"""A parsed answer: the assistant's message as parts, in the order in which the model wrote them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+TextKind = Literal["reasoning", "content"]
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A tool call; ``arguments`` grow while the model writes them."""
+
+    id: str = field(compare=False)
+    name: str
+    arguments: str = ""
+    """A JSON object; as the model wrote it, where it writes JSON."""
+
+
+@dataclass(slots=True)
+class TextPart:
+    """Reasoning, or content, between two parts of another kind."""
+
+    kind: TextKind
+    text: str
+
+
+MessagePart = TextPart | ToolCall
+
+
+@dataclass(slots=True)
+class Message:
+    """The assistant's message so far. It only grows: at the end of its last part, or by further parts."""
+
+    parts: list[MessagePart] = field(default_factory=list)
+
+    def add_text(self, kind: TextKind, text: str) -> None:
+        """Append text to the last part if it is of this kind, otherwise as a new part."""
+        if not text:
+            return
+        if self.parts and isinstance(last := self.parts[-1], TextPart) and last.kind == kind:
+            last.text += text
+        else:
+            self.parts.append(TextPart(kind, text))
+
+    @property
+    def content(self) -> str:
+        """The text of all content parts."""
+        return self._text("content")
+
+    @property
+    def reasoning_content(self) -> str:
+        """The text of all reasoning parts."""
+        return self._text("reasoning")
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """All tool calls; the last one may still grow."""
+        return [part for part in self.parts if isinstance(part, ToolCall)]
+
+    def _text(self, kind: TextKind) -> str:
+        return "".join([part.text for part in self.parts if isinstance(part, TextPart) and part.kind == kind])

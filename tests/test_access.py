@@ -1,0 +1,303 @@
+"""Who may call a route: pages of other sites, DNS rebinding, administrative keys, what API keys share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from conftest import Servers
+from serving import Served
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+BROWSER = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
+OPEN = {
+    *("/health", "/ready", "/live", "/version", "/metrics", "/ping", "/v2/health/live", "/v2/health/ready"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/completions"),
+    *("/v1/chat/completions/chat/completions", "/v1/models", "/v1/models/{name}", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings"),
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/pooling", "/tokenize"),
+    *("/detokenize", "/v1/embed", "/v2/embed", "/generate", "/generate_stream", "/info"),
+    *("/completion", "/completions", "/infill", "/embedding", "/apply-template", "GET /props", "/slots", "POST /"),
+    *(f"/api/{name}" for name in "chat generate embed embeddings show pull tags ps version".split()),
+    *("/v1/is_paused", "/load", "/tokenizer_info", "/v1/weights", "/expert_load", "/is_sleeping", "/is_paused"),
+    *("/v2", "/v2/models/stats", "/v2/repository/index", "/web/models", "/web/live"),
+    *(
+        f"/v2/models/{{name}}{version}{rest}"
+        for version in ("", "/versions/{version}")
+        for rest in ("", "/config", "/ready", "/stats", "/infer", "/generate", "/generate_stream")
+    ),
+}
+"""Paths that pages of other sites may call; every other one is private, or changes the server."""
+
+
+@pytest.fixture(scope="module")
+def served(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Every optional route is there, and no API key."""
+    folder = str(tmp_path_factory.mktemp("kept"))
+    flags = ("--server-dev-mode", "--allow-runtime-lora-updating", "--enable-lora", "--storage-dir", folder)
+    return servers.get("--num-gpu-blocks-override", "200", *flags, "--allowed-origins", "*,https://friend.example")
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.root, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def operations(client: httpx.Client) -> list[tuple[str, str]]:
+    paths = client.get("/openapi.json").json()["paths"]
+    return [(method.upper(), path) for path, found in paths.items() for method in found]
+
+
+def ask(client: httpx.Client, method: str, path: str, **headers: str) -> httpx.Response:
+    """As a page does without a preflight request."""
+    with client.stream(
+        method,
+        re.sub(r"\{\w+\}", "nothing", path),
+        content=b"!" if method == "POST" else b"",
+        headers={"content-type": "text/plain", **{name.replace("_", "-"): value for name, value in headers.items()}},
+    ) as answer:
+        if "event-stream" not in answer.headers.get("content-type", ""):
+            answer.read()
+    return answer
+
+
+def is_refused(answer: httpx.Response) -> bool:
+    return answer.status_code == 401
+
+
+FOREIGN: dict[str, dict[str, str]] = {
+    "another origin": {"origin": "https://evil.example"},
+    "an opaque origin": {"origin": "null"},
+    "an origin that is no URL": {"origin": "http://[127.0.0.1:PORT"},
+    "another port": {"origin": "http://127.0.0.1:1"},
+    "an origin that begins alike": {"origin": "http://127.0.0.1:PORT.evil.example"},
+    "a form of another site": {"sec_fetch_site": "cross-site", "user_agent": BROWSER},
+    "a page on another port": {"sec_fetch_site": "same-site", "user_agent": BROWSER},
+    "a rebound name": {"host": "evil.example:PORT", "origin": "http://evil.example:PORT"},
+    "a rebound name without an origin": {"host": "evil.example:PORT", "user_agent": BROWSER},
+    "a rebound name with digits": {"host": "127.0.0.1.evil.example:PORT", "user_agent": BROWSER},
+    "no name": {"host": "", "user_agent": BROWSER},
+}
+OWN: dict[str, dict[str, str]] = {
+    "no browser": {},
+    "the own page": {"origin": "http://127.0.0.1:PORT", "user_agent": BROWSER, "sec_fetch_site": "same-origin"},
+    "the own page by name": {"host": "localhost:PORT", "origin": "http://localhost:PORT", "user_agent": BROWSER},
+    "an allowed origin": {"origin": "https://friend.example", "user_agent": BROWSER, "sec_fetch_site": "cross-site"},
+    "an allowed origin's proxy": {"host": "friend.example", "origin": "https://friend.example"},
+    "a typed address": {"sec_fetch_site": "none", "user_agent": BROWSER},
+}
+
+
+def test_every_route_is_classified(operations: list[tuple[str, str]]) -> None:
+    known = {path for _, path in operations} | {f"{method} {path}" for method, path in operations}
+    assert known >= OPEN
+    assert len(operations) > 110
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_page_of_another_site_calls_no_private_route(
+    served: Served, client: httpx.Client, operations: list[tuple[str, str]], name: str
+) -> None:
+    port = served.root.rpartition(":")[2]
+    headers = {key: value.replace("PORT", port) for key, value in FOREIGN[name].items()}
+    for method, path in operations:
+        answer = ask(client, method, path, **headers)
+        expected = path not in OPEN and f"{method} {path}" not in OPEN
+        assert is_refused(answer) == expected, (method, path, answer.status_code)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_pages_and_programs_call_private_routes(
+    served: Served, client: httpx.Client, operations: list[tuple[str, str]], name: str
+) -> None:
+    """Those that change nothing here, and those whose body is wrong."""
+    port = served.root.rpartition(":")[2]
+    headers = {key: value.replace("PORT", port) for key, value in OWN[name].items()}
+    harmless = ("abort", "shared", "files", "batches", "conversations", "lora", "logging", "info")
+    for method, path in operations:
+        if any(word in path for word in harmless):
+            assert not is_refused(ask(client, method, path, **headers)), (method, path)
+
+
+@pytest.mark.parametrize("path", ["/clear_load_weight", "/update_model_weight"])
+def test_image_of_another_site_changes_nothing(client: httpx.Client, path: str) -> None:
+    """A GET that changes the server: to a plain HTTP address, browsers send it without Origin and Sec-Fetch-Site."""
+    for headers in ({"user_agent": BROWSER}, {"user_agent": BROWSER, "referer": "http://evil.example/"}):
+        assert is_refused(ask(client, "GET", path, **headers)), headers
+        assert is_refused(ask(client, "HEAD", path, **headers)), headers
+
+
+def test_server_on_all_addresses_accepts_its_names() -> None:
+    """Programs use any name; browsers one that no other site can have made up."""
+    with Served("--num-gpu-blocks-override", "100", "--host", "0.0.0.0") as server:
+        root = f"http://127.0.0.1:{server.root.rpartition(':')[2]}"
+        port = root.rpartition(":")[2]
+        with httpx.Client(base_url=root, timeout=60) as client:
+            for host in ("gpu.cluster.example", "llm", "10.0.0.1", f"[::1]:{port}"):
+                assert not is_refused(ask(client, "GET", "/server_info", host=host)), host
+            for host in ("llm", f"gpu-box:{port}", "10.0.0.1", "localhost", f"[::1]:{port}"):
+                headers = {"host": host, "user_agent": BROWSER, "origin": f"http://{host}"}
+                assert not is_refused(ask(client, "GET", "/server_info", **headers)), host
+            headers = {"host": "evil.example", "origin": "http://evil.example", "user_agent": BROWSER}
+            assert is_refused(ask(client, "GET", "/server_info", **headers))
+            assert not is_refused(ask(client, "POST", "/v1/completions", **headers))
+            assert not is_refused(ask(client, "GET", "/web/live", **headers)), "the web page works under any name"
+
+
+# --- API keys --------------------------------------------------------------------------------------------------------
+
+A, B, ADMIN = ({"authorization": f"Bearer key-{name}"} for name in ("a", "b", "admin"))
+CHANGES: list[tuple[str, Any]] = [
+    ("/v2/logging", {"log_info": False}),
+    ("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}),
+    ("/v2/models/ensemble/trace/setting", {"trace_level": ["TIMESTAMPS"]}),
+    ("/reset_prefix_cache", None),
+    ("/v2/repository/models/penstock-demo/unload", {}),
+]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """Two clients and an administrator."""
+    keys = ("--api-key", "key-a,key-b", "--admin-api-key", "key-admin", "--grpc-port", "0")
+    with Served("--num-gpu-blocks-override", "200", *keys) as server:
+        yield server
+
+
+@pytest.fixture
+def stub(shared: Served) -> Iterator[Any]:
+    with grpc.insecure_channel(shared.find(r"gRPC at (\S+)")[1]) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+@pytest.mark.parametrize(("path", "body"), CHANGES, ids=lambda given: str(given)[:40])
+def test_client_key_does_not_change_the_server_for_others(shared: Served, path: str, body: Any) -> None:
+    refused = httpx.post(shared.root + path, json=body, headers=B)
+    assert refused.status_code == 401 and "--admin-api-key" in refused.text
+    assert httpx.post(shared.root + path, json=body, headers=ADMIN).status_code in (200, 400)
+    if path == "/v2/logging":
+        assert httpx.get(shared.root + path, headers=B).json()["log_info"] is False, "which it may read"
+        httpx.post(shared.root + path, json={"log_info": True}, headers=ADMIN)
+
+
+def test_client_key_does_not_change_the_server_over_grpc(stub: Any) -> None:
+    changed = pb.LogSettingsRequest()
+    changed.settings["log_info"].bool_param = False
+    traced = pb.TraceSettingRequest()
+    traced.settings["trace_rate"].value.append("5")
+    calls = [
+        (stub.LogSettings, changed),
+        (stub.TraceSetting, traced),
+        (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="penstock-demo")),
+        (stub.RepositoryModelUnload, pb.RepositoryModelUnloadRequest(model_name="penstock-demo")),
+    ]
+    for call, request in calls:
+        with pytest.raises(grpc.RpcError) as raised:
+            call(request, metadata=[*B.items()])
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED, request
+    assert stub.LogSettings(pb.LogSettingsRequest(), metadata=[*B.items()]).settings["log_info"].bool_param
+    changed.settings["log_info"].bool_param = True
+    stub.LogSettings(changed, metadata=[*ADMIN.items()])
+
+
+@pytest.mark.parametrize(
+    ("flags", "headers", "allowed"),
+    [
+        ((), {}, True),
+        (("--api-key", "key-a"), A, True),
+        (("--api-key", "key-a,key-b"), A, False),
+        (("--api-key", "key-a", "--admin-api-key", "key-admin"), A, False),
+        (("--api-key", "key-a", "--admin-api-key", "key-admin"), ADMIN, True),
+        (("--admin-api-key", "key-admin"), {}, False),
+        (("--admin-api-key", "key-admin"), ADMIN, True),
+    ],
+)
+def test_who_may_change_the_server(flags: tuple[str, ...], headers: dict[str, str], allowed: bool) -> None:
+    from penstock.serve.http.middleware import ApiKeys
+
+    options = dict(zip(flags[::2], flags[1::2], strict=True))
+    keys = ApiKeys(
+        *(options.get(name, "").split(",") if name in options else () for name in ("--api-key", "--admin-api-key"))
+    )
+    found = keys.client_of(headers.get("authorization", "").encode())
+    assert found is not None and found.may_control == allowed
+
+
+def test_shared_memory_belongs_to_its_key(shared: Served, stub: Any) -> None:
+    place = "/v2/systemsharedmemory"
+    memory = SharedMemory("test-access-region", create=True, size=64)
+    try:
+        memory.buf[:5] = b"of A!"
+        url = f"{shared.root}{place}/region/mine/register"
+        body = {"key": "/test-access-region", "byte_size": 64}
+        assert httpx.post(url, json=body, headers=A).status_code == 200
+        assert httpx.get(f"{shared.root}{place}/status", headers=B).json() == []
+        assert httpx.get(f"{shared.root}{place}/region/mine/status", headers=B).status_code == 404
+        assert not stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest(), metadata=[*B.items()]).regions
+        tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1]}
+        tensor["parameters"] = {"shared_memory_region": "mine", "shared_memory_byte_size": 9}
+        output = {"name": "text_output", "parameters": {"shared_memory_region": "mine", "shared_memory_byte_size": 64}}
+        text = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}
+        count = {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [1]}
+        for infer in ({"inputs": [tensor, count]}, {"inputs": [text, count], "outputs": [output]}):
+            answer = httpx.post(f"{shared.root}/v2/models/ensemble/infer", json=infer, headers=B, timeout=60)
+            assert answer.status_code == 400 and "Unable to find shared memory region" in answer.text
+        assert bytes(memory.buf[:5]) == b"of A!"
+        again = httpx.post(f"{shared.root}{place}/region/other/register", json=body, headers=B)
+        assert again.status_code == 400 and "another API key" in again.text
+        assert httpx.post(f"{shared.root}{place}/unregister", headers=B).status_code == 200
+        assert [each["name"] for each in httpx.get(f"{shared.root}{place}/status", headers=A).json()] == ["mine"]
+        wrote = httpx.post(
+            f"{shared.root}/v2/models/ensemble/infer",
+            json={"inputs": [text, count], "outputs": [output]},
+            headers=A,
+            timeout=60,
+        )
+        assert wrote.status_code == 200 and bytes(memory.buf[:5]) != b"of A!"
+        assert httpx.post(f"{shared.root}{place}/region/mine/unregister", headers=A).status_code == 200
+        assert httpx.get(f"{shared.root}{place}/status", headers=A).json() == []
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_page_of_another_site_uses_no_shared_memory(client: httpx.Client) -> None:
+    place = {"shared_memory_region": "any", "shared_memory_byte_size": 9}
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "parameters": place}
+    body = json.dumps({"inputs": [tensor]})
+    for headers, status in (({}, 400), ({"origin": "https://evil.example"}, 401)):
+        answer = client.post("/v2/models/ensemble/infer", content=body, headers=headers)
+        assert answer.status_code == status, answer.text
+
+
+def test_metrics_name_tenants_by_no_hash_of_their_key(tmp_path: Path) -> None:
+    """Names are the same in all API processes and after a restart, and what is stored keeps its owner."""
+    from hashlib import sha256
+
+    flags = ("--api-key", "a,b", "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")
+    named = r'penstock:storage_files\{tenant="([^"]*)"\} 1'
+    headers = {"authorization": "Bearer a"}
+    found = []
+    for processes in ("2", "1"):
+        with Served(*flags, "--api-server-count", processes) as server:
+            if not found:
+                given = {"file": ("a", b"x")}
+                made = httpx.post(f"{server.url}/files", files=given, data={"purpose": "batch"}, headers=headers)
+                assert made.status_code == 200, made.text
+            pages = [httpx.get(f"{server.root}/metrics").text for _ in range(6)]
+            found += [name for page in pages for name in re.findall(named, page)]
+            hashes = [sha256(key).hexdigest() for key in (b"a", b"b")]
+            assert not [name for page in pages for name in hashes if name[:16] in page]
+            listed = httpx.get(f"{server.url}/files", headers=headers).json()["data"]
+            assert [each["filename"] for each in listed] == ["a"], "what was stored keeps its owner"
+    assert len(set(found)) == 1 and found[0]

@@ -1,0 +1,196 @@
+"""Error messages have at most 500 characters and one line, whatever the file or request that they quote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from fuzz_requests import BASES, Base
+from serving import Served, Servers
+
+from penstock import LLM, demo
+from penstock.core import PenstockError
+
+LONGEST = 500
+LONG = "long " * 20_000
+WORD = "w" * 100_000
+INDEX = "model.safetensors.index.json"
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def not_utf8(path: Path) -> None:
+    path.write_bytes(b'{"model_type": "\xff\xfe"}')
+
+
+def deep(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20] if path.exists() else b"{")
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def number(path: Path) -> None:
+    path.write_text("7")
+
+
+def long_number(path: Path) -> None:
+    path.write_text("1" * 10_000)
+
+
+def long_strings(path: Path) -> None:
+    """Every string of the file, names of fields included, or one at each place where the file is missing."""
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: grown(entry) for name, entry in value.items()} | {WORD: 1}
+        if isinstance(value, list):
+            return [grown(entry) for entry in value]
+        return value + LONG if isinstance(value, str) else value
+
+    path.write_text(json.dumps(grown(json.loads(path.read_text()) if path.exists() else {"weight_map": {WORD: WORD}})))
+
+
+DAMAGES = (not_utf8, deep, cut, folder_instead, number, long_number, long_strings)
+FILES = ("config.json", INDEX, "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
+CASES = [
+    (name, damage) for name in FILES for damage in DAMAGES if name != "model.safetensors" or damage != long_strings
+]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return shutil.copytree(demo.CHAT, tmp_path / "model")
+
+
+def check_file(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
+    """A damaged file is refused in one sentence, if at all."""
+    damage(folder / name)
+    try:
+        LLM(str(folder), num_gpu_blocks_override=20)
+    except PenstockError as error:
+        assert 0 < len(str(error)) <= LONGEST and "\n" not in str(error), str(error)
+
+
+@pytest.mark.parametrize(("name", "damage"), Random(1).sample(CASES, 6))
+def test_damaged_file_is_one_sentence(checkpoint: Path, name: str, damage: Callable[[Path], None]) -> None:
+    check_file(checkpoint, name, damage)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_every_damaged_file_is_one_sentence(checkpoint: Path, name: str, damage: Callable[[Path], None]) -> None:
+    check_file(checkpoint, name, damage)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([f"model-{part:05}-of-03000.safetensors" for part in range(3000)], "lacks 3000 files"),
+        (["x" * 5000 + ".safetensors"], "a name of 5012 characters"),
+        (["é" * 200 + ".safetensors"], "a name of 212 characters"),
+        (["a", "b.safetensors"], "which is no .safetensors file"),
+    ],
+)
+def test_index_that_names_other_files_is_one_sentence(checkpoint: Path, files: list[str], words: str) -> None:
+    (checkpoint / INDEX).write_text(json.dumps({"weight_map": {f"tensor{i}": file for i, file in enumerate(files)}}))
+    with pytest.raises(PenstockError, match=words) as refused:
+        LLM(str(checkpoint), num_gpu_blocks_override=20)
+    assert len(str(refused.value)) <= LONGEST
+
+
+def test_message_keeps_its_beginning_and_its_end() -> None:
+    message = str(PenstockError.of(PenstockError("invalid", f"field: {WORD} is wrong; do this").failure))  # type: ignore[arg-type]
+    assert message.startswith("field: www") and message.endswith("www is wrong; do this") and len(message) <= LONGEST
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+def places(value: Any) -> Iterator[list[str | int]]:
+    """Every place of a request."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield [key]
+        yield from ([key, *rest] for rest in places(entry))
+
+
+def changed(body: Any, place: list[str | int], text: str) -> Any:
+    copy = json.loads(json.dumps(body))
+    at = copy
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = text
+    return copy
+
+
+def messages(value: Any) -> Iterator[str]:
+    """All texts of an error document that may quote the request."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from messages(entry)
+
+
+def check_request(server: Served, base: Base, body: Any) -> None:
+    answer = httpx.post(server.root + base.path, json=body)
+    assert answer.status_code != 500, (base.path, answer.text[:1000])
+    if answer.status_code < 400:
+        return
+    try:
+        document = answer.json()
+    except ValueError:
+        document = answer.text
+    for text in messages(document):
+        assert len(text) <= LONGEST, (base.path, len(text), text[:200], text[-200:])
+    for name, value in answer.headers.items():
+        assert len(value) <= 1024, name
+
+
+REQUESTS = [
+    (base, place, text)
+    for base in BASES
+    if base.status == 200 and not base.settings and not base.headers
+    for place in [*places(base.body), ["model"], ["unknown_field"], ["x" * 50_000]]
+    for text in (WORD, LONG)
+]
+
+
+@pytest.fixture(scope="module")
+def server(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_values_are_not_echoed(server: Served, seed: int) -> None:
+    for base, place, text in Random(seed).sample(REQUESTS, 25):
+        check_request(server, base, changed(base.body, place, text))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", sorted({base.path for base, _, _ in REQUESTS}))
+def test_long_values_of_every_field_are_not_echoed(server: Served, path: str) -> None:
+    for base, place, text in REQUESTS:
+        if base.path == path:
+            check_request(server, base, changed(base.body, place, text))
+
+
+@pytest.mark.parametrize("name", ["x-request-id", "anthropic-version", "authorization", "content-type", "accept"])
+def test_long_headers_and_paths_are_not_echoed(server: Served, name: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v2/models/x/infer", "/" + "p" * 5000):
+        answer = httpx.post(server.root + path, json={"model": "x" * 5000}, headers={name: "h" * 5000})
+        assert answer.status_code >= 400 and all(len(text) <= LONGEST for text in messages(answer.json())), answer.text

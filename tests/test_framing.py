@@ -1,0 +1,277 @@
+"""HTTP/1.1 messages are delimited by their heads, whatever the packets: no body is executed as a request."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import itertools
+import json
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import uvicorn
+from conftest import Servers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import Served
+from uvicorn.server import ServerState
+
+from penstock.serve.http.protocol import protocol
+
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
+NEXT = b"GET /next HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMUGGLED), SMUGGLED)
+MAX_HEAD = 1000
+
+
+def post(*lines: str, version: str = "1.1", length: bool = True, host: str = "host: x\r\n") -> bytes:
+    """The head of a request whose body is ``SMUGGLED``."""
+    fields = [*lines, f"content-length: {len(SMUGGLED)}"] if length else list(lines)
+    return f"POST /first HTTP/{version}\r\n{host}{''.join(f'{line}{chr(13)}{chr(10)}' for line in fields)}\r\n".encode()
+
+
+class Exchange(NamedTuple):
+    """What a connection has led to."""
+
+    requests: list[tuple[str, str, bytes]]
+    """Method, path and body of each request that was answered by the application."""
+    refusals: list[tuple[str, int]]
+    """Path and status of each request that was refused by its head."""
+    statuses: list[int]
+    """Status of each response."""
+
+
+async def exchange(pieces: Sequence[bytes]) -> Exchange:
+    """Send the pieces one after another on a connection to a server of this process, and read until it closes."""
+    done = Exchange([], [], [])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, status = b"", 200
+        if refused := scope.get("penstock.refused"):
+            status = refused.status
+            done.refusals.append((scope["path"], status))
+        else:
+            more = True
+            try:
+                while more and (message := await receive())["type"] == "http.request":
+                    body, more = body + message["body"], message["more_body"]
+                done.requests.append((scope["method"], scope["path"], body))
+            except Exception:
+                status = 400
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    kind = protocol(60.0, MAX_HEAD)
+    config = uvicorn.Config(app, http=kind, lifespan="off", log_config=None, ws="none")
+    config.load()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: kind(config, ServerState(), {}), "127.0.0.1", 0)
+    async with server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        heard = b""
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0)  # the server reads the piece by itself
+                await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                heard = await reader.read()
+        except ConnectionError:
+            pass
+        finally:
+            writer.transport.abort()
+    done.statuses.extend(int(one) for one in re.findall(rb"HTTP/1.1 (\d+) ", heard))
+    return done
+
+
+FIRST = ("POST", "/first", SMUGGLED)
+AFTER = ("GET", "/next", b"")
+READ = {
+    "content-length": post() + SMUGGLED,
+    "upgrade": post("Connection: Upgrade", "Upgrade: h2c") + SMUGGLED,
+    "upgrade by Java": post("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AA") + SMUGGLED,
+    "upgrade to websocket": post("connection: keep-alive, upgrade", "upgrade:websocket") + SMUGGLED,
+    "two upgrades": post("upgrade: a", "connection: upgrade", "Upgrade:\th2c", "UPGRADE: b") + SMUGGLED,
+    "chunks": post("transfer-encoding: Chunked ", length=False) + CHUNKED,
+    "chunks and upgrade": post("Transfer-Encoding: chunked", "connection: upgrade", "upgrade: h2c", length=False)
+    + CHUNKED,
+    "chunk extensions": post("transfer-encoding: chunked", length=False) + CHUNKED.replace(b"\r\n", b';a="b";c\r\n', 1),
+    "trailers": post("transfer-encoding: chunked", length=False)
+    + CHUNKED[:-2]
+    + b"Content-Length: 1\r\nUpgrade: h2c\r\nConnection: upgrade\r\nx:\r\n\r\n",
+    "small chunks": post("transfer-encoding: chunked", length=False)
+    + b"".join(b"1\r\n%c\r\n" % byte for byte in SMUGGLED)
+    + b"00\r\n\r\n",
+    "empty lines before": b"\r\n\r\n" + post() + SMUGGLED,
+}
+"""Requests whose body is ``SMUGGLED``, by what is special."""
+REFUSED = {
+    "gzip": (post("transfer-encoding: gzip, chunked", length=False) + CHUNKED, 501),
+    "identity": (post("transfer-encoding: identity", length=False) + SMUGGLED, 501),
+    "two encodings": (post("transfer-encoding: chunked", "transfer-encoding: chunked", length=False) + CHUNKED, 501),
+    "length and encoding": (post("transfer-encoding: chunked") + SMUGGLED, 400),
+    "encoding of HTTP/1.0": (post("transfer-encoding: chunked", version="1.0", length=False) + CHUNKED, 400),
+    "two lengths": (post("content-length: 0") + SMUGGLED, 400),
+    "two equal lengths": (post(f"content-length: {len(SMUGGLED)}") + SMUGGLED, 400),
+    "list of lengths": (post("content-length: 0, 0", length=False) + SMUGGLED, 400),
+    "signed length": (post("content-length: +0", length=False) + SMUGGLED, 400),
+    "hexadecimal length": (post("content-length: 0x0", length=False) + SMUGGLED, 400),
+    "no length": (post("content-length:", length=False) + SMUGGLED, 400),
+    "length of 4,301 digits": (post("content-length: " + "0" * 500, length=False) + SMUGGLED, 400),
+    "folded line": (post("x: y", " content-length: 0", length=False) + SMUGGLED, 400),
+    "space before a colon": (post("content-length : 0", length=False) + SMUGGLED, 400),
+    "no colon": (post("content-length", length=False) + SMUGGLED, 400),
+    "NUL": (post("x: \0") + SMUGGLED, 400),
+    "bare carriage return": (post("x: a\rcontent-length: 0", length=False) + SMUGGLED, 400),
+    "bare line feed": (post("x: a\ncontent-length: 0", length=False) + SMUGGLED, 400),
+    "bare line feeds only": (post(length=False).replace(b"\r\n", b"\n") + SMUGGLED, 400),
+    "no host": (post(host="") + SMUGGLED, 400),
+    "two hosts": (post("Host: y") + SMUGGLED, 400),
+    "HTTP/2.0": (post(version="2.0") + SMUGGLED, 505),
+    "HTTP/0.9 with a version": (post(version="0.9") + SMUGGLED, 505),
+    "CONNECT": (post().replace(b"POST /first", b"CONNECT x:1") + SMUGGLED, 501),
+    "unknown method": (post().replace(b"POST", b"PURGE") + SMUGGLED, 501),
+    "HTTP/0.9": (b"GET /first\r\n\r\n" + SMUGGLED, 400),
+    "HTTP/2 preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SMUGGLED, 505),
+    "two spaces": (post().replace(b" /", b"  /") + SMUGGLED, 400),
+    "not ASCII": (post().replace(b"/first", b"/f\xc3\xa9") + SMUGGLED, 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n" + SMUGGLED, 400),
+    "large head": (post("x: " + "y" * MAX_HEAD) + SMUGGLED, 431),
+    "large head without an end": (post("x: " + "y" * MAX_HEAD)[:-4], 431),
+}
+"""Requests that are refused by their head, and the status."""
+BROKEN = {
+    "chunk size": b"g\r\n" + SMUGGLED,
+    "empty size": b"\r\n" + SMUGGLED,
+    "signed size": b"+1\r\n" + SMUGGLED,
+    "prefixed size": b"0x0\r\n\r\n" + SMUGGLED,
+    "size with a space": b"0 \r\n\r\n" + SMUGGLED,
+    "size of many digits": b"0" * 40 + b"\r\n\r\n" + SMUGGLED,
+    "line feed after the size": b"0\n\n" + SMUGGLED,
+    "line feed in an extension": b"1;a\nx\r\n0\r\n\r\n" + SMUGGLED,
+    "no line break after a chunk": b"1\r\nx0\r\n\r\n" + SMUGGLED,
+    "folded trailer": b"0\r\na: b\r\n c\r\n\r\n" + SMUGGLED,
+    "trailer without a colon": b"0\r\na\r\n\r\n" + SMUGGLED,
+    "long extension": b"1;" + b"a" * 5000,
+    "framing without a body": b"1;" + b"a" * 1000 + b"\r\nx\r\n" + b"1;" + b"a" * 1000 + b"\r\nx\r\n",
+}
+"""Malformed chunked bodies."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_body_is_read_whole_with_every_split(name: str) -> None:
+    data = READ[name] + NEXT
+    step = 1 if len(data) < 400 else 7
+    for at in range(0, len(data), step):
+        done = asyncio.run(exchange([data[:at], data[at:]]))
+        assert done == Exchange([FIRST, AFTER], [], [200, 200]), at
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ambiguous_head_is_refused_with_every_split(name: str) -> None:
+    data, status = REFUSED[name]
+    for at in range(0, len(data), 1 if len(data) < 250 else 17):
+        done = asyncio.run(exchange([data[:at], data[at:]]))
+        assert not done.requests, at
+        assert [code for _, code in done.refusals] == [status], at
+        assert done.statuses == [status], at
+    done = asyncio.run(exchange([NEXT.replace(b"connection: close\r\n", b""), data]))
+    assert [path for _, path, _ in done.requests] == ["/next"], "a request before it is answered"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_malformed_chunked_body_ends_the_connection(name: str) -> None:
+    head = post("transfer-encoding: chunked", length=False)
+    for at in range(len(head), len(head) + min(len(BROKEN[name]), 40)):
+        data = head + BROKEN[name]
+        done = asyncio.run(exchange([data[:at], data[at:]]))
+        assert (done.requests, done.refusals) == ([], []), at
+        assert done.statuses == [400], at
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[bytes, list[int]]:
+    """A request whose body is ``SMUGGLED``, a second request, and where to split both."""
+    fields = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["Upgrade", "uPGRADE", "Connection", "Expect", "X", "Te", "Trailer", "Keep-Alive"]),
+                st.sampled_from(["", " "]),
+                st.sampled_from(["h2c", "upgrade", "Upgrade, HTTP2-Settings", "keep-alive", "websocket", "\t", "x"]),
+            ),
+            max_size=6,
+        )
+    )
+    lines = [f"{name}:{space}{value}" for name, space, value in fields]
+    chunked = draw(st.booleans())
+    lines.insert(draw(st.integers(0, len(lines))), "transfer-encoding: chunked") if chunked else None
+    body = CHUNKED if chunked else SMUGGLED
+    data = post(*lines, length=not chunked) + body + NEXT
+    return data, sorted(draw(st.lists(st.integers(0, len(data)), max_size=5)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests())
+def test_no_header_and_no_split_changes_where_a_body_ends(drawn: tuple[bytes, list[int]]) -> None:
+    data, splits = drawn
+    bounds = [0, *splits, len(data)]
+    done = asyncio.run(exchange([data[at:end] for at, end in itertools.pairwise(bounds)]))
+    assert done.requests == [FIRST, AFTER]
+
+
+# --- A server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(servers: Servers) -> Iterator[Served]:
+    yield servers.get("--num-gpu-blocks-override", "400")
+
+
+def talk(served: Served, *pieces: bytes) -> bytes:
+    """What a server sends until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(served.root.rpartition(":")[2])), timeout=60) as made:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            made.sendall(piece)
+        heard = b""
+        while more := made.recv(2**16):
+            heard += more
+    return heard
+
+
+@pytest.mark.parametrize("split", ["Upgr", "Upgrade: h", "\r\nUp", "Connection: Upgrade\r"])
+def test_server_does_not_execute_a_body(server: Served, split: str) -> None:
+    inner = b"GET /version?smuggled HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    text = json.dumps({"prompt": "x", "max_tokens": 1, "user": inner.decode()}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n"
+        "Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    )
+    at = head.index(split) + len(split)
+    heard = talk(server, head[:at].encode(), head[at:].encode() + text + NEXT)
+    assert [int(one) for one in re.findall(rb"HTTP/1.1 (\d+) ", heard)] == [200, 404]  # /next does not exist
+
+
+@pytest.mark.parametrize(
+    ("path", "named"), [("/v1/chat/completions", "error"), ("/v1/messages", "error"), ("/generate", "error")]
+)
+def test_refused_head_is_answered_as_json_and_logged(server: Served, path: str, named: str) -> None:
+    before = len(server.lines)
+    heard = talk(server, f"POST {path} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    head, _, body = heard.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
+    assert "Host must be given once" in str(json.loads(body)[named])
+    assert server.find(re.escape(path) + ".*Host must be given once", before)
+
+
+def test_http_client_reads_the_error_of_a_large_head(server: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.root.rpartition(":")[2]), timeout=60)
+    connection.request("GET", "/v1/models", headers={"x": "y" * 70_000})
+    answer = connection.getresponse()
+    assert answer.status == 431
+    assert "at most 65536 bytes" in json.load(answer)["error"]["message"]
+    connection.close()

@@ -1,0 +1,176 @@
+"""Whatever a server has issued is accepted back: answers as history, in every dialect, and items by reference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from scripted_engine import ScriptedServer, scripted_server
+
+from penstock.config.options import ServerOptions
+from penstock.serve.chat.request import ROLES
+
+QUESTION, RESULT = "What is there?", "nothing at all"
+ANSWER = (
+    "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>First I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"text": "up"}<|call|>'
+    "<|start|>assistant<|channel|>analysis<|message|>And then?<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Then down.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"text": "down"}<|call|>'
+)
+SAID = ("First I look.", "Then down.", '"up"', '"down"', RESULT)
+"""What the next prompt has of it."""
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content }}|{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<{{ call.function | tojson }}>{% endfor %}{% endfor %}"
+    "{{ tools }}{# <|channel|>analysis<|message|> <|call|> #}[assistant]"
+)
+SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}}
+FUNCTION = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+KEYS = ("first key", "second key")
+
+
+@pytest.fixture(autouse=True)
+def _metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+
+
+async def chat(server: ScriptedServer) -> None:
+    asked: dict[str, Any] = {"model": "default", "tools": [FUNCTION]}
+    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = (await server.openai.chat.completions.create(messages=said, **asked)).choices[0].message
+    said += [message.model_dump()]
+    said += [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in message.tool_calls or ()]
+    await server.openai.chat.completions.create(messages=said, **asked)
+
+
+async def messages(server: ScriptedServer) -> None:
+    asked: Any = {"model": "default", "max_tokens": 99, "tools": [{"name": "look", "input_schema": SCHEMA}]}
+    asked["thinking"] = {"type": "adaptive"}
+    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = await server.anthropic.messages.create(messages=said, **asked)
+    kinds = [block.type for block in message.content]
+    assert kinds == ["thinking", "text", "tool_use", "thinking", "text", "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": RESULT}
+        for block in message.content
+        if block.type == "tool_use"
+    ]
+    said += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    await server.anthropic.messages.create(messages=said, **asked)
+
+
+async def responses(server: ScriptedServer) -> None:
+    response = await server.openai.responses.create(input=QUESTION, store=False, **RESPONSES)
+    kinds = [item.type for item in response.output]
+    assert kinds == ["reasoning", "message", "function_call", "reasoning", "message", "function_call"]
+    said = [{"role": "user", "content": QUESTION}, *response.output, *results_of(response)]
+    await server.openai.responses.create(input=said, store=False, **RESPONSES)
+
+
+async def ollama(server: ScriptedServer) -> None:
+    asked: dict[str, Any] = {"model": "default", "stream": False, "tools": [FUNCTION], "think": "low"}
+    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = (await server.http.post("/api/chat", json=asked | {"messages": said})).json()["message"]
+    results = [{"role": "tool", "tool_name": "look", "content": RESULT} for _ in message["tool_calls"]]
+    answer = await server.http.post("/api/chat", json=asked | {"messages": [*said, message, *results]})
+    assert answer.status_code == 200, answer.text
+
+
+RESPONSES: Any = {
+    "model": "default",
+    "tools": [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": False}],
+}
+
+
+def results_of(response: Any) -> list[dict[str, Any]]:
+    calls = [item for item in response.output if item.type == "function_call"]
+    return [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT} for call in calls]
+
+
+@pytest.mark.parametrize("dialect", [chat, messages, responses, ollama])
+def test_answers_are_accepted_back(dialect: Callable[[ScriptedServer], Awaitable[None]]) -> None:
+    async def check() -> None:
+        async with scripted_server(chat_template=TEMPLATE) as server:
+            server.say(ANSWER)
+            await dialect(server)
+            assert [said for said in SAID if said not in server.prompt] == []
+            roles = [part for role in ROLES for part in [role] * server.prompt.count(f"[{role}]")]
+            assert sorted(roles) == ["assistant", "assistant", "tool", "tool", "user"], "one message for the answer"
+
+    asyncio.run(check())
+
+
+def stored(folder: Path) -> Any:
+    options = ServerOptions(storage_dir=str(folder), api_key=KEYS)
+    return scripted_server(chat_template=TEMPLATE, server_options=options)
+
+
+def test_items_are_accepted_by_reference(tmp_path: Path) -> None:
+    """Each item that the server lists: of responses, their input, and conversations."""
+
+    async def check() -> None:
+        async with stored(tmp_path / "storage") as server:
+            server.say(ANSWER)
+            create = server.openai.with_options(api_key=KEYS[0]).responses.create
+            items = server.openai.with_options(api_key=KEYS[0]).conversations.items
+            question: Any = {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
+            first = await create(input=[question], **RESPONSES)
+            listed = await server.openai.with_options(api_key=KEYS[0]).responses.input_items.list(first.id)
+            await create(input=[question, *first.output, *results_of(first)], **RESPONSES)
+            expected = server.prompt
+            ids = [item.id for item in (*listed.data, *first.output)]
+            for reference in (lambda name: {"type": "item_reference", "id": name}, lambda name: {"id": name}):
+                second = await create(input=[*map(reference, [*ids, *ids]), *results_of(first)], **RESPONSES)
+                assert server.prompt == expected
+            await create(input=[{"role": "user", "content": "Go on."}], previous_response_id=second.id, **RESPONSES)
+            assert QUESTION in server.prompt and "First I look." in server.prompt, "stored as what they refer to"
+            counted = await server.openai.with_options(api_key=KEYS[0]).responses.input_tokens.count(
+                input=[{"type": "item_reference", "id": ids[-1]}], model="default"
+            )
+            assert counted.input_tokens > 10
+
+            conversation = await server.openai.with_options(api_key=KEYS[0]).conversations.create(
+                items=[{"type": "item_reference", "id": name} for name in ids]
+            )
+            kept = [item async for item in items.list(conversation.id, order="asc")]
+            assert [item.type for item in kept] == ["message", *[item.type for item in first.output]]
+            await create(input=[*({"id": item.id} for item in kept), *results_of(first)], **RESPONSES)
+            assert server.prompt == expected
+
+            other = server.openai.with_options(api_key=KEYS[1])
+            for name in (first.output[1].id, first.output[2].id, kept[0].id, kept[2].id):
+                with pytest.raises(openai.NotFoundError, match=f"there is no item '{name}'"):
+                    await other.responses.create(input=[question, {"type": "item_reference", "id": name}], **RESPONSES)
+
+    asyncio.run(check())
+
+
+def test_references_without_storage() -> None:
+    """Reasoning can be left out, as AI SDK refers to it in each step of a tool loop; nothing else can."""
+
+    async def check() -> None:
+        async with scripted_server(chat_template=TEMPLATE) as server:
+            server.say(ANSWER)
+            create = server.openai.responses.create
+            question: Any = {"role": "user", "content": QUESTION}
+            first = await create(input=[question], store=False, **RESPONSES)
+            rest = [item for item in first.output if item.type != "reasoning"]
+            await create(input=[question, *rest, *results_of(first)], store=False, **RESPONSES)
+            expected = server.prompt
+            said = [
+                {"type": "item_reference", "id": item.id} if item.type == "reasoning" else item for item in first.output
+            ]
+            await create(input=[question, *said, *results_of(first)], store=False, **RESPONSES)
+            assert server.prompt == expected
+            for item in rest:
+                with pytest.raises(openai.BadRequestError, match=r"input\[1\]: the item .* cannot be looked up"):
+                    await create(input=[question, {"type": "item_reference", "id": item.id}], store=False, **RESPONSES)
+            with pytest.raises(openai.BadRequestError, match=r"input\[0\].id: is missing"):
+                await create(input=[{"type": "item_reference"}], store=False, **RESPONSES)
+
+    asyncio.run(check())

@@ -1,0 +1,182 @@
+"""Values of another JSON type: each dialect accepts those that its original server does. pydantic is the oracle."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pydantic
+import pytest
+from msgspec import inspect
+from serving import Served
+
+from penstock.core import PenstockError
+from penstock.serve.chat.request import ChatRequest
+from penstock.serve.dialects.anthropic.requests import MessagesRequest
+from penstock.serve.dialects.llama_server.requests import CompletionRequest as LlamaRequest
+from penstock.serve.dialects.openai.requests import REQUESTS
+from penstock.serve.dialects.paddlenlp.requests import Request as PaddleNLPRequest
+from penstock.serve.dialects.responses.requests import ResponsesRequest
+from penstock.serve.http.body import convert
+from penstock.serve.http.unknown_fields import UnknownFields
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+REQUIRED = {
+    "prompt": "a",
+    "messages": MESSAGES,
+    "input": "a",
+    "query": "a",
+    "documents": ["a"],
+    "tokens": [1],
+    "lora_name": "a",
+    "lora_path": "/a",
+    "model": "a",
+    "max_tokens": 5,
+}
+VALUES = [
+    *[4, 4.0, 4.5, -1, 0, 1, 2, 0.0, 1.0, 10**20, True, False],
+    *["4", "4.0", "4.", "04", " 4 ", "+4", "-1", "1_000", "1__0", "4.5", "4e0", "1e2", ".5", "0x4", "٤", "4\n"],
+    *["true", "True", "TRUE", "yes", "on", "t", "y", "false", "off", "no", "n", "f", "0", "1", " true", "null", ""],
+    *["abc", "nan", "inf", "1e400", "9" * 100, [], ["4"], {}, {"a": 1}],
+]
+SCHEMAS = [*REQUESTS, MessagesRequest, ResponsesRequest, PaddleNLPRequest]
+
+
+def scalar_fields(schema: type[msgspec.Struct]) -> Iterator[tuple[str, inspect.Type]]:
+    """The fields that are a number or a boolean, or null."""
+    for field in inspect.type_info(schema).fields:  # type: ignore[attr-defined]
+        kinds = [*field.type.types] if isinstance(field.type, inspect.UnionType) else [field.type]
+        kinds = [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in kinds]
+        scalars = [kind for kind in kinds if not isinstance(kind, inspect.NoneType)]
+        if len(scalars) == 1 and isinstance(scalars[0], inspect.IntType | inspect.FloatType | inspect.BoolType):
+            yield field.encode_name, scalars[0]
+
+
+def by_pydantic(kind: inspect.Type, value: Any) -> Any:
+    """The value in the field's type, ``...`` where pydantic refuses it, or it is out of the field's bounds."""
+    plain = {inspect.IntType: int, inspect.FloatType: float, inspect.BoolType: bool}[type(kind)]
+    try:
+        result = pydantic.TypeAdapter(plain).validate_json(json.dumps(value))
+    except pydantic.ValidationError:
+        return ...
+    bounds = {name: getattr(kind, name, None) for name in ("ge", "gt", "le", "lt")}
+    outside = (
+        (bounds["ge"] is not None and result < bounds["ge"])
+        or (bounds["gt"] is not None and result <= bounds["gt"])
+        or (bounds["le"] is not None and result > bounds["le"])
+        or (bounds["lt"] is not None and result >= bounds["lt"])
+    )
+    return ... if outside or not math.isfinite(result) else result
+
+
+def ours(schema: type[msgspec.Struct], name: str, value: Any, lax: Any) -> Any:
+    """Likewise; errors name the field."""
+    required = {field.encode_name for field in msgspec.structs.fields(schema) if field.required}
+    given = {key: REQUIRED[key] for key in required} | {name: value}
+    try:
+        return getattr(convert(given, schema, UnknownFields(), lax), name)
+    except PenstockError as error:
+        assert error.failure.field.partition("[")[0].partition(".")[0] == name, error
+        return ...
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
+def test_numbers_and_booleans_are_read_as_pydantic_reads_them(schema: type[msgspec.Struct]) -> None:
+    for name, kind in scalar_fields(schema):
+        for value in VALUES:
+            expected = by_pydantic(kind, value)
+            if len(str(value)) > 64:
+                expected = ...  # beyond what any field may be
+            found = ours(schema, name, value, "pydantic")
+            assert (found, type(found)) == (expected, type(expected)), (name, value)
+
+
+@pytest.mark.parametrize("schema", [*REQUESTS, LlamaRequest], ids=lambda schema: schema.__name__)
+def test_other_dialects_are_stricter(schema: type[msgspec.Struct]) -> None:
+    """No conversion, or those between numbers alone."""
+    for name, kind in scalar_fields(schema):
+        for value in ("1", "1.0", "true", " 1 "):
+            assert ours(schema, name, value, "") is ... and ours(schema, name, value, "numbers") is ...
+        if isinstance(kind, inspect.IntType):
+            assert ours(schema, name, 1.0, "") is ... and ours(schema, name, 1.0, "numbers") == 1
+            assert ours(schema, name, 1.5, "numbers") is ... and ours(schema, name, True, "numbers") is ...
+
+
+def test_nested_values_are_converted_and_texts_are_left() -> None:
+    given = {
+        "messages": [{"role": "user", "content": "4", "name": "true"}],
+        "stream_options": {"include_usage": "true"},
+        "logit_bias": {"5": "1.5"},
+        "stop": ["4", "true"],
+        "stop_token_ids": ["7", 8.0],
+        "early_stopping": "true",
+        "max_tokens": "12",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "4", "schema": {"minimum": "4"}}},
+        "tools": [{"type": "function", "function": {"name": "a", "parameters": {"maximum": "4", "x": "true"}}}],
+    }
+    request = convert(given, ChatRequest, UnknownFields(), "pydantic")
+    assert request.messages[0].content == "4" and request.messages[0].name == "true"
+    assert request.stream_options and request.stream_options.include_usage is True
+    assert request.logit_bias == {5: 1.5} and request.stop == ["4", "true"] and request.stop_token_ids == [7, 8]
+    assert request.early_stopping is True and request.max_tokens == 12
+    assert request.response_format and request.response_format.json_schema
+    assert request.response_format.json_schema.schema == {"minimum": "4"}
+    assert request.tools and request.tools[0].function.parameters == {"maximum": "4", "x": "true"}
+
+
+def test_prompt_of_texts_stays_texts() -> None:
+    (schema,) = (schema for schema in REQUESTS if schema.__name__ == "CompletionRequest")
+    request: Any = convert({"prompt": ["4", "true"], "max_tokens": "3"}, schema, UnknownFields(), "pydantic")
+    assert request.prompt == ["4", "true"] and request.max_tokens == 3
+
+
+LAX = [
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 4.0, "temperature": "0", "stream": "false"}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": "4", "temperature": "0", "logprobs": "1"}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": "4", "temperature": "0.0", "stream": "no"}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": "16", "stream": "false"}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": "4", "model": "default", "stream": "false"}),
+    ("/generate", {"prompt": "Once", "max_tokens": "4", "temperature": "0"}),
+    ("/tokenize", {"prompt": "Once", "add_special_tokens": "true"}),
+    ("/v1/chat/completions", {"text": "Hi", "max_dec_len": "4", "stream": "false", "topp": "0"}),
+    ("/api/generate", {"model": "default", "prompt": "Once", "stream": False, "options": {"num_predict": 4.0}}),
+    ("/completion", {"prompt": "Once", "n_predict": 4.0}),
+]
+STRICT = [
+    ("/api/generate", {"model": "default", "prompt": "Once", "stream": "false"}),
+    ("/api/generate", {"model": "default", "prompt": "Once", "stream": False, "options": {"num_predict": "4"}}),
+    ("/api/generate", {"model": "default", "prompt": "Once", "stream": False, "options": {"top_k": "4"}}),
+    ("/completion", {"prompt": "Once", "n_predict": "4"}),
+    ("/generate", {"inputs": "Once", "parameters": {"max_new_tokens": "4"}}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": "4.5"}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 4, "stream": "perhaps"}),
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "100", "--max-num-seqs", "8") as served:
+        yield served
+
+
+@pytest.mark.parametrize(("path", "body"), LAX)
+def test_request_with_texts_for_numbers_is_answered(served: Served, path: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(served.url.removesuffix("/v1") + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("application/json")
+
+
+@pytest.mark.parametrize(("path", "body"), STRICT)
+def test_request_that_its_server_refuses_is_refused(served: Served, path: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(served.url.removesuffix("/v1") + path, json=body, timeout=60)
+    assert 400 <= answer.status_code < 500, answer.text
+
+
+def test_stream_given_as_text_is_a_stream(served: Served) -> None:
+    body = {"prompt": "Once", "max_tokens": "2", "stream": "true"}
+    answer = httpx.post(f"{served.url}/completions", json=body, timeout=60)
+    assert answer.headers["content-type"].startswith("text/event-stream") and "[DONE]" in answer.text

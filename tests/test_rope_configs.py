@@ -1,0 +1,98 @@
+"""Rotary positions in every spelling of ``config.json``: the library's tables, or an error in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from rope_configs import CLASSES, LENGTH, Refused, draw, library_tables
+
+from penstock.core import PenstockError
+from penstock.layers.rope import rope_table
+from penstock.models import read_config
+
+DRAWS = int(os.environ.get("PENSTOCK_ROPE_DRAWS", "1000"))
+"""Configurations of each class in the thorough test."""
+BY_KIND = ("gemma3_text", "olmo3")
+"""Classes whose rotary positions differ between kinds of layers."""
+
+
+def check(model_type: str, seed: int, folder: Path) -> str:
+    """Compare one configuration; returns what happened."""
+    config = draw(model_type, Random(f"{model_type} {seed}"))
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        wanted = library_tables(json.loads(json.dumps(config)))
+    except Refused:
+        with pytest.raises(PenstockError):
+            read_config(folder)
+        return "refused"
+    objects = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    if model_type not in BY_KIND and any("full_attention" in each for each in objects):
+        try:
+            made = read_config(folder)
+        except PenstockError as error:  # of objects that the library ignores
+            assert "by kind of layer" in str(error)
+            return "refused"
+    made = read_config(folder)
+    for layer in range(made.num_layers):
+        rope = made.rope_of(layer)
+        assert rope is not None
+        kind = "sliding_attention" if made.sliding_windows[layer] else "full_attention"
+        cos, sin, dim = wanted.get("") or wanted[kind]
+        assert made.rotary_dim == dim
+        table = rope_table(dim, LENGTH, rope, made.max_position_embeddings)
+        torch.testing.assert_close(table, torch.cat((cos, sin), -1), atol=1e-5, rtol=0)
+    return "equal"
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_tables_of_drawn_spellings_equal_the_librarys(model_type: str, tmp_path: Path) -> None:
+    assert "equal" in {check(model_type, seed, tmp_path) for seed in range(12)}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_tables_of_many_drawn_spellings_equal_the_librarys(model_type: str, tmp_path: Path) -> None:
+    for seed in range(12, DRAWS):
+        check(model_type, seed, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_trained_length_beside_the_rope_object_is_read(place: str, tmp_path: Path) -> None:
+    """YaRN with ``original_max_position_embeddings`` at the top of ``config.json``."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
+    rope = {place: {"rope_type": "yarn", "factor": 4.0}}
+    config = {"model_type": "llama", **sizes, **rope, "original_max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = read_config(tmp_path)
+    assert made.rope_parameters["original_max_position_embeddings"] == 16
+    assert made.max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"type": "linear"}, "rope_parameters of the type linear lack factor"),
+        ({"rope_type": "llama3", "factor": 8.0}, "of the type llama3 lack low_freq_factor and high_freq_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "of the type longrope lack long_factor"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+            "short_factor .* 1 numbers; 8 are",
+        ),
+        ({"rope_type": "axial"}, "rope type 'axial'; known are default"),
+        ({"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_type": 5}, "rope_type is 5, and has to be a text"),
+        ("yarn", "wrong kind"),
+        ({"full_attention": {"rope_type": "default"}}, "by kind of layer"),
+    ],
+)
+def test_incomplete_rope_objects_are_refused_in_one_sentence(rope: object, words: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, "rope_scaling": rope}))
+    with pytest.raises(PenstockError, match=words):
+        read_config(tmp_path)

@@ -1,0 +1,154 @@
+"""``tie_word_embeddings`` and the weights: as in transformers, a language model head that differs from the embedding is
+kept, whatever the flag says, and counted in the plan of memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from penstock.core import PenstockError, SamplingParams
+from penstock.frontend.llm import LLM
+from penstock.models import read_config
+from penstock.planning.config_json import read_config_json
+from penstock.planning.kv_size import weight_bytes
+from penstock.planning.model_size import model_size_of
+
+TIED = (
+    "Llama",
+    "Qwen2",
+    "Qwen3",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Cohere",
+    "Granite",
+    "SmolLM3",
+    "Starcoder2",
+    "Ernie4_5",
+)
+SAMPLE = ("Llama", "Gemma2", "Cohere", "Starcoder2")
+PROMPT = list(range(2, 60))
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 8, "weight_cache_dir": "none"}
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def tied(family: str, folder: Path) -> None:
+    """A checkpoint with tied embeddings."""
+    from random import Random
+
+    config = (families.FAMILIES | families.WITH_EXPERTS)[family](Random(family))
+    config.tie_word_embeddings = True
+    save(config, folder)
+
+
+def change(folder: Path, made: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(made(load_file(folder / WEIGHTS)), folder / WEIGHTS, {"format": "pt"})
+
+
+def with_head(tensors: dict[str, torch.Tensor], same: bool = False) -> dict[str, torch.Tensor]:
+    embedding = tensors[EMBEDDING]
+    torch.manual_seed(1)
+    return tensors | {HEAD: embedding.clone() if same else torch.randn_like(embedding) * 0.2}
+
+
+def logprobs(folder: Path, **options: Any) -> list[float]:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = LLM(folder, **OPTIONS | options).generate([PROMPT], params, use_tqdm=False)
+    return [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
+
+
+def library_logprobs(folder: Path) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        table = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    found: list[float] = table[range(len(PROMPT) - 1), PROMPT[1:]].tolist()
+    return found
+
+
+def check_other_head(family: str, folder: Path) -> None:
+    tied(family, folder)
+    before = model_size_of(read_config_json(folder))
+    change(folder, with_head)
+    assert logprobs(folder) == pytest.approx(library_logprobs(folder), abs=2e-4)
+    size = model_size_of(read_config_json(folder))
+    assert size.embedding_weights == 2 * before.embedding_weights
+    assert weight_bytes(size) > weight_bytes(before)
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_another_head_in_the_file_is_kept_though_the_flag_says_tied(family: str, tmp_path: Path) -> None:
+    check_other_head(family, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", sorted({*families.FAMILIES, *families.WITH_EXPERTS} - {*SAMPLE}))
+def test_another_head_is_kept_in_every_family(family: str, tmp_path: Path) -> None:
+    check_other_head(family, tmp_path)
+
+
+def test_the_embedding_stored_twice_is_tied(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+    change(tmp_path, lambda tensors: with_head(tensors, same=True))
+    assert read_config(tmp_path).tie_word_embeddings
+    assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
+
+
+def test_head_and_embedding_in_different_shards_are_compared(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+    tensors = with_head(load_file(tmp_path / WEIGHTS))
+    (tmp_path / WEIGHTS).unlink()
+    parts = {"model-00001-of-00002.safetensors": [HEAD], "model-00002-of-00002.safetensors": [*tensors.keys() - {HEAD}]}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file, {"format": "pt"})
+    places = {name: file for file, names in parts.items() for name in names}
+    (tmp_path / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert not read_config(tmp_path).tie_word_embeddings
+    assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
+
+
+def test_another_head_in_a_pytorch_file_is_kept(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+    torch.save(with_head(load_file(tmp_path / WEIGHTS)), tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
+    assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=32)])
+def test_without_flag_and_head_the_model_is_tied(config: PreTrainedConfig, tmp_path: Path) -> None:
+    save(config, tmp_path)
+    raw = json.loads((tmp_path / CONFIG).read_text())
+    change(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name != HEAD})
+    (tmp_path / CONFIG).write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    wanted = library_logprobs(tmp_path)
+    del raw["tie_word_embeddings"]
+    (tmp_path / CONFIG).write_text(json.dumps(raw))
+    assert logprobs(tmp_path) == pytest.approx(wanted, abs=2e-4)
+
+
+def test_a_missing_head_of_untied_embeddings_is_refused(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL, tie_word_embeddings=False), tmp_path)
+    change(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name != HEAD})
+    with pytest.raises(PenstockError, match=r"no tensor lm_head\.weight"):
+        LLM(tmp_path, **OPTIONS)
+
+
+def test_another_head_of_a_model_that_transformers_runs_is_counted(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300, n_positions=128, tie_word_embeddings=True)
+    model = save(config, tmp_path)
+    assert model.config.tie_word_embeddings
+    before = model_size_of(read_config(tmp_path, "auto").raw)
+    embedding = load_file(tmp_path / WEIGHTS)["transformer.wte.weight"]
+    change(tmp_path, lambda tensors: tensors | {HEAD: torch.randn_like(embedding) * 0.2})
+    size = model_size_of(read_config(tmp_path, "auto").raw)
+    assert size.embedding_weights == 2 * before.embedding_weights
+    assert logprobs(tmp_path, model_impl="auto") == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
