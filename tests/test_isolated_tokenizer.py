@@ -17,8 +17,8 @@ from penstock.core import PenstockError
 from penstock.text import Tokenizer
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, Limits, check_tokenizer
 
-LIMITS = Limits(memory=2**30, cpu=1)
-REFUSED = r"cannot be used within 1 GiB of memory and 1 s of processor time"
+LIMITS = Limits(memory=2**30, cpu=2)
+REFUSED = r"cannot be used within 1 GiB of memory and 2 s of processor time"
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def huge_template(folder: Path) -> None:
 
 
 HOSTILE: dict[Callable[[Path], None], str] = {
-    token_of_huge_id: "has an added token of id 1000000000; 4194304 are allowed",
+    token_of_huge_id: "has a token of id 1000000000; 4194304 are allowed",
     token_of_huge_id_in_the_configuration: "has an added token of id 1000000000; 4194304 are allowed",
     growing_text: REFUSED,
     huge_file: r"tokenizer.json has 1048576 MiB; 128 MiB are allowed",
