@@ -238,3 +238,29 @@ def test_expert_parallelism_refuses_them_by_name(base: Path) -> None:
     llm.load_lora_adapter("attention", base / "attention")
     with pytest.raises(PenstockError, match="without enable_expert_parallel"):
         llm.load_lora_adapter("both", base / "both")
+
+
+@pytest.mark.parametrize("base", ["qwen3-moe"], indirect=True)
+def test_they_stay_when_weights_change(base: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(base, changed)
+    tensors = load_file(base / "model.safetensors")
+    scaled = {name: tensor * 1.1 if "experts" in name else tensor for name, tensor in tensors.items()}
+    save_file(scaled, changed / "model.safetensors", metadata={"format": "pt"})
+    options: dict[str, Any] = {"dtype": "float32", "lora_modules": (f"both={base / 'both'}",), **OPTIONS}
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+
+    def ask(llm: LLM) -> list[Any]:
+        chosen = [LoRARequest("both"), None]
+        outputs = llm.generate([draw(0, 40)] * 2, params, use_tqdm=False, lora_request=chosen)
+        return [output.outputs[0].logprobs for output in outputs]
+
+    llm = LLM(base, **options)
+    before = ask(llm)
+    llm.update_weights(str(changed))
+    after = ask(llm)
+    assert after == ask(LLM(changed, **options))
+    assert after != before
+    llm.unload_lora_adapter("both")
+    llm.load_lora_adapter("both", base / "both")
+    assert ask(llm) == after
