@@ -21,7 +21,7 @@ from penstock.planning.expert_placement import Ranks, even_placement
 from penstock.quant import ExpertMatrices, Matrix, PackedMatrix, StackedMatrix
 
 from .expert_load import ExpertLoad
-from .lora import LoRALayer, LoRATarget
+from .lora import ExpertLoRA, LoRALayer, LoRATarget
 from .rope import rope_table
 
 logger = logging.getLogger(__name__)
@@ -177,6 +177,21 @@ class BuildContext:
             self.lora_targets[name] = LoRATarget(layer, inputs, shard, offset)
             offset += shard.size
         return layer
+
+    def expert_lora(self, names: Sequence[Sequence[str]], inputs: int, shard: Shard) -> ExpertLoRA | None:
+        """LoRA slots of the matrices of all experts, as of ``expert_matrices``; None where experts cannot have
+        adapters: on GPUs, and where ranks have whole experts."""
+        if not self.max_loras or self.device.type != "cpu" or (self.expert_parallel and self.group.size > 1):
+            return None
+        outputs, max_rank = len(names[0]) * shard.size, len(names[0]) * self.max_lora_rank
+        slots = self.max_loras * len(names)
+        lora = ExpertLoRA(
+            self.ops, self.ops.new_lora_slots(slots, inputs, outputs, max_rank, self.dtype, self.device), len(names)
+        )
+        for layer, own in zip(lora.experts, names, strict=True):
+            for number, name in enumerate(own):
+                self.lora_targets[name] = LoRATarget(layer, inputs, shard, number * shard.size)
+        return lora
 
     def matrix(
         self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None

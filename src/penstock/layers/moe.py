@@ -14,6 +14,7 @@ from penstock.planning.expert_placement import Ranks, places_of
 from penstock.quant import ExpertMatrices
 
 from .context import BuildContext
+from .lora import ExpertLoRA
 from .mlp import MLPLayer
 
 
@@ -93,16 +94,18 @@ class MixtureOfExperts:
         self._shard, self._out_shard = (shard_outputs(group, size) for size in (intermediate_size, hidden_size))
         gate, up, down = projections
 
-        def matrices(names: Sequence[str], inputs: int, shard: Shard) -> ExpertMatrices:
+        def matrices(names: Sequence[str], inputs: int, shard: Shard) -> tuple[ExpertMatrices, ExpertLoRA | None]:
             def bias_of(own: Sequence[str]) -> Tensor | None:
                 read = [context.read_weight(f"{each}.bias", shard.total, rows=shard.rows) for each in own if bias]
                 return torch.cat(read) if read else None
 
             own = [[f"{name}.experts.{number}.{each}" for each in names] for number in numbers]
-            return context.expert_matrices(own, inputs, shard, [bias_of(each) for each in own], self._experts.first)
+            lora = context.expert_lora(own, inputs, shard)
+            biases = [bias_of(each) for each in own]
+            return context.expert_matrices(own, inputs, shard, biases, self._experts.first), lora
 
-        self._gate_up = matrices([gate, up], hidden_size, self._shard)
-        self._down = matrices([down], intermediate_size, self._out_shard)
+        self._gate_up, self._gate_up_lora = matrices([gate, up], hidden_size, self._shard)
+        self._down, self._down_lora = matrices([down], intermediate_size, self._out_shard)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         logits = self._router.linear(self._ops.to_float32(x) if self._to_float32 else x, True)
@@ -116,10 +119,15 @@ class MixtureOfExperts:
             x = self._ops.combine_experts(x[:, None], factors, None, None)
         if self._by_expert:
             return self._by_experts(x, ids, weights, shared, gate)
-        return self._by_outputs(x, ids, weights, shared, gate)
+        if self._gate_up_lora is None or self._ops.is_capturing():
+            lora_slots = None  # a captured pass does not run while adapters of experts are loaded
+        return self._by_outputs(x, ids, weights, shared, gate, lora_slots)
 
-    def _gated(self, x: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._gate_up.linear_activation_and_mul(x, ids, self._activation, out)
+    def _gated(self, x: Tensor, ids: Tensor, out: Tensor | None = None, lora_slots: Tensor | None = None) -> Tensor:
+        if lora_slots is None or self._gate_up_lora is None:
+            return self._gate_up.linear_activation_and_mul(x, ids, self._activation, out)
+        products = self._gate_up_lora(self._gate_up.linear(x, ids), x, lora_slots, ids)
+        return self._ops.activation_and_mul(products, self._activation, out)
 
     def _by_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
@@ -141,19 +149,28 @@ class MixtureOfExperts:
         return self._group.combine_rows(compute, ids.flatten(), self._experts, width, self._dtype, top_k, combine)
 
     def _by_outputs(
-        self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+        lora_slots: Tensor | None,
     ) -> Tensor:
         """The layer's output, of which each rank computes some columns."""
         tokens, top_k = ids.shape
 
         def gate_up(out: Tensor | None) -> Tensor:
             own = None if out is None else out.unflatten(0, (tokens, top_k))
-            return self._gated(x, ids, own).flatten(0, 1)
+            return self._gated(x, ids, own, lora_slots).flatten(0, 1)
 
         activations = self._group.all_gather(gate_up, tokens * top_k, self._shard, self._dtype, top_k)
 
         def down(out: Tensor | None) -> Tensor:
-            outputs = self._down.linear(activations.unflatten(0, (tokens, top_k)), ids)
+            inputs = activations.unflatten(0, (tokens, top_k))
+            outputs = self._down.linear(inputs, ids)
+            if lora_slots is not None and self._down_lora is not None:
+                outputs = self._down_lora(outputs, inputs, lora_slots, ids)
             own = None if shared is None else shared[:, self._out_shard.first : self._out_shard.end]
             return self._ops.combine_experts(outputs, weights, own, gate, out)
 

@@ -192,6 +192,7 @@ class Ops(Protocol):
         sampled: Tensor | None = None,
         key_ends: bool = False,
     ) -> ForwardFn: ...
+    def is_capturing(self) -> bool: ...
 
 
 def backend(

@@ -23,7 +23,7 @@ from .pytorch.elementwise import (
     to_float32,
 )
 from .pytorch.experts import experts_activation_and_mul, experts_linear, stack_experts
-from .pytorch.graph import capture, empty
+from .pytorch.graph import capture, empty, is_capturing
 from .pytorch.kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, store_kv
 from .pytorch.latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
 from .pytorch.logits import apply_bitmask, log_softmax, topk
@@ -70,6 +70,7 @@ __all__ = [
     "from_packed",
     "import_kv",
     "index_select",
+    "is_capturing",
     "latent_attention",
     "latent_rope_and_store",
     "layer_norm",

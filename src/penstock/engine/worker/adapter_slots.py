@@ -29,16 +29,26 @@ class AdapterSlots:
             words = "the engine sleeps without its weights; wake it up before adapters are loaded"
             raise PenstockError(Code.UNAVAILABLE, words, "lora_path")
         model = self._runner.model
-        return load_lora(Path(path), model.lora_targets, model.dtype, self._runner.device, self._max_rank)
+        experts = model.config.experts
+        return load_lora(
+            Path(path),
+            model.lora_targets,
+            model.dtype,
+            self._runner.device,
+            self._max_rank,
+            interleaved=experts is not None and experts.fused.interleaved,
+        )
 
     def fill(self, slot: int, adapter: LoRAAdapter) -> str:
         """Put an adapter into a slot; returns its version."""
         self.empty(slot)  # where a load has failed on another rank, its adapter is there still
         self._adapters[slot] = adapter
         adapter.activate(slot)
+        self._runner.has_expert_lora |= adapter.has_experts
         return adapter.version
 
     def empty(self, slot: int) -> None:
         """Empty a slot, which may be empty already."""
         if adapter := self._adapters.pop(slot, None):
             adapter.deactivate(slot)
+            self._runner.has_expert_lora = any(each.has_experts for each in self._adapters.values())

@@ -80,6 +80,8 @@ class ModelRunner:
         self._forward: ForwardFn | None = None
         self._forward_lora: ForwardFn | None = None
         """For steps with adapters; in other steps they cost nothing."""
+        self.has_expert_lora = False
+        """Whether some adapter adds to experts, which no captured forward pass does."""
 
     def init_cache(
         self,
@@ -225,6 +227,8 @@ class ModelRunner:
         if self._progress is not None and batch.export_places is not None:
             self._progress.fill_(batch.export_step << PROGRESS_BITS)
         forward = self._forward if batch.lora_slots is None else self._forward_lora
+        if batch.lora_slots is not None and self.has_expert_lora:
+            forward = partial(self.model.forward, cache=self.cache, export=self._export)
         assert forward is not None, "call init_cache first"
         return forward(batch)
 

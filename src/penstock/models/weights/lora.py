@@ -20,16 +20,15 @@ from penstock.core.errors import invalid
 from penstock.layers import LoRALayer, LoRATarget
 from penstock.ops import LoRAWeights
 
+from .fused_experts import EXPERT
+from .lora_experts import EXPERT_PARAMETERS, LORA_A, LORA_B, PREFIX, split_experts
 from .lora_patterns import ValuesByPattern
 from .renamed import FUSED
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Prefix of all tensors' names; the name of the checkpoint's matrix follows."""
 LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")
 """Prefixes of the layers' names in models that see images, now and in earlier versions of transformers; in this code
 it is ``model.``."""
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 FIELD = "lora_path"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (),
@@ -41,7 +40,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (),
     "modules_to_save": ([],),
     "monteclora_config": (),
-    "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "use_bdlora": (),
     "use_dora": (),
@@ -57,10 +55,12 @@ class LoRAAdapter:
 
     Args:
         version: identifies the adapter's contents on any machine.
+        has_experts: whether it adds to matrices of experts.
     """
 
-    def __init__(self, parts: Mapping[LoRALayer, list[LoRAWeights]], version: str) -> None:
+    def __init__(self, parts: Mapping[LoRALayer, list[LoRAWeights]], version: str, has_experts: bool) -> None:
         self.version = version
+        self.has_experts = has_experts
         self._packed = {layer: layer.pack(own) for layer, own in parts.items()}
 
     def activate(self, slot: int) -> None:
@@ -75,7 +75,13 @@ class LoRAAdapter:
 
 
 def load_lora(
-    folder: Path, targets: Mapping[str, LoRATarget | None], dtype: torch.dtype, device: torch.device, max_lora_rank: int
+    folder: Path,
+    targets: Mapping[str, LoRATarget | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_lora_rank: int,
+    *,
+    interleaved: bool = False,
 ) -> LoRAAdapter:
     """Read an adapter for a model.
 
@@ -83,6 +89,7 @@ def load_lora(
         targets: ``Model.lora_targets``.
         dtype, device: the model's.
         max_lora_rank: the largest rank allowed.
+        interleaved: as of ``FusedLayout``.
 
     Raises ``PenstockError``: ``invalid`` where files are missing, broken or do not fit the model, ``unsupported``
     where the adapter needs what no code here computes.
@@ -91,11 +98,14 @@ def load_lora(
     content = _content(folder)
     version = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + content).hexdigest()
     given, names = _named_by_layers(_tensors(content, folder), targets)
+    given, of_experts = split_experts(given, targets, names, interleaved)
     tensors, fused = _split_fused(given, targets)
+    fused |= of_experts
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     ranks = ValuesByPattern(config["rank_pattern"], config["r"], FIELD)
     alphas = ValuesByPattern(config["alpha_pattern"], config["lora_alpha"], FIELD)
-    for name in sorted({_module(key, targets) for key in tensors}):
+    modules = sorted({_module(key, targets) for key in tensors})
+    for name in modules:
         if not (target := targets[name]):
             continue  # another pipeline stage reads it
         own_name = fused.get(name, name)
@@ -110,7 +120,7 @@ def load_lora(
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
         weights = LoRAWeights(a.to(device, dtype), b.to(device, dtype), target.offset, scale)
         parts[target.layer].append(weights)
-    return LoRAAdapter(parts, version)
+    return LoRAAdapter(parts, version, any(map(EXPERT.fullmatch, modules)))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -129,6 +139,13 @@ def _config(folder: Path) -> dict[str, Any]:
     for name, nothing in UNSUPPORTED.items():
         if given.get(name) not in (None, False, *nothing):
             raise PenstockError(Code.UNSUPPORTED, f"{folder / CONFIG} has {name}, which is not supported", FIELD)
+    parameters = given.get("target_parameters") or []
+    if not isinstance(parameters, list) or {str(name).rpartition(".")[2] for name in parameters}.difference(
+        EXPERT_PARAMETERS
+    ):
+        supported = " and ".join(EXPERT_PARAMETERS)
+        message = f"{folder / CONFIG} has target_parameters {str(parameters)[:200]}; {supported} are supported"
+        raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     if (init := str(given.get("init_lora_weights"))).startswith(BASE_CHANGING_INITS):
         message = f"{folder} was begun with {init[:20]}, which changes the base: convert it to plain LoRA on saving"
         raise PenstockError(Code.UNSUPPORTED, message, FIELD)
@@ -220,6 +237,11 @@ def _module(key: str, targets: Mapping[str, LoRATarget | None]) -> str:
         if key == PREFIX + name + end and name in targets:
             return name
     message = f"tensor {key[:200]}: of this model only the layers' linear modules can have adapters"
+    if ".experts." in key:
+        message = (
+            f"tensor {key[:200]} does not fit: experts can have adapters on CPUs, without enable_expert_parallel, with "
+            "the names and shapes of this model's experts"
+        )
     raise PenstockError(Code.UNSUPPORTED, message, FIELD)
 
 

@@ -29,7 +29,7 @@ from .experts import (
     select_experts,
     stack_experts,
 )
-from .graph import capture, empty
+from .graph import capture, empty, is_capturing
 from .kv_cache import attention, copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
 from .limits import measure_limits, set_threads
@@ -78,6 +78,7 @@ __all__ = [
     "from_packed",
     "import_kv",
     "index_select",
+    "is_capturing",
     "latent_attention",
     "latent_rope_and_store",
     "layer_norm",

@@ -55,6 +55,11 @@ def current_arena() -> Arena | None:
     return arena
 
 
+def is_capturing() -> bool:
+    """As ``reference.is_capturing``."""
+    return current_arena() is not None
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """As ``reference.empty``; in the arena while this thread captures a graph."""
     arena = current_arena()

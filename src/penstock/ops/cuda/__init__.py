@@ -35,7 +35,7 @@ from .experts import (
     select_experts,
     stack_experts,
 )
-from .graph import capture
+from .graph import capture, is_capturing
 from .kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
 from .launch import INTERPRETED
@@ -83,6 +83,7 @@ __all__ = [
     "from_packed",
     "import_kv",
     "index_select",
+    "is_capturing",
     "latent_attention",
     "latent_rope_and_store",
     "layer_norm",

@@ -311,6 +311,11 @@ def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
     )
 
 
+def is_capturing() -> bool:
+    """As ``reference.is_capturing``."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 def capture(
     forward: ForwardFn,
     max_tokens: int,

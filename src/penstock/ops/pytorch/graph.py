@@ -17,6 +17,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def is_capturing() -> bool:
+    """Whether this thread captures a forward pass, which must make calls of ops alone."""
+    return False
+
+
 def capture(
     forward: ForwardFn,
     max_tokens: int,
