@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import threading
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -17,6 +19,12 @@ from serving import Served
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from penstock.config.options import ServerOptions
+from penstock.core import PenstockError
+from penstock.serve.http.access import Access, OriginPolicy, origins_of
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.process.api_server import log_access
+
 BROWSER = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
 OPEN = {
     *("/health", "/ready", "/live", "/version", "/metrics", "/ping", "/v2/health/live", "/v2/health/ready"),
@@ -26,6 +34,7 @@ OPEN = {
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/pooling", "/tokenize"),
     *("/detokenize", "/v1/embed", "/v2/embed", "/generate", "/generate_stream", "/info"),
     *("/completion", "/completions", "/infill", "/embedding", "/apply-template", "GET /props", "/slots", "POST /"),
+    *("POST /props", "/api/create", "/api/copy", "/api/delete", "/api/push"),
     *(f"/api/{name}" for name in "chat generate embed embeddings show pull tags ps version".split()),
     *("/v1/is_paused", "/load", "/tokenizer_info", "/v1/weights", "/expert_load", "/is_sleeping", "/is_paused"),
     *("/v2", "/v2/models/stats", "/v2/repository/index", "/web/models", "/web/live"),
@@ -137,21 +146,120 @@ def test_image_of_another_site_changes_nothing(client: httpx.Client, path: str) 
         assert is_refused(ask(client, "HEAD", path, **headers)), headers
 
 
-def test_server_on_all_addresses_accepts_its_names() -> None:
+@pytest.fixture(scope="module")
+def everywhere() -> Iterator[Served]:
+    """A server that listens on all addresses."""
+    origins = "*,http://ui.example.com:3000,https://tls.example.com:443/,null,https://*.example.com"
+    flags = ("--num-gpu-blocks-override", "100", "--server-dev-mode", "--allowed-origins", origins)
+    with Served(*flags, "--host", "0.0.0.0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def program(everywhere: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{everywhere.root.rpartition(':')[2]}", timeout=60) as client:
+        yield client
+
+
+def test_server_on_all_addresses_accepts_its_names(program: httpx.Client) -> None:
     """Programs use any name; browsers one that no other site can have made up."""
-    with Served("--num-gpu-blocks-override", "100", "--host", "0.0.0.0") as server:
-        root = f"http://127.0.0.1:{server.root.rpartition(':')[2]}"
-        port = root.rpartition(":")[2]
-        with httpx.Client(base_url=root, timeout=60) as client:
-            for host in ("gpu.cluster.example", "llm", "10.0.0.1", f"[::1]:{port}"):
-                assert not is_refused(ask(client, "GET", "/server_info", host=host)), host
-            for host in ("llm", f"gpu-box:{port}", "10.0.0.1", "localhost", f"[::1]:{port}"):
-                headers = {"host": host, "user_agent": BROWSER, "origin": f"http://{host}"}
-                assert not is_refused(ask(client, "GET", "/server_info", **headers)), host
-            headers = {"host": "evil.example", "origin": "http://evil.example", "user_agent": BROWSER}
-            assert is_refused(ask(client, "GET", "/server_info", **headers))
-            assert not is_refused(ask(client, "POST", "/v1/completions", **headers))
-            assert not is_refused(ask(client, "GET", "/web/live", **headers)), "the web page works under any name"
+    port = program.base_url.port
+    for host in ("gpu.cluster.example", "llm", "10.0.0.1", f"[::1]:{port}"):
+        assert not is_refused(ask(program, "GET", "/server_info", host=host)), host
+    machine = socket.gethostname().partition(".")[0]
+    known = ("llm", f"gpu-box:{port}", "10.0.0.1", "localhost", f"[::1]:{port}")
+    for host in (*known, f"{machine}.local:{port}", "host.docker.internal", "ui.example.com:8000"):
+        headers = {"host": host, "user_agent": BROWSER, "origin": f"http://{host}"}
+        assert not is_refused(ask(program, "GET", "/server_info", **headers)), host
+    headers = {"host": "evil.example", "origin": "http://evil.example", "user_agent": BROWSER}
+    assert is_refused(ask(program, "GET", "/server_info", **headers))
+    assert not is_refused(ask(program, "POST", "/v1/completions", **headers))
+    assert not is_refused(ask(program, "GET", "/web/live", **headers)), "the web page works under any name"
+
+
+@pytest.mark.parametrize("origin", ["http://ui.example.com:3000", "https://tls.example.com"])
+def test_allowed_page_uses_any_name_of_the_server(program: httpx.Client, origin: str) -> None:
+    headers = {"host": "gpu.example.com:8000", "origin": origin, "user_agent": BROWSER}
+    assert not is_refused(ask(program, "GET", "/server_info", **headers))
+    assert not is_refused(ask(program, "GET", "/clear_load_weight", **headers))
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "is_own"),
+    [
+        ("http://llm", "llm:80", True),
+        ("https://llm", "llm:443", True),
+        ("https://llm", "llm", True),
+        ("http://llm", "llm:443", False),
+        ("https://llm:80", "llm", False),
+    ],
+)
+def test_default_port_is_that_of_the_scheme(program: httpx.Client, origin: str, host: str, is_own: bool) -> None:
+    assert is_refused(ask(program, "GET", "/server_info", origin=origin, host=host)) != is_own
+
+
+def test_origins_that_match_no_page_are_logged(everywhere: Served) -> None:
+    for entry in ("null", r"https://\*\.example\.com"):
+        everywhere.find(f"--allowed-origins: '{entry}' matches no page")
+    assert sum("matches no page" in line for line in everywhere.lines) == 2
+
+
+def test_allowed_origins_are_written_as_browsers_write_them() -> None:
+    given = [
+        "*",
+        "HTTPS://UI.example.com:443/",
+        "http://[::1]:80/app",
+        "app://local",
+        "null",
+        "ui.example.com",
+        "http://",
+    ]
+    assert origins_of(given) == ["*", "https://ui.example.com", "http://[::1]", "app://local"]
+
+
+def test_page_cannot_pass_as_a_program(program: httpx.Client) -> None:
+    """Pages can set User-Agent and Accept-Language, and cannot leave the latter out; Node.js sends it, too."""
+    page = {"host": "evil.example:8000", "user_agent": "curl/8", "accept_language": ""}
+    assert is_refused(ask(program, "GET", "/server_info", **page))
+    node = {"host": "gpu.example.com:8000", "user_agent": "node", "accept_language": "*", "sec_fetch_mode": "cors"}
+    assert not is_refused(ask(program, "GET", "/server_info", **node))
+    assert is_refused(ask(program, "GET", "/clear_load_weight", host="gpu.example.com"))
+    assert not is_refused(ask(program, "GET", "/clear_load_weight", host="llm"))
+
+
+def test_refusal_says_what_to_allow(program: httpx.Client) -> None:
+    answer = ask(program, "GET", "/server_info", host="llm.example.com:8000", user_agent=BROWSER)
+    assert "llm.example.com:8000" in answer.text
+    assert (
+        "--allowed-origins '*,http://ui.example.com:3000,https://tls.example.com,http://llm.example.com:8000'"
+        in answer.text
+    )
+    answer = ask(program, "GET", "/server_info", origin="https://new.example.com")
+    assert (
+        "--allowed-origins '*,http://ui.example.com:3000,https://tls.example.com,https://new.example.com'"
+        in answer.text
+    )
+    answer = ask(program, "GET", "/server_info", host=f"{'a' * 3000}.example.com", user_agent=BROWSER)
+    assert is_refused(answer) and len(answer.text) < 1000 and "set --api-key" in answer.text
+
+
+def test_policy_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getfqdn", lambda: str(released.wait()))
+    headers = [(b"host", b"gpu.example.com"), (b"origin", b"http://gpu.example.com")]
+    scope = {"type": "http", "method": "GET", "headers": headers, "penstock.record": RequestRecord("a")}
+    try:
+        with pytest.raises(PenstockError, match="--allowed-origins"):
+            OriginPolicy((), "0.0.0.0").check(scope, Access.PRIVATE)
+    finally:
+        released.set()
+
+
+def test_start_says_which_routes_need_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    for keys, expected in (((), True), (("key-a",), False)):
+        caplog.clear()
+        log_access(ServerOptions(api_key=keys, admin_api_key=("key-admin",)))
+        assert ("only routes that change the server need a key" in caplog.text) == expected
 
 
 # --- API keys --------------------------------------------------------------------------------------------------------
@@ -219,6 +327,7 @@ def test_client_key_does_not_change_the_server_over_grpc(stub: Any) -> None:
         (("--api-key", "key-a", "--admin-api-key", "key-admin"), A, False),
         (("--api-key", "key-a", "--admin-api-key", "key-admin"), ADMIN, True),
         (("--admin-api-key", "key-admin"), {}, False),
+        (("--admin-api-key", "key-admin"), A, False),
         (("--admin-api-key", "key-admin"), ADMIN, True),
     ],
 )

@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,34 @@ STARTS = {
     "deleted folder": ('mkdir "$GONE"; cd "$GONE"; rmdir "$GONE"; $SERVE', "working directory has been deleted"),
     "no home": (WITHOUT_HOME, "user 12345 has no home folder: set HOME"),
 }
+
+
+EXHAUSTED = """
+import os, resource, socket, subprocess
+from penstock.core.machine_errors import exhausted
+
+def failure_of(action):
+    try:
+        action()
+    except OSError as error:
+        return getattr(exhausted(error), "message", None)
+    return "no error"
+
+left, right = socket.socketpair()
+left.setblocking(False)
+print(failure_of(lambda: left.recv(1)))
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if os.getuid() == 0:
+    os.setuid(12345)  # the limit does not count for root
+print(failure_of(lambda: subprocess.run(["true"])))
+"""
+
+
+def test_eagain_is_a_full_process_table_only_where_a_process_is_started() -> None:
+    done = subprocess.run([sys.executable, "-c", EXHAUSTED], capture_output=True, text=True, timeout=60)
+    of_socket, of_process = done.stdout.splitlines()
+    assert of_socket == "None", done.stderr
+    assert "(ulimit -u)" in of_process
 
 
 @pytest.mark.parametrize(

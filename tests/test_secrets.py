@@ -23,6 +23,8 @@ from penstock.cli.main import main
 from penstock.config import logs, secrets
 from penstock.config.options import Configuration, LogOptions
 from penstock.config.settings import Setting, settings
+from penstock.core import Code, PenstockError
+from penstock.core.errors import MAX_MESSAGE
 from penstock.tracing import start_tracer
 
 CANARY = "CaNaRy"
@@ -103,7 +105,8 @@ def test_messages_of_commands_show_no_secret(arguments: list[str], capfd: pytest
 def test_log_lines_show_no_secret(log_format: Any, capsys: pytest.CaptureFixture[str]) -> None:
     secret = f'{CANARY}"\\ä\n{CANARY}'
     secrets.register(
-        msgspec.convert(configuration(settings()["hf_token"], secret), Configuration), {"SOME_API_KEY": f"{CANARY}-env"}
+        configured("hf_token", secret),
+        {"SOME_API_KEY": f"{CANARY}-environment"},
     )
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -113,7 +116,7 @@ def test_log_lines_show_no_secret(log_format: Any, capsys: pytest.CaptureFixture
         try:
             raise ValueError(f"the library says {secret} {json.dumps(secret)}")
         except ValueError:
-            logging.getLogger("x").exception("%s and %s-env", URL, CANARY, extra={"facts": facts})
+            logging.getLogger("x").exception("%s and %s-environment", URL, CANARY, extra={"facts": facts})
         logging.getLogger("x").info("http://host/path and org/name@main stay")
     finally:
         logging.basicConfig(level=level, handlers=handlers, force=True)
@@ -122,6 +125,38 @@ def test_log_lines_show_no_secret(log_format: Any, capsys: pytest.CaptureFixture
     assert "http://host/path and org/name@main stay" in written
     if log_format == "json":
         assert [json.loads(line)["level"] for line in written.splitlines()] == ["error", "info"]
+
+
+def configured(name: str, value: str) -> Configuration:
+    return msgspec.convert(configuration(settings()[name], value), Configuration)
+
+
+def test_ordinary_words_are_not_masked() -> None:
+    """Users and queries of URLs that are no secrets, and what other programs' variables hold."""
+    url = "postgresql://penstock@db/penstock?sslmode=verify-full"
+    environment = {
+        "DATABASE_URL": "postgres://postgres:postgres@database/application?sslmode=no-verify",
+        "PIP_INDEX_URL": "https://__token__@packages.example/simple?channel=nightly-builds&key=internal-key",
+        "SHORT_TOKEN": "development",
+    }
+    secrets.register(configured("storage_url", url), environment)
+    text = "penstock serve: postgres, postgresql, verify-full, no-verify, __token__, nightly-builds, development"
+    assert secrets.mask(text) == text
+
+
+def test_passwords_and_secret_query_values_are_masked() -> None:
+    url = f"https://some-user:{CANARY}%2Fpass@host.example/?X-Amz-Signature={CANARY}-signature&sslpassword={CANARY}-ssl"
+    secrets.register(configured("model", url), {"URL": f"x://me:{CANARY}-long-enough@h"})
+    text = secrets.mask(f"{CANARY}%2Fpass {CANARY}/pass {CANARY}-signature {CANARY}-ssl {CANARY}-long-enough some-user")
+    assert text == "*** *** *** *** *** some-user"
+
+
+@pytest.mark.parametrize("before", range(300, 340, 5))
+def test_secret_in_a_long_message_is_masked_before_the_message_is_cut(before: int) -> None:
+    secret = f"{CANARY}-" + "s" * 60
+    secrets.register(configured("hf_token", secret), {})
+    message = PenstockError(Code.INVALID, "word " * (before // 5) + secret + " word" * 100).failure.message
+    assert len(message) <= MAX_MESSAGE and CANARY not in message and "sss" not in message
 
 
 # --- A server whose every secret is a canary -------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from urllib.parse import parse_qsl, quote, unquote
 
 import msgspec
 
+from penstock.core.errors import mask_long_messages
+
 MASK = "***"
 SECRET_NAME = re.compile(
     r"(?:.*[_-])?(?:token|secret|password|passwd|api[_-]?keys?|access[_-]?key|secret[_-]?key|credentials?|authorization|storage[_-]?url)",
@@ -20,8 +22,14 @@ SECRET_NAME = re.compile(
 URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#\"'<>]+@")
 URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#\"'<>]*)[?#][^\s\"'<>]+")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:([^\s/?#\"'<>]+)@)?[^\s?#\"'<>]*(?:\?([^\s#\"'<>]*))?")
+QUERY_NAME = re.compile(
+    r".*(?:token|signature|password|passwd|secret|credentials?)|(?:.*[_.-])?(?:sig|key|apikey|auth|pwd)", re.IGNORECASE
+)
+"""Names in the query of a URL whose values are secrets, such as ``sig`` and ``X-Amz-Signature``."""
 MIN_LENGTH = 8
-"""Characters from which on a secret is masked by its value: shorter ones are words of other texts, too."""
+"""Minimum number of characters of a secret that is masked by its value: shorter ones are words of other texts, too."""
+MIN_ENVIRONMENT_LENGTH = 16
+"""The minimum for values of environment variables, which may belong to other programs."""
 
 _patterns: dict[str, None] = {}
 _registered: re.Pattern[str] | None = None
@@ -34,14 +42,15 @@ def is_secret(name: str) -> bool:
 
 def register(configuration: msgspec.Struct, environment: Mapping[str, str] = os.environ) -> None:
     """Have ``mask`` hide the secrets of a configuration and of the environment, wherever their values appear."""
-    values = [*_secrets_of(msgspec.to_builtins(configuration))]
+    values = [value for value in _secrets_of(msgspec.to_builtins(configuration)) if len(value) >= MIN_LENGTH]
     for name, value in environment.items():
-        values += [value] if is_secret(name) else _url_secrets(value)
-    forms = {form for value in values if len(value) >= MIN_LENGTH for form in _forms(value)}
-    _patterns.update(dict.fromkeys(forms))
+        found = [value] if is_secret(name) else _passwords(value)
+        values += [each for each in found if len(each) >= MIN_ENVIRONMENT_LENGTH]
+    _patterns.update(dict.fromkeys(form for value in values for form in _forms(value)))
     global _registered
     longest_first = sorted(_patterns, key=len, reverse=True)
     _registered = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    mask_long_messages(mask_values)
 
 
 def mask(text: str) -> str:
@@ -104,17 +113,16 @@ def _secrets_of(value: Any, name: str = "") -> Iterator[str]:
     elif isinstance(value, str):
         if is_secret(name):
             yield value
-        yield from _url_secrets(value)
+        yield from _passwords(value)
+        for _, query in URL.findall(value):
+            yield from (secret for key, secret in parse_qsl(query) if is_secret(key) or QUERY_NAME.fullmatch(key))
 
 
-def _url_secrets(text: str) -> Iterator[str]:
-    """Users with passwords, passwords, and values of the query, of the URLs in a text."""
-    if "://" not in text:
-        return
-    for user, query in URL.findall(text):
-        password = user.partition(":")[2]
-        yield from (user, password, unquote(password))
-        yield from (value for _, value in parse_qsl(query))
+def _passwords(text: str) -> Iterator[str]:
+    """Passwords of the URLs in a text, each also with its user: ``user:password``."""
+    for user, _ in URL.findall(text):
+        if password := user.partition(":")[2]:
+            yield from (user, password, unquote(password))
 
 
 def _object_in(text: str) -> Any:

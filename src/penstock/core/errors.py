@@ -37,7 +37,18 @@ MAX_FIELD = 120
 """Characters of the name of a field in an error."""
 MAX_WORD = 120
 """Characters without a space in a message that is too long."""
+MAX_LONG_MESSAGE = 100 * MAX_MESSAGE
+"""Characters of a message that is too long of which secrets and long words are looked for."""
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
+
+
+_mask: Callable[[str], str] = str
+
+
+def mask_long_messages(mask: Callable[[str], str]) -> None:
+    """Set the function that masks secrets in long messages before they are cut, as parts are not found later."""
+    global _mask
+    _mask = mask
 
 
 def bounded(message: str, maximum: int = MAX_MESSAGE) -> str:
@@ -47,7 +58,7 @@ def bounded(message: str, maximum: int = MAX_MESSAGE) -> str:
     """
     if len(message) <= maximum:
         return message
-    message = _shortened(message, 100 * maximum)
+    message = _mask(_shortened(message, MAX_LONG_MESSAGE))
     return _shortened(LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD), message), maximum)
 
 

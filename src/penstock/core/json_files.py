@@ -1,4 +1,4 @@
-"""JSON files that others wrote: every fault of such a file is one sentence."""
+"""Reads JSON files; errors are one sentence."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import traceback
 
 from .errors import Code, Failure
 
@@ -21,7 +22,9 @@ PHRASES = {
     "out of memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
 }
-"""Beginnings of messages of errors without a number."""
+"""Parts of messages, in lower case, of errors without a number."""
+PROCESS_STARTERS = ("subprocess.py", "process.pyx", "popen_fork.py")
+"""Files of Python and uvloop that start processes; ``EAGAIN`` of other code comes from sockets and locks."""
 
 
 def exhausted(error: BaseException) -> Failure | None:
@@ -42,6 +45,8 @@ def start_failure(error: BaseException) -> Failure | None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, BlockingIOError) and not _starts_process(error):
+        return ""
     if isinstance(error, OSError):
         return REASONS.get(error.errno or 0, "")
     if isinstance(error, MemoryError):
@@ -50,3 +55,9 @@ def _reason(error: BaseException) -> str:
         message = str(error).lower()
         return next((REASONS[number] for phrase, number in PHRASES.items() if phrase in message), "")
     return ""
+
+
+def _starts_process(error: BaseException) -> bool:
+    """Whether an error was raised by code that starts processes."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename.endswith(PROCESS_STARTERS)

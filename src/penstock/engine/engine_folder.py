@@ -81,8 +81,8 @@ def build_engine(
         words = "model: engine folders of models that transcribe audio are not built"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
     if options.max_model_len > model.max_model_len:
-        words = f"is {options.max_model_len}, and this model has a context of {model.max_model_len} tokens"
-        raise invalid("max_model_len", words, model.max_model_len)
+        message = f"is {options.max_model_len}, and this model has a context of {model.max_model_len} tokens"
+        raise invalid("max_model_len", message, model.max_model_len)
     if options.quantization == "none":
         options = msgspec.structs.replace(options, quantization=model.quantization)
     device, ranks = device_of(options.device), options.tensor_parallel_size

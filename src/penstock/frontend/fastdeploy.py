@@ -68,8 +68,8 @@ class LLM(llm.LLM):
 
 def _check_whole(stream: bool) -> None:
     if stream:
-        words = "stream: an LLM returns whole outputs; penstock.AsyncLLM and penstock serve stream"
-        raise PenstockError(Code.UNSUPPORTED, words, "stream")
+        message = "stream: an LLM returns whole outputs; penstock.AsyncLLM and penstock serve stream"
+        raise PenstockError(Code.UNSUPPORTED, message, "stream")
 
 
 def _with_media(prompt: Any) -> Any:

@@ -42,7 +42,7 @@ from .dialects.openai.batches.routes import add_routes as add_batch_routes
 from .dialects.vllm import development, management
 from .dialects.vllm import generate as vllm
 from .http import unknown_fields
-from .http.access import Access, OriginPolicy
+from .http.access import Access, OriginPolicy, origins_of
 from .http.error_formats import ErrorFormats
 from .http.middleware import (
     WEIGHTS_HEADER,
@@ -169,8 +169,7 @@ def build(
     if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
         exposed.append(FingerprintMiddleware.HEADER)
-    if served_models.options.allowed_origins:
-        origins = list(served_models.options.allowed_origins)
+    if origins := origins_of(options.allowed_origins):
         wrapped = CORSMiddleware(
             wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )

@@ -62,8 +62,8 @@ def convert(vocabulary: bytes, merges: bytes, side_files: SideFiles) -> tuple[To
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     if family == ROBERTA:
-        words = tokenizer.get_vocab()
-        end, begin = ((special[role], words[special[role]]) for role in ("sep_token", "cls_token"))
+        ids = tokenizer.get_vocab()
+        end, begin = ((special[role], ids[special[role]]) for role in ("sep_token", "cls_token"))
         tokenizer.post_processor = processors.RobertaProcessing(end, begin, add_prefix_space=prefix)
     return tokenizer, special
 

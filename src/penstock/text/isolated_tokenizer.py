@@ -224,8 +224,8 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
         if not load.keep_running:
             return tokenizer, Loaded()
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(len(vocabulary))]
-        facts = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)
-        return tokenizer, Loaded(None, *facts, tokenizer.special, tokenizer.templates)
+        fields = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)
+        return tokenizer, Loaded(None, *fields, tokenizer.special, tokenizer.templates)
     except PenstockError as error:
         return None, Loaded(error.failure)
     except MemoryError:

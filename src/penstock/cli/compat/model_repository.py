@@ -211,8 +211,10 @@ def _check_windows(source: str, windows: list[int], flags: Flags) -> None:
     for layer, own in enumerate(read_config(folder).sliding_windows):
         needed, given = min(own or length, length), windows[layer % len(windows)]
         if given < needed:
-            words = f"is {given}, and layer {layer} of the model attends to {needed} tokens, which cannot be changed: "
-            raise invalid(source, f"{words}give {needed} or more, or leave it out", needed)
+            message = (
+                f"is {given}, and layer {layer} of the model attends to {needed} tokens, which cannot be changed: "
+            )
+            raise invalid(source, f"{message}give {needed} or more, or leave it out", needed)
 
 
 def _drafts(flags: Flags) -> dict[str, Any]:

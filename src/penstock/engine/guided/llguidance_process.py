@@ -46,8 +46,8 @@ def _prepare(message: bytes) -> Compile:
         before = memory_in_use()
         matcher = compile_grammar(tokenizer, json.loads(request))
         if matcher.is_error():
-            words = one_line(matcher.get_error()).replace("NoExtensionBias", "no output matches it")
-            return CompileResult(error=words, supported=False)
+            message = one_line(matcher.get_error()).replace("NoExtensionBias", "no output matches it")
+            return CompileResult(error=message, supported=False)
         return CompileResult(size=max(0, memory_in_use() - before))
 
     return compile_request

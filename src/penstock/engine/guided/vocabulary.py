@@ -38,8 +38,8 @@ def load_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> Any:
         time.sleep(GIL_PAUSE)
         return tokenizer.with_slices(SLICES)
     except ValueError as error:
-        words = f"not supported with this model's tokenizer: {one_line(str(error))}"
-        raise PenstockError(Code.UNSUPPORTED, words) from error
+        message = f"not supported with this model's tokenizer: {one_line(str(error))}"
+        raise PenstockError(Code.UNSUPPORTED, message) from error
 
 
 def read_added_tokens(vocabulary: Vocabulary) -> AddedTokens:

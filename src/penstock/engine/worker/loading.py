@@ -260,8 +260,8 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
         raise invalid("speculative_config", words)
     length = min(options.max_model_len or model.max_model_len, model.max_model_len)
     if (longest := config.max_model_len) < length:
-        words = f"is {length}, and the draft model {folder} has a context of {longest} tokens: give at most {longest}"
-        raise invalid("max_model_len", f"{words}, or another draft model", longest)
+        message = f"is {length}, and the draft model {folder} has a context of {longest} tokens: give at most {longest}"
+        raise invalid("max_model_len", f"{message}, or another draft model", longest)
     return Draft(folder, "draft_model", config)
 
 

@@ -55,8 +55,8 @@ class PaddedHeads:
         """As ``layers.Weights.format_of``."""
         format = self._base.format_of(name)
         if format != UNQUANTIZED and name.rpartition(".")[2] in OUTPUTS + INPUTS:
-            words = f"head_dim {self._head_dim} of quantized weights; multiples of {PADDED_TO} are supported"
-            raise PenstockError(Code.UNSUPPORTED, words, "model")
+            message = f"head_dim {self._head_dim} of quantized weights; multiples of {PADDED_TO} are supported"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
         return format
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:

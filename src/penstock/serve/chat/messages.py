@@ -19,7 +19,7 @@ from .request import ContentPart as OpenAIPart
 TEXT = {"text": "text"}
 """Types of content parts that hold text, each with the field that has it."""
 CHAT_TEXT = {"text": "text", "refusal": "refusal"}
-"""Likewise in OpenAI's chats."""
+"""Text fields of OpenAI's content parts, by part type."""
 
 
 class ContentPart(Protocol):

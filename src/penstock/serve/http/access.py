@@ -1,11 +1,12 @@
-"""Who may call a route: classes of routes, and the checks of requests that a browser may send for another site."""
+"""Access classes of routes, and checks of Origin and Host."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from enum import Enum
 from ipaddress import ip_address
+from threading import Thread
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -15,14 +16,10 @@ from penstock.core import Code, PenstockError
 
 from .request_record import record_of
 
-OTHER_SITE = (
-    "a page of another site asks for what is private here: give its origin in --allowed-origins, or set --api-key"
-)
-OTHER_HOST = (
-    "the name in Host is not known as this server's, so that a page of another site may have made it up: use "
-    "localhost or the address, give the page's origin in --allowed-origins, or set --api-key"
-)
 NO_CONTROL = "this changes the server for all of its API keys: use a key of --admin-api-key"
+DOCKER_NAMES = ("host.docker.internal", "host.containers.internal")
+"""Names of this machine in containers of Docker and Podman."""
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class Access(Enum):
@@ -43,12 +40,14 @@ class Access(Enum):
 class OriginPolicy:
     """Refuses requests that a browser sends for a page of another site, where no API key is asked for.
 
-    - ``Origin`` must be the server's own or one of ``allowed``; ``*`` allows none here.
-    - Without ``Origin``, ``Sec-Fetch-Site`` must not say that another site asks. A GET that changes something needs
-      evidence of the same origin if a browser sends it, as images of other sites have no ``Origin``.
+    - A page whose ``Origin`` is one of ``allowed`` may call every route; ``*`` allows none here.
+    - Any other ``Origin`` must be the server's own. Without ``Origin``, ``Sec-Fetch-Site`` must not say that another
+      site asks. A GET that changes the server needs evidence of the same origin if a browser sends it, as images of
+      other sites have no ``Origin``.
     - ``Host`` must be an address, a name without dots, a name of this machine or of an allowed origin. Other names may
       have been made to resolve to this server by another site (DNS rebinding). A server that listens on loopback
-      addresses asks this of every client, others ask it of browsers.
+      addresses checks ``Host`` for every client and refuses unknown names without dots, too. Other servers check it
+      for browsers, and for every client in GETs that change the server.
 
     Args:
         allowed: origins of ``--allowed-origins``.
@@ -56,11 +55,14 @@ class OriginPolicy:
     """
 
     def __init__(self, allowed: Collection[str], host: str) -> None:
-        self._allowed = frozenset(filter(None, map(_origin, allowed)))
+        self._origins = origins_of(allowed)
+        self._allowed = frozenset(self._origins) - {"*"}
+        machine = socket.gethostname().lower()
         self._names = {name for origin in self._allowed if (name := urlsplit(origin).hostname)}
-        self._names |= {host.lower(), socket.gethostname().lower()}
+        self._names |= {host.lower(), machine, f"{machine.partition('.')[0]}.local", *DOCKER_NAMES}
         self._is_local = _is_loopback(host)
-        self._full_name: str | None = None
+        if not self._is_local:  # in a thread, as it may wait for DNS
+            Thread(target=lambda: self._names.add(socket.getfqdn().lower()), daemon=True).start()
 
     def check(self, scope: Scope, access: Access) -> None:
         """Raises ``PenstockError`` (``unauthorized``) where the request may not call a route of this class."""
@@ -72,27 +74,31 @@ class OriginPolicy:
         if record.has_key:
             return
         headers = Headers(scope=scope)
-        if not self._is_own_origin(scope, headers, access):
-            raise PenstockError(Code.UNAUTHORIZED, OTHER_SITE)
-        if (self._is_local or _is_browser(headers)) and not self._is_own_host(headers.get("host", "")):
-            raise PenstockError(Code.UNAUTHORIZED, OTHER_HOST)
+        if _origin(headers.get("origin", "")) in self._allowed:
+            return  # other pages cannot send it, whatever name of the server they use
+        changes = access is Access.CONTROL and scope["method"] in ("GET", "HEAD")
+        if not self._is_own_origin(headers, changes):
+            raise PenstockError(Code.UNAUTHORIZED, self._other_site(headers))
+        host = headers.get("host", "")
+        if (self._is_local or changes or _is_browser(headers)) and not self._is_own_host(host):
+            raise PenstockError(Code.UNAUTHORIZED, self._other_host(host, scope.get("scheme", "http")))
 
-    def _is_own_origin(self, scope: Scope, headers: Headers, access: Access) -> bool:
+    def _is_own_origin(self, headers: Headers, changes: bool) -> bool:
         host = headers.get("host", "")
         if (origin := headers.get("origin")) is not None:
             return self._matches(origin, host)
         site = headers.get("sec-fetch-site")
         if site is not None:
             return site in ("same-origin", "none")
-        if access is Access.CONTROL and scope["method"] in ("GET", "HEAD") and _is_browser(headers):
-            return self._matches(headers.get("referer", ""), host)
-        return True
+        return not (changes and _is_browser(headers)) or self._matches(headers.get("referer", ""), host)
 
     def _matches(self, url: str, host: str) -> bool:
         """Whether the origin of a URL is the server's own, as ``Host`` says, or an allowed one. Schemes are not
         compared, as a proxy may have ended TLS."""
-        origin = _origin(url)
-        return origin is not None and (origin in self._allowed or _place(origin.partition("://")[2]) == _place(host))
+        if (origin := _origin(url)) is None:
+            return False
+        scheme, _, place = origin.partition("://")
+        return origin in self._allowed or place == _place(host, scheme)
 
     def _is_own_host(self, host: str) -> bool:
         try:
@@ -103,33 +109,67 @@ class OriginPolicy:
             return False
         if _is_address(name) or name == "localhost" or name.endswith(".localhost") or name in self._names:
             return True
-        return not self._is_local and ("." not in name or name == self._own_full_name)
+        return not self._is_local and "." not in name
 
-    @property
-    def _own_full_name(self) -> str:
-        if self._full_name is None:
-            self._full_name = socket.getfqdn().lower()
-        return self._full_name
+    def _other_site(self, headers: Headers) -> str:
+        origin = _origin(headers.get("origin", headers.get("referer", "")))
+        advice = self._option(origin) if origin else "name the page's origin in --allowed-origins"
+        evidence = (f"{name}: {headers[name]}" for name in ("Origin", "Sec-Fetch-Site", "Referer") if name in headers)
+        given = next(evidence, "no Origin")
+        return f"a page of another site ({given}) calls a private route: {advice}, or set --api-key"
+
+    def _other_host(self, host: str, scheme: str) -> str:
+        origin = _origin(f"{scheme}://{host}")
+        advice = f"or {self._option(origin)}" if origin else "or name the page's origin in --allowed-origins"
+        return (
+            f"{host!r} in Host is no known name of this server, so that a page of another site may have made it up: "
+            f"use localhost or the address, {advice}, or set --api-key"
+        )
+
+    def _option(self, origin: str) -> str:
+        """Advice to allow an origin, beside those that are allowed now."""
+        return f"start the server with --allowed-origins '{','.join([*self._origins, origin])}'"
+
+
+def origins_of(allowed: Collection[str]) -> list[str]:
+    """The origins that ``--allowed-origins`` allows, as browsers write them, and ``*``; without ``unmatched``."""
+    found = ("*" if entry == "*" else _origin(entry) for entry in allowed)
+    return [origin for origin in found if origin == "*" or (origin and origin.isascii() and "*" not in origin)]
+
+
+def unmatched(allowed: Collection[str]) -> Iterator[str]:
+    """Entries of ``--allowed-origins`` that match no page. ``null`` is one, as pages of every site can have it."""
+    return (entry for entry in allowed if not origins_of([entry]))
 
 
 def _origin(url: str) -> str | None:
-    """Scheme, host and port of a URL; None for what has none, such as ``null``, and for what is no URL."""
+    """Scheme, host and port of a URL, without a default port; None for what has none, such as ``null``."""
     try:
         parts = urlsplit(url)
+        if not parts.scheme or not parts.hostname or parts.port == 0:
+            return None
     except ValueError:
         return None
-    return f"{parts.scheme}://{parts.netloc}".lower() if parts.scheme and parts.netloc else None
+    scheme = parts.scheme.lower()
+    return f"{scheme}://{_place(parts.netloc.rpartition('@')[2], scheme)}"
 
 
-def _place(host: str) -> str:
-    """Host and port, without a default port."""
-    return host.lower().removesuffix(":80").removesuffix(":443")
+def _place(host: str, scheme: str) -> str:
+    """Host and port, without the default port of a scheme."""
+    return host.lower().removesuffix(DEFAULT_PORTS.get(scheme, ":"))
 
 
 def _is_browser(headers: Headers) -> bool:
-    """Whether a browser sends this, which names itself Mozilla whatever a page wants."""
-    by_headers = any(name in headers for name in ("origin", "referer", "sec-fetch-site"))
-    return by_headers or headers.get("user-agent", "").startswith("Mozilla/")
+    """Whether a browser may have sent a request.
+
+    Pages can change ``User-Agent`` but cannot leave ``Accept-Language`` out. Node.js sends it, too, with
+    ``Sec-Fetch-Mode`` alone, which pages cannot set and browsers send with ``Sec-Fetch-Site``.
+    """
+    if any(name in headers for name in ("origin", "referer", "sec-fetch-site")):
+        return True
+    if headers.get("user-agent", "").startswith("Mozilla/"):
+        return True
+    return "accept-language" in headers and "sec-fetch-mode" not in headers
 
 
 def _is_address(name: str) -> bool:

@@ -18,7 +18,7 @@ from msgspec import inspect
 Lax = Literal["", "numbers", "pydantic"]
 """Conversions that a dialect makes: none; between numbers; those of pydantic's lax mode."""
 MAX_VALUES = 20_000
-"""Values of a request that are looked at: conversion takes time, and long requests have the right types."""
+"""Maximum number of values that are converted."""
 MAX_DIGITS = 64
 """Characters of a text that is read as a number."""
 INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*(\.0+)?")

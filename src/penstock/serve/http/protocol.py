@@ -27,7 +27,7 @@ LINGER = 1.0
 """Seconds in which a client that is refused may send the rest and read the error: closing at once would reset the
 connection."""
 HALF_CLOSED_GRACE, HALF_CLOSED_CHECK = 0.5, 0.25
-"""Seconds after which a client that sends no more is asked whether it is there, and between two looks at that."""
+"""Seconds until a client that has ended its sending is asked whether it is there; interval of the check, seconds."""
 
 
 class Timeout:

@@ -1,4 +1,4 @@
-"""Errors that no code expected: a used-up resource is told to the client, a bug only to the log."""
+"""Failures for unexpected exceptions: exhausted resources are reported to the client."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 def unexpected(error: BaseException, request_id: str = "") -> Failure:
     """The failure for an unexpected error, which is logged: with its traceback, unless a resource is used up."""
-    facts = {"facts": {"id": request_id}} if request_id else {}
+    fields = {"facts": {"id": request_id}} if request_id else {}
     if failure := exhausted(error):
-        logger.error("a request failed: %s", error, extra=facts)
+        logger.error("a request failed: %s", error, extra=fields)
         return failure
-    logger.error("a request failed", exc_info=error, extra=facts)
+    logger.error("a request failed", exc_info=error, extra=fields)
     return INTERNAL

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 import uvicorn
 
-from penstock.config.options import Configuration
+from penstock.config.options import Configuration, ServerOptions
 from penstock.config.profiles import load
 from penstock.config.storage_limits import storage_limits
 from penstock.core.errors import invalid
@@ -25,6 +25,7 @@ from ..app import Storage, build
 from ..dialects import kserve, paddlenlp
 from ..dialects.openai.batches.routes import Batches
 from ..dialects.openai.batches.worker import BatchWorker
+from ..http.access import unmatched
 from ..http.middleware import tenant_of
 from ..http.protocol import protocol
 from ..metrics import Metrics
@@ -99,6 +100,15 @@ async def _report_alive(send: Callable[[msgspec.Struct], None]) -> None:
         await asyncio.sleep(ALIVE_INTERVAL)
 
 
+def log_access(options: ServerOptions) -> None:
+    """Log entries of ``--allowed-origins`` that match no page, and which routes need no API key."""
+    for entry in unmatched(options.allowed_origins):
+        message = "--allowed-origins: %r matches no page; an origin has the form https://ui.example.com:3000"
+        logger.warning(message, entry)
+    if options.admin_api_key and not options.api_key:
+        logger.warning("without --api-key, only routes that change the server need a key (--admin-api-key)")
+
+
 async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
     """Serve until SIGTERM.
 
@@ -125,6 +135,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
             report.write(line(message))
             report.flush()
 
+    if start.number == 0:
+        log_access(options)
     storage = open_storage(start.configuration, served_models)
     if storage and len(set(options.api_key)) > 1 and start.number == 0:
         tenants = [storage.usage.public_name(tenant_of(key.encode())) for key in options.api_key]

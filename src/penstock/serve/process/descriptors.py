@@ -1,4 +1,4 @@
-"""A watch of file descriptors: where none is left, connections are closed without a word, which the log has to say."""
+"""Logs when file descriptors run out: the kernel then refuses connections silently."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the me
 SERVICE = "inference.GRPCInferenceService"
 """Name of the service, in spans."""
 PUBLIC_METHODS = ("ServerLive", "ServerReady")
-"""Methods that anybody may call, so that their requests, which say nothing, are not read."""
+"""Methods without a key; their requests are empty."""
 SERVICE_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 REQUESTS = {method.name: message_factory.GetMessageClass(method.input_type) for method in SERVICE_DESCRIPTOR.methods}
 """Class of the requests of each method."""

@@ -119,8 +119,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse(props(served_models, served_models.find(raw_request.query_params.get("model"))))
 
     async def change_props(_: Request) -> Response:
-        words = "/props: options are chosen where the server is started (penstock serve --help)"
-        raise PenstockError(Code.UNSUPPORTED, words)
+        message = "/props: options are chosen where the server is started (penstock serve --help)"
+        raise PenstockError(Code.UNSUPPORTED, message)
 
     async def get_slots(raw_request: Request) -> Response:
         return JSONResponse(slots(served_models, served_models.find(raw_request.query_params.get("model"))))
@@ -145,7 +145,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         routes.add(path, state, access=Access.INFERENCE, summary=summary, described=described)
     summary = "llama-server's change of options, which is refused"
     change = operation(OBJECT, OBJECT)
-    routes.add("/props", change_props, access=Access.CONTROL, method="POST", summary=summary, described=change)
+    routes.add("/props", change_props, access=Access.INFERENCE, method="POST", summary=summary, described=change)
     answer_by_body(routes, served_models, "/tokenize", lambda fields: "content" in fields, tokenize)
 
 

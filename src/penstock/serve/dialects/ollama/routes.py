@@ -128,8 +128,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"version": VERSION})
 
     async def unsupported(raw_request: Request) -> Response:
-        words = f"{raw_request.url.path}: models are chosen where the server is started (penstock serve --model)"
-        raise PenstockError(Code.UNSUPPORTED, words)
+        message = f"{raw_request.url.path}: models are chosen where the server is started (penstock serve --model)"
+        raise PenstockError(Code.UNSUPPORTED, message)
 
     failure: dict[str, Any] = OBJECT
     add = partial(routes.add, access=Access.INFERENCE)
@@ -154,7 +154,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         method = "DELETE" if path == "delete" else "POST"
         summary = f"Ollama's {path}, which is refused"
         described = operation(OBJECT, failure)
-        add(f"/api/{path}", unsupported, access=Access.CONTROL, method=method, summary=summary, described=described)
+        add(f"/api/{path}", unsupported, method=method, summary=summary, described=described)
 
 
 def _chat_handler(
