@@ -257,9 +257,10 @@ def test_our_key_replaces_the_one_of_vllm() -> None:
     ],
 )
 def test_server_asks_for_the_key_of_the_environment(
-    tmp_path: Path, shim: str, command: list[str], variable: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shim: str, command: list[str], variable: str
 ) -> None:
     assert main(["shims", str(tmp_path), shim]) == 0
+    monkeypatch.chdir(tmp_path)  # FastDeploy writes its log there
     started = [str(tmp_path / command[0]), *command[1:]]
     with Served(
         "--num-gpu-blocks-override", "100", command=started, environment={variable: "of-the-environment"}
