@@ -194,6 +194,20 @@ def test_body_larger_than_a_share_is_taken_alone() -> None:
     asyncio.run(run())
 
 
+def test_reservations_that_are_joined_are_released_together() -> None:
+    async def run() -> None:
+        memory = BodyMemory(1000)
+        body, items = await memory.reserve("a", 100, patience=0), await memory.reserve("a", 300, patience=0)
+        both = body.joined(items)
+        body.release()
+        items.release()
+        assert memory.used == both.size == 400
+        both.release()
+        assert memory.used == 0
+
+    asyncio.run(run())
+
+
 # --- Turns ----------------------------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,12 @@ class Reservation:
         self._memory.resize(self._client, self.size, size, parsed)
         self.size = size
 
+    def joined(self, other: Reservation) -> Reservation:
+        """One reservation of both; these hold nothing then."""
+        both = Reservation(self._memory, self._client, self.size + other.size)
+        self.size = other.size = 0
+        return both
+
     def release(self) -> None:
         """Free the memory; may be called again."""
         self.resize(0)
