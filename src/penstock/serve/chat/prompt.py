@@ -8,6 +8,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.multimodal.kwargs import merge_media_kwargs
+from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.service import ModelService
 
@@ -27,13 +28,14 @@ class ChatPrompt:
 
     Args:
         size: about how many characters the request has.
-        unknown: collects fields that this model's template does not read.
+        record: collects fields that this model's template does not read.
 
     Raises ``PenstockError``: ``invalid`` for wrong values and contradictions, ``unsupported`` for what this model or
     server does not support.
     """
 
-    def __init__(self, service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> None:
+    def __init__(self, service: ModelService, request: ChatRequest, size: int, record: RequestRecord) -> None:
+        self._client = record.sender
         self._gateway = service.gateway
         self._gateway.input_processor.check_chats()
         self._request = request
@@ -59,7 +61,7 @@ class ChatPrompt:
         if request.messages:
             self._gateway.check_characters(sum(map(_num_characters, self._messages)))
         self._options = template_options(request, shown, self.tools is not None) | self._template_variables(
-            request, unknown
+            request, record.unknown
         )
         self.echoed = ""
         """Text of the last message that the answer repeats (``echo``); as the prompt has it, once it is rendered."""
@@ -97,6 +99,7 @@ class ChatPrompt:
                 self._template,
                 bool(request.add_special_tokens),
                 merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {}),
+                self._client,
             )
             if request.continue_final_message and not prompt["prompt"].endswith(self.echoed):
                 self.echoed = self.echoed.rstrip()  # as the template does, so that the answer brings the space

@@ -152,7 +152,7 @@ class ResponsesRoutes:
         def prompt_of() -> tuple[int, ChatPrompt]:
             chat = to_chat_request(request, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
-            return 0, ChatPrompt(service, chat, size, record.unknown)
+            return 0, ChatPrompt(service, chat, size, record)
 
         prompt = await served_models.parse(record, size, prompt_of)
         count = await prompt.count_tokens()
