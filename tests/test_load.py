@@ -27,7 +27,7 @@ from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.frontend.fair_queue import FairQueue
 from penstock.serve.http import body_parser
-from penstock.serve.http.body_memory import BodyMemory, Reservation
+from penstock.serve.http.body_memory import MAX_WAITING_OF_CLIENT, BodyMemory, Reservation
 from penstock.serve.http.body_parser import BodyParser, ElementCount
 from penstock.serve.shared_result import SharedResult
 
@@ -189,6 +189,24 @@ def test_body_larger_than_a_share_is_taken_alone() -> None:
         growing = Reservation(memory, "a")
         growing.resize(5000, parsed=True)
         growing.release()
+        assert memory.used == 0
+
+    asyncio.run(run())
+
+
+def test_one_client_does_not_take_all_places_of_those_that_wait() -> None:
+    async def run() -> None:
+        memory = BodyMemory(1000)
+        first = await memory.reserve("a", 1000, patience=0)
+        waiting = [asyncio.create_task(memory.reserve("a", 1, patience=60)) for _ in range(MAX_WAITING_OF_CLIENT)]
+        await asyncio.sleep(0)
+        with pytest.raises(PenstockError, match="there is no room"):
+            await asyncio.wait_for(memory.reserve("a", 1, patience=60), 30)
+        other = asyncio.create_task(memory.reserve("b", 1, patience=60))
+        await asyncio.sleep(0)
+        first.release()
+        for reservation in await asyncio.gather(other, *waiting):
+            reservation.release()
         assert memory.used == 0
 
     asyncio.run(run())
