@@ -66,6 +66,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(checkpoint: Path) -> Iterator[Served]:
     with Served(str(checkpoint), "--num-gpu-blocks-override", "400") as server:
+        assert len(server.pids["template"]) == 1, "one is started before the first chat needs it"
         yield server
 
 
@@ -167,6 +168,9 @@ def test_slow_chats_of_one_client_leave_others_their_turns() -> None:
                     task.cancel()
                 await asyncio.gather(*asked, return_exceptions=True)
                 assert await quick.render_async(_user("Hello!"), 6, "slow") == "1", "a smaller chat may be quick"
+                for process in pool_processes():
+                    os.kill(process, signal.SIGKILL)
+                assert await quick.render_async(_user("Hello!") * 3000, 100, "slow") == "3000", "begun again"
         finally:
             pool.close()
 
@@ -208,6 +212,12 @@ def test_python_interfaces_refuse_harmful_messages(checkpoint: Path) -> None:
 
     asyncio.run(chats())
     assert not any("template_process" in (Path("/proc") / str(pid) / "cmdline").read_text() for pid in _own_children())
+
+
+def pool_processes() -> list[int]:
+    """The template processes of this one."""
+    pids = children(os.getpid())
+    return [pid for pid in pids if "template_process" in (Path("/proc") / str(pid) / "cmdline").read_text()]
 
 
 def _own_children() -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -56,7 +57,8 @@ class TemplatePool:
         try:
             return self._result(process, process.ask(message, REPLY_TIMEOUT))
         except OSError:
-            return self._lost(process)
+            process.close()
+            return RenderResult(exceeded=True)
         except BaseException:
             process.close()
             raise
@@ -70,7 +72,7 @@ class TemplatePool:
         """
         lanes = [(self._quick, QUICK_TIME), (self._slow, RENDER_TIME)]
         if len(request.messages) > MAX_QUICK_MESSAGES or self._was_slow(client, size):
-            del lanes[0]
+            lanes[0] = lanes[1]
         for lane, request.cpu_time in lanes:
             message = encode(request) if size <= MAX_INLINE else await asyncio.to_thread(encode, request)
             await lane.acquire(client)
@@ -78,10 +80,10 @@ class TemplatePool:
                 result = await self._ask(message)
             finally:
                 lane.release()
-            if not result.exceeded:
-                break
+            if result and (not result.exceeded or request.cpu_time == RENDER_TIME):
+                return result
             self._remember_slow(client, size)
-        return result
+        return result or RenderResult(exceeded=True)
 
     def close(self) -> None:
         self._closed = True
@@ -99,12 +101,14 @@ class TemplatePool:
         _, slow_size = recent.get(client, (now, size))
         self._slow_clients = recent | {client: (now, min(size, slow_size))}
 
-    async def _ask(self, message: bytes) -> RenderResult:
+    async def _ask(self, message: bytes) -> RenderResult | None:
+        """None where the process has ended, be it that it was killed before it was asked."""
         process = self._take()
         try:
             return self._result(process, await process.ask_async(message, REPLY_TIMEOUT))
         except OSError:  # TimeoutError is one
-            return self._lost(process)
+            process.close()
+            return None
         except BaseException:
             process.close()  # the late reply must not be taken for the next request's
             raise
@@ -123,10 +127,6 @@ class TemplatePool:
         else:
             self._idle.append(process)
         return result
-
-    def _lost(self, process: IsolatedProcess) -> RenderResult:
-        process.close()
-        return RenderResult(exceeded=True)
 
 
 class IsolatedTemplate:
@@ -147,6 +147,11 @@ class IsolatedTemplate:
     def variables(self) -> frozenset[str]:
         """Names of the variables that the template reads."""
         return template_variables(self._source)
+
+    def start(self) -> None:
+        """Start a process and compile the template there, so that the first chat does not wait for it."""
+        with suppress(PenstockError):  # it refuses this chat, or any
+            self.render([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render a chat, see ``ChatTemplate.render``. Raises ``PenstockError`` (``invalid``) where it takes too long or
