@@ -19,6 +19,7 @@ import load_storm
 import pytest
 from attacks import Victim, peak
 from load_storm import MIB, Body
+from scripted_engine import scripted_server
 from serving import Served
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
@@ -222,6 +223,36 @@ def test_reservations_that_are_joined_are_released_together() -> None:
         assert memory.used == both.size == 400
         both.release()
         assert memory.used == 0
+
+    asyncio.run(run())
+
+
+def test_memory_of_a_body_is_freed_before_the_answer_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what the prompt takes: here the template drops the text, as images in base64 are dropped."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    short, text = "{{ messages | length }}", "x" * 100_000
+
+    async def run() -> None:
+        async with scripted_server(chat_template=short) as server:
+            server.say("Yes.")
+            used: list[int] = []
+            add = server.engines.add
+            monkeypatch.setattr(
+                server.engines, "add", lambda request: (used.append(server.body_memory.used), add(request))
+            )
+            for path, asked in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+                ("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 9}),
+                ("/v1/responses", {"input": text}),
+                ("/api/chat", {"messages": [{"role": "user", "content": text}]}),
+            ):
+                answer = await server.http.post(path, json={"model": "default", **asked})
+                assert answer.status_code == 200, answer.text
+                assert 0 < used[-1] < 1000, path
+                assert server.body_memory.used == 0
+            assert len(used) == 4
 
     asyncio.run(run())
 

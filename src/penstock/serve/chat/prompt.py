@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from sys import getsizeof
 from typing import Any
 
 from penstock.core import Code, PenstockError
@@ -19,6 +21,8 @@ TEMPLATE_FIELDS = (
     "chat_template chat_template_kwargs documents reasoning_effort add_generation_prompt continue_final_message"
 ).split()
 """Fields of the chat template, which cannot be combined with ``prompt_token_ids``."""
+TOKEN_BYTES = 36
+"""Memory of a token id in a list."""
 NUM_TAIL_TOKENS = 32
 """Tokens at the end of a given prompt that are decoded to find out whether it ends within the reasoning."""
 
@@ -83,7 +87,7 @@ class ChatPrompt:
         return len(prompt["prompt_token_ids"])
 
     async def prompt(self) -> Prompt:
-        """Rendered and encoded."""
+        """Rendered and encoded. The messages are kept no longer; call it once."""
         request, gateway = self._request, self._gateway
         if request.disable_chat_template and request.prompt_token_ids is None:
             text = self._messages[0]["content"]
@@ -91,8 +95,9 @@ class ChatPrompt:
             parser_config = gateway.input_processor.parser_config(text, [], {}, allow_tool_calls=False)
             prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         elif request.prompt_token_ids is None:
+            messages, self._messages = self._messages, []
             prompt = await gateway.chat_prompt(
-                self._messages,
+                messages,
                 self._size,
                 self._options,
                 self._calls,
@@ -141,6 +146,13 @@ class ChatPrompt:
                 unknown.ignore("", name)
                 del given[name]
         return given
+
+
+def memory_of(prompt: Prompt) -> int:
+    """About how many bytes a chat's prompt takes: text, tokens and pixels."""
+    assert isinstance(prompt, Mapping)
+    pixels = sum(len(image.pixels) for image in prompt.get("images") or ())
+    return getsizeof(prompt.get("prompt") or "") + TOKEN_BYTES * len(prompt["prompt_token_ids"]) + pixels
 
 
 def _num_characters(message: dict[str, Any]) -> int:
