@@ -91,6 +91,7 @@ class ScriptedServer:
         served = ServedModel(names=("default",), configuration=Configuration(), kserve={"ensemble": "ensemble"})
         served_models.set_models((served,))
         served_models.add(served, gateway)
+        self.body_memory = served_models.body_memory
         self._gateway = gateway
         self.thinks = self.hides = self.one_call = False
         """What a test's requests ask for: thinking, none of it in the answer, one tool call at most."""

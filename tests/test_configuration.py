@@ -22,6 +22,14 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def test_api_process_timeout_that_would_kill_healthy_processes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("0.2", "4.9"):
+        assert main(["config", "--api-process-timeout", wrong]) == 2
+        assert f"{wrong} seconds are too few" in capsys.readouterr().err
+    for right in ("0", "5", "60"):
+        assert main(["config", "--api-process-timeout", right]) == 0
+
+
 def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
     file = write(tmp_path, "port: 1\nmax-num-seqs: 2\nserver:\n  host: here\n  api_key: [one, two]\n")
     environment = {"PENSTOCK_MAX_NUM_SEQS": "3", "PENSTOCK_BLOCK_SIZE": "32", "PENSTOCK_SERVED_MODEL_NAME": "a,b"}

@@ -19,6 +19,7 @@ from serving import Served, children
 from penstock import LLM, AsyncLLM, demo
 from penstock.core import PenstockError
 from penstock.frontend.llm import SamplingParams
+from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HARM = (
@@ -65,6 +66,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(checkpoint: Path) -> Iterator[Served]:
     with Served(str(checkpoint), "--num-gpu-blocks-override", "400") as server:
+        assert len(server.pids["template"]) == 1, "one is started before the first chat needs it"
         yield server
 
 
@@ -147,6 +149,34 @@ def test_slow_templates_do_not_hold_up_other_chats(served: Served) -> None:
         assert {each.result().status_code for each in asked} == {400}
 
 
+def test_slow_chats_of_one_client_leave_others_their_turns() -> None:
+    """Another client's chat is rendered after at most one turn of each place, however many slow ones came first; chats
+    with many messages take no place of quick ones."""
+
+    async def run() -> None:
+        pool, special = TemplatePool(), {"bos_token": "", "eos_token": ""}
+        slow = IsolatedTemplate(LOOP, special, pool)
+        quick = IsolatedTemplate("{{ messages | length }}", special, pool)
+        try:
+            assert await quick.render_async(_user("Hello!"), 6, "other") == "1"
+            for messages in (_user("loop"), _user("loop") * 3000):
+                asked = [asyncio.create_task(slow.render_async(messages, 100, "slow")) for _ in range(12)]
+                await asyncio.sleep(0)
+                assert await quick.render_async(_user("Hello!"), 6, "other") == "1"
+                assert not any(task.done() for task in asked), "all were refused, or some, before it had its turn"
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+                assert await quick.render_async(_user("Hello!"), 6, "slow") == "1", "a smaller chat may be quick"
+                for process in pool_processes():
+                    os.kill(process, signal.SIGKILL)
+                assert await quick.render_async(_user("Hello!") * 3000, 100, "slow") == "3000", "begun again"
+        finally:
+            pool.close()
+
+    asyncio.run(run())
+
+
 def test_client_that_leaves_does_not_end_the_process(served: Served) -> None:
     """The rendering of a client that has left ends by itself; its process is used again."""
     body = ROUTES["/v1/chat/completions"]
@@ -182,6 +212,12 @@ def test_python_interfaces_refuse_harmful_messages(checkpoint: Path) -> None:
 
     asyncio.run(chats())
     assert not any("template_process" in (Path("/proc") / str(pid) / "cmdline").read_text() for pid in _own_children())
+
+
+def pool_processes() -> list[int]:
+    """The template processes of this one."""
+    pids = children(os.getpid())
+    return [pid for pid in pids if "template_process" in (Path("/proc") / str(pid) / "cmdline").read_text()]
 
 
 def _own_children() -> list[int]:

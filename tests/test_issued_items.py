@@ -31,6 +31,7 @@ TEMPLATE = (
 )
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}}
 FUNCTION = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+PLAIN: Any = {"model": "default"}
 KEYS = ("first key", "second key")
 
 
@@ -146,6 +147,44 @@ def test_items_are_accepted_by_reference(tmp_path: Path) -> None:
             for name in (first.output[1].id, first.output[2].id, kept[0].id, kept[2].id):
                 with pytest.raises(openai.NotFoundError, match=f"there is no item '{name}'"):
                     await other.responses.create(input=[question, {"type": "item_reference", "id": name}], **RESPONSES)
+
+    asyncio.run(check())
+
+
+def test_stored_items_count_as_if_the_client_had_sent_them(tmp_path: Path) -> None:
+    """The sum of the body and all stored items that a request names is limited, and its memory is reserved."""
+    limits = ServerOptions(storage_dir=str(tmp_path / "kept"), api_key=KEYS, max_body_size=100_000)
+
+    async def check() -> None:
+        async with scripted_server(
+            server_options=limits, chat_template="{% for m in messages %}{{ m.content | length }} {% endfor %}"
+        ) as server:
+            server.say("Yes.")
+            client = server.openai.with_options(api_key=KEYS[0])
+            create, conversations = client.responses.create, client.conversations
+            said: list[Any] = [{"role": "user", "content": "x" * 40_000}]
+            kept = [await create(input=said, **PLAIN) for _ in range(3)]
+            references: list[Any] = []
+            for response in kept:
+                listed = await client.responses.input_items.list(response.id)
+                references.append({"type": "item_reference", "id": listed.data[0].id})
+            await create(input=references[:2], store=False, **PLAIN)
+            assert server.prompt.split()[:2] == ["40000", "40000"]
+            conversation = await conversations.create(items=references[:2])
+            refused: list[dict[str, Any]] = [
+                {"input": references},
+                {"input": [*references[:2], *said]},
+                {"input": references[:1], "conversation": conversation.id},
+                {"input": references[:2], "previous_response_id": kept[0].id},
+                {"input": said, "conversation": conversation.id},
+            ]
+            for request in refused:
+                for call in (create, client.responses.input_tokens.count):
+                    with pytest.raises(openai.APIStatusError, match="more than the 100000 of a request") as error:
+                        await call(**request, **PLAIN)
+                    assert error.value.status_code == 413
+            with pytest.raises(openai.APIStatusError, match="more than the 100000 of a request"):
+                await conversations.items.create(conversation.id, items=references)
 
     asyncio.run(check())
 

@@ -335,6 +335,28 @@ def test_what_is_ignored_is_told_behind_the_answer(served: Served, client: trito
     assert answer.headers["x-penstock-ignored"] == "parameters.prioritee"
 
 
+def test_probes_are_answered_where_there_is_no_memory_for_requests(served: Served) -> None:
+    """Calls whose messages do not come hold and await all memory that one client may have; methods other than
+    ``ModelInfer`` need none, as their requests are small."""
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(address(served)) as channel:
+            infer = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+            waiting = [infer() for _ in range(200)]
+            for method, request, kind in (
+                ("ModelReady", pb.ModelReadyRequest(name="ensemble"), pb.ModelReadyResponse),
+                ("ServerMetadata", pb.ServerMetadataRequest(), pb.ServerMetadataResponse),
+            ):
+                call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+                assert kind.FromString(await call(request.SerializeToString(), timeout=40))
+            with pytest.raises(grpc.RpcError, match="body: has 65540 bytes, and at most 65536 are taken"):
+                await call(b"\x0a\x80\x80\x04" + b"x" * 2**16, timeout=40)
+            for each in waiting:
+                each.cancel()
+
+    asyncio.run(run())
+
+
 def test_bytes_that_are_no_message_are_refused(served: Served) -> None:
     """With a status and a line in the log, as all that is refused."""
     at = len(served.lines)

@@ -19,6 +19,7 @@ import load_storm
 import pytest
 from attacks import Victim, peak
 from load_storm import MIB, Body
+from scripted_engine import scripted_server
 from serving import Served
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
@@ -27,7 +28,7 @@ from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.frontend.fair_queue import FairQueue
 from penstock.serve.http import body_parser
-from penstock.serve.http.body_memory import BodyMemory, Reservation
+from penstock.serve.http.body_memory import MAX_WAITING_OF_CLIENT, BodyMemory, Reservation
 from penstock.serve.http.body_parser import BodyParser, ElementCount
 from penstock.serve.shared_result import SharedResult
 
@@ -190,6 +191,68 @@ def test_body_larger_than_a_share_is_taken_alone() -> None:
         growing.resize(5000, parsed=True)
         growing.release()
         assert memory.used == 0
+
+    asyncio.run(run())
+
+
+def test_one_client_does_not_take_all_places_of_those_that_wait() -> None:
+    async def run() -> None:
+        memory = BodyMemory(1000)
+        first = await memory.reserve("a", 1000, patience=0)
+        waiting = [asyncio.create_task(memory.reserve("a", 1, patience=60)) for _ in range(MAX_WAITING_OF_CLIENT)]
+        await asyncio.sleep(0)
+        with pytest.raises(PenstockError, match="there is no room"):
+            await asyncio.wait_for(memory.reserve("a", 1, patience=60), 30)
+        other = asyncio.create_task(memory.reserve("b", 1, patience=60))
+        await asyncio.sleep(0)
+        first.release()
+        for reservation in await asyncio.gather(other, *waiting):
+            reservation.release()
+        assert memory.used == 0
+
+    asyncio.run(run())
+
+
+def test_reservations_that_are_joined_are_released_together() -> None:
+    async def run() -> None:
+        memory = BodyMemory(1000)
+        body, items = await memory.reserve("a", 100, patience=0), await memory.reserve("a", 300, patience=0)
+        both = body.joined(items)
+        body.release()
+        items.release()
+        assert memory.used == both.size == 400
+        both.release()
+        assert memory.used == 0
+
+    asyncio.run(run())
+
+
+def test_memory_of_a_body_is_freed_before_the_answer_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what the prompt takes: here the template drops the text, as images in base64 are dropped."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    short, text = "{{ messages | length }}", "x" * 100_000
+
+    async def run() -> None:
+        async with scripted_server(chat_template=short) as server:
+            server.say("Yes.")
+            used: list[int] = []
+            add = server.engines.add
+            monkeypatch.setattr(
+                server.engines, "add", lambda request: (used.append(server.body_memory.used), add(request))
+            )
+            for path, asked in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+                ("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 9}),
+                ("/v1/responses", {"input": text}),
+                ("/api/chat", {"messages": [{"role": "user", "content": text}]}),
+            ):
+                answer = await server.http.post(path, json={"model": "default", **asked})
+                assert answer.status_code == 200, answer.text
+                assert 0 < used[-1] < 1000, path
+                assert server.body_memory.used == 0
+            assert len(used) == 4
 
     asyncio.run(run())
 

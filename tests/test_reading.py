@@ -281,12 +281,18 @@ def test_a_call_that_is_cut_off_leaves_no_markup(form: str, text: str, content: 
             assert call.name == name and arguments.startswith(call.arguments), text[:length]
 
 
+LIST_OR_TEXT = {"anyOf": [{"type": "array"}, {"type": "string"}]}
 VALUES = [
     ("a", "1,000", "1000"),
     ("a", "-12,345,678", "-12345678"),
     ("a", "1,00", '"1,00"'),
     ("a", "1, 2", '"1, 2"'),
     ("a", "(1, 2)", "[1, 2]"),
+    ("b", "1, 2", '"1, 2"'),
+    ("d", "1, 2", "[1, 2]"),
+    ("d", "'a', \"b\"", '["a", "b"]'),
+    ("g", "1, 2", '"1, 2"'),
+    ("x", "1, 2", '"1, 2"'),
     ("a", "", None),
     ("a", " ", None),
     ("b", "1,000", '"1,000"'),
@@ -313,7 +319,7 @@ def test_values_without_quotes(form: str, name: str, written: str, value: str | 
         f"{tools.prefix}{before}add{after}{element}{begin}b{end}{tools.value_start}z{tools.value_end}{tools.call_end}"
     )
     schema = SCHEMAS["add"]
-    schemas = {"add": schema | {"properties": schema["properties"] | {"n": {"type": "number"}}}}
+    schemas = {"add": schema | {"properties": schema["properties"] | {"n": {"type": "number"}, "g": LIST_OR_TEXT}}}
     (call,) = read(ParserConfig(tools=tools, schemas=schemas), [text]).tool_calls
     first = f'"{name}": {value}, ' if value is not None else ""
     assert call.arguments == f'{{{first}"b": "z"}}'

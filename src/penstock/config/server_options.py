@@ -12,6 +12,9 @@ from penstock.core.sampling import MAX_SEQUENCES
 from .option import option
 from .storage_limits import storage_limits
 
+MIN_API_PROCESS_TIMEOUT = 5.0
+"""Seconds. An API process tells twice a second that it lives."""
+
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the server: addresses, protocols, limits, security."""
@@ -148,7 +151,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         float,
         option(
             "Time without an iteration of an API process's event loop after which the process is killed and restarted. "
-            "0 never kills it.",
+            "At least 5; 0 never kills it.",
             "seconds",
             ge=0,
         ),
@@ -244,6 +247,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             storage_limits(getattr(self, name), name)
         if self.port < 0 and self.grpc_port < 0:
             raise invalid("port", "is -1, which turns HTTP off, and no grpc_port is given: nothing would be served")
+        if 0 < self.api_process_timeout < MIN_API_PROCESS_TIMEOUT:
+            reason = f"{self.api_process_timeout:g} seconds are too few, as a process that is busy or starting may not "
+            reason += f"answer for so long; give {MIN_API_PROCESS_TIMEOUT:g} or more, or 0 to never kill a process"
+            raise invalid("api_process_timeout", reason, MIN_API_PROCESS_TIMEOUT)
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
             raise invalid("root_path", f"{self.root_path!r} must begin with / and go on, as /llm does")
 

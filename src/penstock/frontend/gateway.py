@@ -141,12 +141,16 @@ class Gateway:
             self._check_length(texts.text)
         return await self.prepare(max(size, len(texts)), lambda: self.input_processor.encode_texts(texts))
 
-    async def pair(self, first: str, second: str) -> Texts:
-        """Two texts as a cross-encoder reads them. Raises ``PenstockError`` where its chat template refuses them."""
+    async def pair(self, first: str, second: str, client: str = "") -> Texts:
+        """Two texts as a cross-encoder reads them. Raises ``PenstockError`` where its chat template refuses them.
+
+        Args:
+            client: as in ``chat_prompt``.
+        """
         pair = self.input_processor.pair(first, second)
         if isinstance(pair, Texts):
             return pair
-        return Texts(await self._render_text(pair, len(first) + len(second), {}, None))
+        return Texts(await self._render_text(pair, len(first) + len(second), {}, None, client))
 
     async def chat_prompt(
         self,
@@ -157,6 +161,7 @@ class Gateway:
         template: str | None = None,
         add_special_tokens: bool = False,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        client: str = "",
     ) -> dict[str, Any]:
         """Render and encode a chat, and load its images and videos.
 
@@ -167,6 +172,7 @@ class Gateway:
             allow_tool_calls: whether the answer may call tools.
             template: chat template to use in place of the model's.
             add_special_tokens: add the tokenizer's special tokens to those that the template writes.
+            client: whose chat it is; clients take turns at rendering.
 
         Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
         """
@@ -177,7 +183,7 @@ class Gateway:
         self.input_processor.check_chats()
         messages, sources = split_media(messages)
         self.input_processor.check_media(sources)
-        render = partial(self._render, sources, size, options, template, add_special_tokens)
+        render = partial(self._render, sources, size, options, template, add_special_tokens, client)
         try:
             text, token_ids = await render(messages)
         except PenstockError:  # perhaps the template shows no images in the results of tools
@@ -206,10 +212,11 @@ class Gateway:
         options: Mapping[str, Any],
         template: str | None,
         add_special_tokens: bool,
+        client: str,
         messages: Messages,
     ) -> tuple[str, list[int]]:
         """The text of a chat and its tokens, with a placeholder for each image and video."""
-        text = await self._render_text(messages, size, options, template)
+        text = await self._render_text(messages, size, options, template, client)
         token_ids = await self.encode(text, add_special_tokens)
         if sources:
             self.input_processor.check_placeholders(token_ids, sources)
@@ -329,7 +336,9 @@ class Gateway:
         """The result of ``work``, which decodes a file."""
         return await asyncio.get_running_loop().run_in_executor(self._media_threads, work)
 
-    async def _render_text(self, messages: Messages, size: int, options: Mapping[str, Any], source: str | None) -> str:
+    async def _render_text(
+        self, messages: Messages, size: int, options: Mapping[str, Any], source: str | None, client: str
+    ) -> str:
         """The text of a chat, by the model's template or that of ``source``."""
         chosen: ChatTemplate | IsolatedTemplate
         if source is None:
@@ -339,7 +348,7 @@ class Gateway:
             special = self.input_processor.tokenizer.special
             chosen = IsolatedTemplate(source, special, self._request_templates, "chat_template")
         if isinstance(chosen, IsolatedTemplate):
-            return await chosen.render_async(messages, size, **options)
+            return await chosen.render_async(messages, size, client, **options)
         return await self.prepare(size, partial(chosen.render, messages, **options))
 
     def _check_length(self, prompt: Prompt) -> None:

@@ -12,7 +12,7 @@ from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 from penstock.text import Message, ToolCall
 
-from .prompt import ChatPrompt
+from .prompt import ChatPrompt, memory_of
 from .request import ChatRequest
 from .sampling import chat_sampling
 from .stream_cursor import Delta, StreamCursor
@@ -24,19 +24,23 @@ class ChatGeneration:
 
     Args:
         size: about how many characters the request has.
+        keeps_body: whether what the body has is kept until the request ends.
 
     Raises ``PenstockError`` where the request is wrong, or asks for what this model or server does not support.
     """
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int) -> None:
+    def __init__(
+        self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int, keeps_body: bool = False
+    ) -> None:
         self._service = service
         self._record = record
+        self._keeps_body = keeps_body
         self._request = request
         self._adapter = service.adapter_of(request.model)
         self.model = self._adapter or service.name
         """The model's name in the answer: the adapter's, or else the base model's."""
         self.sampling = chat_sampling(request, service.gateway.input_processor.default_sampling())
-        self.prompt = ChatPrompt(service, request, size, record.unknown)
+        self.prompt = ChatPrompt(service, request, size, record)
         if (constraint := forced_tool_call(request, self.prompt.tools)) is not None:
             if self.sampling.guided_decoding:
                 raise invalid("tool_choice", "cannot be combined with another constraint on the answer")
@@ -46,6 +50,9 @@ class ChatGeneration:
         """The output so far, after every step."""
         request = self._request
         prompt = await self.prompt.prompt()
+        if not self._keeps_body:  # images in base64 are not kept while the answer is generated
+            request.messages = []
+            self._record.shrink_memory(memory_of(prompt))
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         stream = generate(self._service, self._record, prompt, self.sampling, **options)
         async with aclosing(stream) as outputs:

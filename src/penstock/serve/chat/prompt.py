@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from sys import getsizeof
 from typing import Any
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.multimodal.kwargs import merge_media_kwargs
+from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.service import ModelService
 
@@ -18,6 +21,8 @@ TEMPLATE_FIELDS = (
     "chat_template chat_template_kwargs documents reasoning_effort add_generation_prompt continue_final_message"
 ).split()
 """Fields of the chat template, which cannot be combined with ``prompt_token_ids``."""
+TOKEN_BYTES = 36
+"""Memory of a token id in a list."""
 NUM_TAIL_TOKENS = 32
 """Tokens at the end of a given prompt that are decoded to find out whether it ends within the reasoning."""
 
@@ -27,13 +32,14 @@ class ChatPrompt:
 
     Args:
         size: about how many characters the request has.
-        unknown: collects fields that this model's template does not read.
+        record: collects fields that this model's template does not read.
 
     Raises ``PenstockError``: ``invalid`` for wrong values and contradictions, ``unsupported`` for what this model or
     server does not support.
     """
 
-    def __init__(self, service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> None:
+    def __init__(self, service: ModelService, request: ChatRequest, size: int, record: RequestRecord) -> None:
+        self._client = record.sender
         self._gateway = service.gateway
         self._gateway.input_processor.check_chats()
         self._request = request
@@ -59,7 +65,7 @@ class ChatPrompt:
         if request.messages:
             self._gateway.check_characters(sum(map(_num_characters, self._messages)))
         self._options = template_options(request, shown, self.tools is not None) | self._template_variables(
-            request, unknown
+            request, record.unknown
         )
         self.echoed = ""
         """Text of the last message that the answer repeats (``echo``); as the prompt has it, once it is rendered."""
@@ -81,7 +87,7 @@ class ChatPrompt:
         return len(prompt["prompt_token_ids"])
 
     async def prompt(self) -> Prompt:
-        """Rendered and encoded."""
+        """Rendered and encoded. The messages are kept no longer; call it once."""
         request, gateway = self._request, self._gateway
         if request.disable_chat_template and request.prompt_token_ids is None:
             text = self._messages[0]["content"]
@@ -89,14 +95,16 @@ class ChatPrompt:
             parser_config = gateway.input_processor.parser_config(text, [], {}, allow_tool_calls=False)
             prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         elif request.prompt_token_ids is None:
+            messages, self._messages = self._messages, []
             prompt = await gateway.chat_prompt(
-                self._messages,
+                messages,
                 self._size,
                 self._options,
                 self._calls,
                 self._template,
                 bool(request.add_special_tokens),
                 merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {}),
+                self._client,
             )
             if request.continue_final_message and not prompt["prompt"].endswith(self.echoed):
                 self.echoed = self.echoed.rstrip()  # as the template does, so that the answer brings the space
@@ -138,6 +146,13 @@ class ChatPrompt:
                 unknown.ignore("", name)
                 del given[name]
         return given
+
+
+def memory_of(prompt: Prompt) -> int:
+    """About how many bytes a chat's prompt takes: text, tokens and pixels."""
+    assert isinstance(prompt, Mapping)
+    pixels = sum(len(image.pixels) for image in prompt.get("images") or ())
+    return getsizeof(prompt.get("prompt") or "") + TOKEN_BYTES * len(prompt["prompt_token_ids"]) + pixels
 
 
 def _num_characters(message: dict[str, Any]) -> int:

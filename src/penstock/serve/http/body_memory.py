@@ -11,6 +11,8 @@ UNCOUNTED_SIZE = 2**14
 """Bytes of a body that is not counted."""
 MAX_WAITING = 128
 """Bodies that wait for memory, unread; further ones are refused at once."""
+MAX_WAITING_OF_CLIENT = MAX_WAITING // 4
+"""Likewise, of one client."""
 
 
 class BodyMemory:
@@ -34,7 +36,8 @@ class BodyMemory:
     async def reserve(self, client: str, size: int, patience: float) -> Reservation:
         """Wait until there is room for a body of ``size`` bytes.
 
-        Raises ``PenstockError`` (``overloaded``) after ``patience`` seconds, or at once where too many bodies wait.
+        Raises ``PenstockError`` (``overloaded``) after ``patience`` seconds, or at once where too many bodies wait, of
+        this client or of all.
         """
         if client not in self._waiting and self._has_room(client, size):
             self._take(client, size)
@@ -43,7 +46,7 @@ class BodyMemory:
         return Reservation(self, client, size)
 
     async def _wait(self, client: str, size: int, patience: float) -> None:
-        if self._num_waiting >= MAX_WAITING:
+        if self._num_waiting >= MAX_WAITING or len(self._waiting.get(client, ())) >= MAX_WAITING_OF_CLIENT:
             raise self._full(client, size)
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = (size, granted)
@@ -128,6 +131,12 @@ class Reservation:
         """Arguments and errors as of ``BodyMemory.resize``."""
         self._memory.resize(self._client, self.size, size, parsed)
         self.size = size
+
+    def joined(self, other: Reservation) -> Reservation:
+        """One reservation of both; these hold nothing then."""
+        both = Reservation(self._memory, self._client, self.size + other.size)
+        self.size = other.size = 0
+        return both
 
     def release(self) -> None:
         """Free the memory; may be called again."""

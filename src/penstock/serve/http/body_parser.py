@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from penstock.core.errors import invalid
+from penstock.core.fair_lock import FairLock
 from penstock.frontend.fair_queue import FairQueue
 
 T = TypeVar("T")
@@ -49,40 +49,6 @@ class BodyParser:
         loop = asyncio.get_running_loop()
         parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(self._large.release))
         return await asyncio.wrap_future(parsing)
-
-
-class FairLock:
-    """A lock that waiting clients get by turns."""
-
-    def __init__(self) -> None:
-        self._locked = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By client, in the order of their next turns."""
-
-    async def acquire(self, client: str) -> None:
-        if not self._locked:
-            self._locked = True
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release()
-            raise
-
-    def release(self) -> None:
-        while self._waiting:
-            client = next(iter(self._waiting))
-            turns = self._waiting.pop(client)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns  # after the other clients
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._locked = False
 
 
 class ElementCount:

@@ -70,6 +70,11 @@ class RequestRecord:
         """Whose turn it takes and whose share of memory: its tenant, or else its client's address."""
         return self.tenant or self.address
 
+    def shrink_memory(self, size: int) -> None:
+        """Free the memory beyond ``size`` bytes, as the body itself is kept no longer."""
+        if self.memory and size < self.memory.size:
+            self.memory.resize(size)
+
     def release_memory(self) -> None:
         """Free the memory of its body, as it has ended."""
         if self.memory:

@@ -18,6 +18,7 @@ from penstock.engine.executor.cluster_secret import read_secret
 from penstock.engine.service.control import ModelOperation
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
+from penstock.text.isolated_template import IsolatedTemplate
 
 from .messages import (
     INSTANCES,
@@ -212,7 +213,10 @@ def _load_input_processor(model: ServedModel) -> InputProcessor:
         engine.model, model.configuration.model, engine.max_output_len, isolated=not model.required
     )
     if processor.tokenizer.template_source is not None:
-        _ = processor.tokenizer.template.variables
+        template = processor.tokenizer.template
+        _ = template.variables
+        if isinstance(template, IsolatedTemplate):
+            template.start()
     _ = processor.tokenizer.vocabulary  # computed while the engine loads its weights, not with the first request
     _ = processor.vocabulary()
     return processor

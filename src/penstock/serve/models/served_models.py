@@ -201,6 +201,14 @@ class ServedModels:
                 raise
         return body
 
+    async def reserve(self, record: RequestRecord, size: int) -> None:
+        """Wait until there is memory for ``size`` bytes that a request takes besides its body, and hold it until it
+        ends. Raises ``PenstockError`` (``overloaded``) as ``BodyMemory.reserve``."""
+        if size <= UNCOUNTED_SIZE:
+            return
+        more = await self.body_memory.reserve(record.sender, size, self.options.client_timeout)
+        record.memory = record.memory.joined(more) if record.memory else more
+
     async def parse(self, record: RequestRecord, size: int, work: Callable[[], tuple[int, T]]) -> T:
         """The second result of ``work`` on a body of ``size`` bytes, in a thread where it is large.
 

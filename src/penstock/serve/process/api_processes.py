@@ -192,7 +192,7 @@ class ApiProcesses:
             last_check = now
             if process.last_alive and not self._closing and now - max(process.last_alive, since) > timeout:
                 pid = process.os_process.pid
-                logger.error("API process (process %d) has not answered for %.0f seconds: killed", pid, timeout)
+                logger.error("API process (process %d) has not answered for %g seconds: killed", pid, timeout)
                 process.os_process.kill()
                 return
 

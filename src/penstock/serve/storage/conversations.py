@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select, update
 
 from penstock.core import Code, PenstockError
 
@@ -89,26 +89,35 @@ class ConversationStore:
 
         await self._database.write(transaction)
 
-    async def items(self, owner: str, name: str, max_size: int) -> tuple[list[Item], int]:
-        """All items, the oldest first, and their size in bytes.
+    async def items_size(self, owner: str, name: str, taken: int, max_size: int) -> int:
+        """The size of ``items`` in bytes; no item is loaded. Arguments and errors as there."""
+        return await self._database.read(lambda connection: self._items_size(connection, owner, name, taken, max_size))
+
+    async def items(self, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
+        """All items, the oldest first.
 
         Args:
+            taken: bytes that the request has without them.
             max_size: bytes of a request, which has all items.
 
-        Raises as ``get``; ``too_large`` where the items have more than ``max_size`` bytes; ``invalid`` where the
-        conversation is full, so that no answer could be added to it.
+        Raises as ``get``; ``too_large`` where the request has more than ``max_size`` bytes with them; ``invalid`` where
+        the conversation is full, so that no answer could be added to it.
         """
 
-        def transaction(connection: Connection) -> tuple[list[Item], int]:
-            size = _row(connection, owner, name).size
-            if size > max_size:
-                raise too_large("conversation", size, max_size)
-            self._check_room(connection, name, size, 1, 0)
+        def transaction(connection: Connection) -> list[Item]:
+            self._items_size(connection, owner, name, taken, max_size)
             items = CONVERSATION_ITEMS.c
             found = select(items.document).where(items.conversation == name).order_by(items.position)
-            return list(connection.execute(found).scalars()), size
+            return list(connection.execute(found).scalars())
 
         return await self._database.read(transaction)
+
+    def _items_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
+        size = int(_row(connection, owner, name).size)
+        if taken + size > max_size:
+            raise too_large("conversation", taken + size, max_size)
+        self._check_room(connection, name, size, 1, 0)
+        return size
 
     async def page(self, owner: str, name: str, query: PageQuery) -> Page:
         """A page of its items. Raises as ``get``."""
@@ -142,16 +151,29 @@ class ConversationStore:
 
         return await self._database.read(transaction)
 
-    async def find(self, owner: str, items: list[str]) -> dict[str, Item]:
-        """The items of the owner's conversations that have one of these ids; others are left out."""
+    async def find_size(self, owner: str, items: list[str]) -> int:
+        """How many bytes the result of ``find`` has; no item is loaded."""
+        return await self._database.read(lambda connection: _found_size(connection, owner, items)) if items else 0
 
-        def transaction(connection: Connection) -> dict[str, Item]:
-            kept, conversations = CONVERSATION_ITEMS.c, CONVERSATIONS.c
-            query = select(kept.id, kept.document).join(CONVERSATIONS, conversations.id == kept.conversation)
-            mine = (conversations.owner == owner, conversations.expires >= time.time(), kept.id.in_(items))
-            return {row.id: row.document for row in connection.execute(query.where(*mine))}
+    async def find(self, owner: str, items: list[str], taken: int, max_size: int) -> tuple[dict[str, Item], int]:
+        """The items of the owner's conversations that have one of these ids, and their size in bytes; other ids are
+        left out.
 
-        return await self._database.read(transaction) if items else {}
+        Args:
+            taken, max_size: as for ``items``.
+
+        Raises ``PenstockError`` (``too_large``) as ``items``.
+        """
+
+        def transaction(connection: Connection) -> tuple[dict[str, Item], int]:
+            size = _found_size(connection, owner, items)
+            if taken + size > max_size:
+                raise too_large("input", taken + size, max_size)
+            kept = CONVERSATION_ITEMS.c
+            found = _found(select(kept.id, kept.document), owner, items)
+            return {row.id: row.document for row in connection.execute(found)}, size
+
+        return await self._database.read(transaction) if items else ({}, 0)
 
     async def delete_item(self, owner: str, name: str, item: str) -> Conversation:
         """Raises as ``item``."""
@@ -206,6 +228,17 @@ class ConversationStore:
             connection.execute(insert(CONVERSATION_ITEMS), rows)
         values = {"size": CONVERSATIONS.c.size + size, "expires": time.time() + self._retention}
         connection.execute(update(CONVERSATIONS).where(CONVERSATIONS.c.id == name).values(**values))
+
+
+def _found(query: Select[Any], owner: str, items: list[str]) -> Select[Any]:
+    """A query of the items of an owner's conversations that have one of these ids."""
+    conversations = CONVERSATIONS.c
+    mine = (conversations.owner == owner, conversations.expires >= time.time(), CONVERSATION_ITEMS.c.id.in_(items))
+    return query.join(CONVERSATIONS, conversations.id == CONVERSATION_ITEMS.c.conversation).where(*mine)
+
+
+def _found_size(connection: Connection, owner: str, items: list[str]) -> int:
+    return int(connection.execute(_found(select(func.sum(CONVERSATION_ITEMS.c.size)), owner, items)).scalar() or 0)
 
 
 def _size_of(connection: Connection, name: str) -> int:

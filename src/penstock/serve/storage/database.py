@@ -226,6 +226,6 @@ def newest_first(
 
 
 def too_large(field: str, size: int, maximum: int) -> PenstockError:
-    """The error for stored items that are more than a request may have."""
-    message = f"its items have {size} bytes, more than the {maximum} of a request (max_body_size); begin another one"
-    return PenstockError(Code.TOO_LARGE, f"{field}: {message}", field, maximum, size)
+    """The error for a request that has ``size`` bytes with the stored items that it names."""
+    message = f"with its stored items it has {size} bytes, more than the {maximum} of a request (max_body_size)"
+    return PenstockError(Code.TOO_LARGE, f"{field}: {message}; name fewer of them", field, maximum, size)

@@ -27,6 +27,9 @@ ITEM_ID = re.compile(r"(?:rs|msg|fc|in)_(.{1,128})_[0-9]{1,9}")
 """Id of an item of the response ``resp_`` and what the group matches."""
 LOST = {"code": "server_error", "message": "the process that computed the response has ended; send the request again"}
 
+OUTPUT = RESPONSES.c.document["output"]
+LENGTH = func.length(cast(RESPONSES.c.input, Text)) + func.length(cast(OUTPUT, Text))
+"""Characters of a response's items, input and output, as JSON."""
 CLOCK_STEP = 5.0
 """Seconds by which the system's clock has been set, or the machine been suspended."""
 Document = dict[str, Any]
@@ -102,56 +105,84 @@ class ResponseStore:
 
         return await self._database.read(transaction)
 
-    async def conversation(self, owner: str, name: str, max_size: int) -> tuple[list[Item], int]:
-        """The items of a response and of all before it, input and output, the oldest first; and their size, in
-        characters of JSON.
+    async def conversation_size(self, owner: str, name: str, taken: int, max_size: int) -> int:
+        """The size of ``conversation`` in characters of JSON; no item is loaded. Arguments and errors as there."""
+        return await self._database.read(lambda connection: self._chain(connection, owner, name, taken, max_size)[1])
+
+    async def conversation(self, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
+        """The items of a response and of all before it, input and output, the oldest first.
 
         Args:
+            taken: bytes that the request has without them.
             max_size: bytes of a request, which has all items.
 
         Raises ``PenstockError``: ``not_found``; ``invalid`` where one is not finished, or there are too many;
-        ``too_large`` where they have more than ``max_size`` characters.
+        ``too_large`` where the request has more than ``max_size`` bytes with them.
         """
 
-        def transaction(connection: Connection) -> tuple[list[Item], int]:
-            output = RESPONSES.c.document["output"]
-            length = func.length(cast(RESPONSES.c.input, Text)) + func.length(cast(output, Text))
-            names: list[str] = []
-            previous, size = name, 0
-            while previous:
-                if len(names) == MAX_CHAIN:
-                    raise invalid("previous_response_id", f"has more than {MAX_CHAIN} responses before it", MAX_CHAIN)
-                row = _row(connection, owner, previous, length.label("length"), field="previous_response_id")
-                status = "failed" if self._is_lost(row) else row.status
-                if status not in ("completed", "incomplete"):
-                    raise invalid("previous_response_id", f"{previous} is {status}")
-                size += row.length
-                if size > max_size:
-                    raise too_large("previous_response_id", size, max_size)
-                names.append(previous)
-                previous = row.previous
+        def transaction(connection: Connection) -> list[Item]:
             items: list[Item] = []
-            for each in reversed(names):
-                row = _row(connection, owner, each, RESPONSES.c.input, output.label("output"))
+            for each in reversed(self._chain(connection, owner, name, taken, max_size)[0]):
+                row = _row(connection, owner, each, RESPONSES.c.input, OUTPUT.label("output"))
                 items += row.input + row.output
-            return items, size
+            return items
 
         return await self._database.read(transaction)
 
-    async def items(self, owner: str, names: list[str]) -> dict[str, Item]:
-        """The items of the owner's responses, input and output, that have one of these ids; others are left out."""
-        wanted = set(names)
-        responses = {f"resp_{match[1]}" for name in names if (match := ITEM_ID.fullmatch(name))}
+    def _chain(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> tuple[list[str], int]:
+        """The ids of a response and of all before it, the latest first; and their size in characters of JSON."""
+        names: list[str] = []
+        previous, size = name, 0
+        while previous:
+            if len(names) == MAX_CHAIN:
+                raise invalid("previous_response_id", f"has more than {MAX_CHAIN} responses before it", MAX_CHAIN)
+            row = _row(connection, owner, previous, LENGTH.label("length"), field="previous_response_id")
+            status = "failed" if self._is_lost(row) else row.status
+            if status not in ("completed", "incomplete"):
+                raise invalid("previous_response_id", f"{previous} is {status}")
+            size += row.length
+            if taken + size > max_size:
+                raise too_large("previous_response_id", taken + size, max_size)
+            names.append(previous)
+            previous = row.previous
+        return names, size
 
-        def transaction(connection: Connection) -> dict[str, Item]:
+    async def items_size(self, owner: str, names: list[str]) -> int:
+        """At most how many characters of JSON the result of ``items`` has; no item is loaded."""
+        responses = sorted(_responses_of(names))
+
+        def transaction(connection: Connection) -> int:
+            lengths = (select(LENGTH).where(*_kept(owner, name)) for name in responses)
+            return sum(connection.execute(length).scalar() or 0 for length in lengths)
+
+        return await self._database.read(transaction) if responses else 0
+
+    async def items(self, owner: str, names: list[str], taken: int, max_size: int) -> tuple[dict[str, Item], int]:
+        """The items of the owner's responses, input and output, that have one of these ids, and their size in
+        characters of JSON; other ids are left out.
+
+        Args:
+            taken, max_size: as for ``conversation``.
+
+        Raises ``PenstockError`` (``too_large``) as ``conversation``.
+        """
+        wanted, responses = set(names), sorted(_responses_of(names))
+        texts = cast(RESPONSES.c.input, Text), cast(OUTPUT, Text)
+
+        def transaction(connection: Connection) -> tuple[dict[str, Item], int]:
             found: dict[str, Item] = {}
-            for name in sorted(responses):
-                row = connection.execute(select(RESPONSES).where(*_kept(owner, name))).first()
-                items = [*row.input, *row.document["output"]] if row else []
-                found |= {item["id"]: item for item in items if item["id"] in wanted}
-            return found
+            size = 0
+            for name in responses:
+                for text in connection.execute(select(*texts).where(*_kept(owner, name))).first() or ():
+                    for item in msgspec.json.decode(text, type=list[msgspec.Raw]):
+                        if (item_id := _id_of(item)) in wanted:
+                            size += len(memoryview(item))
+                            if taken + size > max_size:
+                                raise too_large("input", taken + size, max_size)
+                            found[item_id] = msgspec.json.decode(item)
+            return found, size
 
-        return await self._database.read(transaction) if responses else {}
+        return await self._database.read(transaction) if responses else ({}, 0)
 
     async def delete(self, owner: str, name: str) -> None:
         """Raises as ``get``."""
@@ -203,6 +234,11 @@ class ResponseStore:
             self._clock_stepped = now
         self._clock_offset = offset
         return lost and now - self._clock_stepped > LOST_AFTER
+
+
+def _responses_of(items: list[str]) -> set[str]:
+    """Ids of the responses that items with these ids would be of."""
+    return {f"resp_{match[1]}" for item in items if (match := ITEM_ID.fullmatch(item))}
 
 
 class _Id(msgspec.Struct):

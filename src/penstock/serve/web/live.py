@@ -13,7 +13,7 @@ from ..metrics import counted
 from ..models.served_models import ServedModels
 
 INTERVAL = 0.5
-"""Seconds in which a state is shown again: each takes the engines a few milliseconds."""
+"""Seconds between two computations of the state: each takes the engines a few milliseconds."""
 COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
@@ -25,35 +25,24 @@ COUNTERS = (
 HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 
 
-class LiveView:
-    """The state of all models, which is computed at most once in ``INTERVAL``, whoever asks how often."""
+async def state_of(served_models: ServedModels) -> bytes:
+    """The state of all models.
 
-    def __init__(self, served_models: ServedModels) -> None:
-        self._served_models = served_models
-        self._known: asyncio.Task[bytes] | None = None
-        self._begun = 0.0
-
-    async def state(self) -> bytes:
-        """JSON: ``models``, each with ``counters`` (number by name), ``histograms`` (``buckets``, upper bounds in
-        seconds, and the observations in each), and ``engines`` with ``stats`` and a ``snapshot`` (None where an engine
-        does not answer)."""
-        if self._known is None or (self._known.done() and time.monotonic() - self._begun > INTERVAL):
-            self._begun = time.monotonic()
-            self._known = asyncio.create_task(self._compute())
-        return await asyncio.shield(self._known)
-
-    async def _compute(self) -> bytes:
-        families = {family.name.removeprefix("penstock:"): family for family in await asyncio.to_thread(counted)}
-        models = []
-        for service in self._served_models:
-            engines = [
-                {"address": stats.address, "role": stats.role, "stats": stats, "snapshot": snapshot}
-                for stats, snapshot in await service.gateway.engine_pool.inspect()
-            ]
-            counters = {name: _total(families.get(name), service.name) for name in COUNTERS}
-            histograms = {name: _histogram(families.get(name), service.name) for name in HISTOGRAMS}
-            models.append({"name": service.name, "counters": counters, "histograms": histograms, "engines": engines})
-        return msgspec.json.encode({"time": time.time(), "models": models})
+    JSON: ``models``, each with ``counters`` (number by name), ``histograms`` (``buckets``, upper bounds in seconds, and
+    the observations in each), and ``engines`` with ``stats`` and a ``snapshot`` (None where an engine does not
+    answer).
+    """
+    families = {family.name.removeprefix("penstock:"): family for family in await asyncio.to_thread(counted)}
+    models = []
+    for service in served_models:
+        engines = [
+            {"address": stats.address, "role": stats.role, "stats": stats, "snapshot": snapshot}
+            for stats, snapshot in await service.gateway.engine_pool.inspect()
+        ]
+        counters = {name: _total(families.get(name), service.name) for name in COUNTERS}
+        histograms = {name: _histogram(families.get(name), service.name) for name in HISTOGRAMS}
+        models.append({"name": service.name, "counters": counters, "histograms": histograms, "engines": engines})
+    return msgspec.json.encode({"time": time.time(), "models": models})
 
 
 def _total(family: Metric | None, model: str) -> float:

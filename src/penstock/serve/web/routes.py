@@ -19,7 +19,8 @@ from ..http.openapi import OBJECT, operation, reference
 from ..http.routes import Endpoint, Route, Routes
 from ..models.served_models import ServedModels
 from ..models.service import ModelService
-from .live import LiveView
+from ..shared_result import SharedResult
+from .live import INTERVAL, state_of
 
 STATIC = Path(__file__).with_name("static")
 MEDIA_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript"}
@@ -42,13 +43,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if path.suffix != ".html":
             routes.append(Route(f"/web/{path.name}", _file(path.read_bytes(), path.suffix), access=Access.PUBLIC))
 
-    view = LiveView(served_models)
+    state = SharedResult(partial(state_of, served_models), INTERVAL)
 
     async def models(_: Request) -> Response:
         return JSONResponse({"models": [_described(service) for service in served_models]})
 
     async def live(_: Request) -> Response:
-        return Response(await view.state(), media_type="application/json")
+        return Response(await state.get(), media_type="application/json")
 
     described = operation(OBJECT, reference(ErrorResponse))
     add = partial(routes.add, access=Access.INFERENCE, described=described)

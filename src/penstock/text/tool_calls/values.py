@@ -107,7 +107,7 @@ def typed_value(written: str, types: Types) -> str | None:
             return "null" if "null" in types else None
         if types <= NUMBERS and GROUPED.fullmatch(written.strip()):
             written = written.replace(",", "")
-    if types == STRING or (value := literal(written)) is None:
+    if types == STRING or (value := literal(written, types)) is None:
         return text
     if value.type == "string":
         return text if types is None or "string" in types else value.json
@@ -125,8 +125,12 @@ class Literal:
         self.json = text
 
 
-def literal(written: str) -> Literal | None:
-    """A literal of JSON, which stays as it is written, or of Python; None where it is neither."""
+def literal(written: str, types: Types = None) -> Literal | None:
+    """A literal of JSON, which stays as it is written, or of Python; None where it is neither.
+
+    Args:
+        types: that the value may have. ``1, 2`` is an array only where that is allowed, and no text.
+    """
     written = written.strip()
     try:
         value = json.loads(written, parse_constant=_refuse)
@@ -138,7 +142,8 @@ def literal(written: str) -> Literal | None:
             warnings.simplefilter("ignore")
             tree = _Constants().visit(ast.parse(written, mode="eval"))
         value = ast.literal_eval(tree)
-        if isinstance(value, tuple) and not written.startswith("("):
+        is_array = types is not None and "array" in types and "string" not in types
+        if isinstance(value, tuple) and not written.startswith("(") and not is_array:
             return None  # 1,000 is a number, or a text
         return Literal("array" if isinstance(value, tuple) else type_name(value), to_json(value))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

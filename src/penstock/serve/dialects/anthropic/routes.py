@@ -150,7 +150,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             service = served_models.find(request.model)
             chat = to_chat_request(request, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
-            return ChatPrompt(service, chat, len(body), record.unknown)
+            return ChatPrompt(service, chat, len(body), record)
 
         prompt = await served_models.read(raw_request, prompt_of, served_models.max_body_size)
         count = await prompt.count_tokens()

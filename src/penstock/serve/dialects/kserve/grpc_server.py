@@ -69,6 +69,8 @@ PUBLIC_METHODS = ("ServerLive", "ServerReady")
 SERVICE_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 REQUESTS = {method.name: message_factory.GetMessageClass(method.input_type) for method in SERVICE_DESCRIPTOR.methods}
 """Class of the requests of each method."""
+MAX_CONTROL_MESSAGE = 2**16
+"""Bytes of a request of any method but ``ModelInfer``."""
 MEMORY_FACTOR = 4
 """Memory of a parsed message for each of its bytes."""
 LONGEST_CALL = 86_400.0
@@ -176,7 +178,7 @@ def unary(method: Method) -> Any:
         async with self.authorized_request(context, method.__name__) as record:
             request = None
             if method.__name__ not in PUBLIC_METHODS:
-                request = await self.receive(REQUESTS[method.__name__], requests, record)
+                request = await self.receive(method.__name__, requests, record)
             try:
                 return await method(self, request, record)
             finally:
@@ -284,7 +286,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                 request = pb.ModelInferRequest()
                 try:
                     async with self.request_record(context, "ModelStreamInfer", memory=memory) as record:
-                        request = await self._parse(pb.ModelInferRequest, raw, record)
+                        request = await self._parse(pb.ModelInferRequest, raw, record, self.max_size)
                         async with aclosing(self._responses(request, record, streamed=True)) as responses:
                             async for response in responses:
                                 await news.put(pb.ModelStreamInferResponse(infer_response=response))
@@ -396,13 +398,16 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         """Largest message, bytes."""
         return self._repository.served_models.max_text_size
 
-    async def receive(self, kind: Any, requests: AsyncIterator[bytes], record: RequestRecord) -> Any:
-        """The one message of a call, which is not read before there is memory for the largest.
+    async def receive(self, method: str, requests: AsyncIterator[bytes], record: RequestRecord) -> Any:
+        """The one message of a call. That of ``ModelInfer`` is not read before there is memory for the largest; those
+        of other methods are small, so that probes are answered when there is no memory.
 
         Raises ``PenstockError``: as ``BodyMemory.reserve`` and ``_parse``; ``timeout`` where none comes.
         """
-        patience = self._repository.served_models.options.client_timeout
-        record.memory = await self._memory.reserve(record.sender, self.max_size, patience)
+        patience, maximum = self._repository.served_models.options.client_timeout, MAX_CONTROL_MESSAGE
+        if method == "ModelInfer":
+            maximum = self.max_size
+            record.memory = await self._memory.reserve(record.sender, maximum, patience)
         try:
             async with asyncio.timeout(patience):
                 raw = await anext(aiter(requests), None)
@@ -410,12 +415,14 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             raise PenstockError(Code.TIMEOUT, f"body: no message came for {patience:g} seconds") from error
         if raw is None:
             raise PenstockError.of(UNREADABLE)
-        record.memory.resize(len(raw) if UNCOUNTED_SIZE < len(raw) <= self.max_size else 0)
-        return await self._parse(kind, raw, record)
+        if record.memory:
+            record.memory.resize(len(raw) if UNCOUNTED_SIZE < len(raw) <= maximum else 0)
+        return await self._parse(REQUESTS[method], raw, record, maximum)
 
-    async def _parse(self, kind: Any, raw: bytes, record: RequestRecord) -> Any:
-        """The message in bytes. Raises ``PenstockError``: ``too_large``, or ``invalid`` where it is none."""
-        if len(raw) > (maximum := self.max_size):
+    async def _parse(self, kind: Any, raw: bytes, record: RequestRecord, maximum: int) -> Any:
+        """The message in bytes. Raises ``PenstockError``: ``too_large`` beyond ``maximum`` bytes, or ``invalid`` where
+        it is none."""
+        if len(raw) > maximum:
             message = f"body: has {len(raw)} bytes, and at most {maximum} are taken"
             raise PenstockError(Code.TOO_LARGE, message, "body", maximum)
         try:

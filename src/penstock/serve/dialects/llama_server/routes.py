@@ -103,7 +103,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         service = served_models.find(request.model)
         gateway = service.gateway
         options = template_options(request, request.tools, gateway.input_processor.response_formats().tools is not None)
-        conversation = await gateway.chat_prompt(messages_of(request.messages, service.sees_images), size, options)
+        messages, client = messages_of(request.messages, service.sees_images), record_of(raw_request.scope).sender
+        conversation = await gateway.chat_prompt(messages, size, options, client=client)
         return JSONResponse({"prompt": conversation["prompt"]})
 
     async def tokenize(raw_request: Request) -> Response:

@@ -234,7 +234,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             options = template_options(
                 request, request.tools, gateway.input_processor.response_formats().tools is not None
             )
-            conversation = await gateway.chat_prompt(messages_of(request.messages, service.sees_images), size, options)
+            messages, client = messages_of(request.messages, service.sees_images), record_of(raw_request.scope).sender
+            conversation = await gateway.chat_prompt(messages, size, options, client=client)
             tokens = await gateway.encode(conversation)
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)

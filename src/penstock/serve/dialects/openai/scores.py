@@ -53,7 +53,8 @@ class _PairHandler(PoolingHandler):
             sides = zip(self._names, (self._first, self._second), strict=True)
             return [(name, pooler.with_prompt(text)) for name, side in sides for text in side]
         first = list(self._first) * (len(self._second) // len(self._first))
-        texts = [await self._service.gateway.pair(a, b) for a, b in zip(first, self._second, strict=True)]
+        pairs, client = zip(first, self._second, strict=True), self._record.sender
+        texts = [await self._service.gateway.pair(a, b, client) for a, b in pairs]
         if limit is not None and any(each.pair is None for each in texts):
             raise invalid("max_tokens_per_doc", "is for models that read pairs of texts, without a chat template")
         options = {"add_special_tokens": self._special, "max_second_len": limit}

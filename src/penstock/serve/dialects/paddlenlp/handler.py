@@ -119,7 +119,7 @@ class PaddleNLPHandler:
         """The prompt in token ids; refused where prompt and ``max_dec_len`` exceed the context."""
         request, gateway = self._request, self._service.gateway
         if self._messages:
-            prompt = await gateway.chat_prompt(self._messages, self._size, {})
+            prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self._record.sender)
         elif request.text is not None:
             prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}
         else:

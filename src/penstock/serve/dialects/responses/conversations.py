@@ -39,15 +39,15 @@ class ConversationRoutes:
         self._store = stores.conversations
 
     async def create(self, raw_request: Request) -> Response:
-        request = await self._read(raw_request, ConversationRequest)
-        items = await self._items(raw_request, request.items or [])
+        request, size = await self._read(raw_request, ConversationRequest)
+        items = await self._items(raw_request, request.items or [], size)
         return _json(await self._store.add(_tenant(raw_request), request.metadata or {}, items))
 
     async def retrieve(self, raw_request: Request) -> Response:
         return _json(await self._store.get(_tenant(raw_request), _name(raw_request)))
 
     async def update(self, raw_request: Request) -> Response:
-        request = await self._read(raw_request, ConversationUpdate)
+        request, _ = await self._read(raw_request, ConversationUpdate)
         return _json(await self._store.update(_tenant(raw_request), _name(raw_request), request.metadata or {}))
 
     async def delete(self, raw_request: Request) -> Response:
@@ -60,8 +60,8 @@ class ConversationRoutes:
         return _json(page_document(await self._store.page(_tenant(raw_request), _name(raw_request), query)))
 
     async def create_items(self, raw_request: Request) -> Response:
-        request = await self._read(raw_request, ItemsRequest)
-        items = await self._items(raw_request, request.items)
+        request, size = await self._read(raw_request, ItemsRequest)
+        items = await self._items(raw_request, request.items, size)
         await self._store.append(_tenant(raw_request), _name(raw_request), items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
         return _json({"object": "list", "data": items, **ends, "has_more": False})
@@ -74,9 +74,13 @@ class ConversationRoutes:
         item = raw_request.path_params["item"]
         return _json(await self._store.delete_item(_tenant(raw_request), _name(raw_request), item))
 
-    async def _items(self, raw_request: Request, given: list[Item]) -> list[dict[str, Any]]:
-        """What is kept of items. Raises ``PenstockError`` where no request could have them."""
-        resolved = await resolve_references(given, self._stores, _tenant(raw_request), "items")
+    async def _items(self, raw_request: Request, given: list[Item], size: int) -> list[dict[str, Any]]:
+        """What is kept of the items of a body of ``size`` bytes. Raises ``PenstockError`` where no request could have
+        them."""
+        models, record = self._served_models, record_of(raw_request.scope)
+        resolved, _ = await resolve_references(
+            given, self._stores, record.tenant, "items", size, models.max_body_size, partial(models.reserve, record)
+        )
 
         def kept() -> list[dict[str, Any]]:
             check_items(resolved)
@@ -85,10 +89,13 @@ class ConversationRoutes:
 
         return await asyncio.to_thread(kept)  # many items would hold up others
 
-    async def _read(self, raw_request: Request, schema: type[T]) -> T:
+    async def _read(self, raw_request: Request, schema: type[T]) -> tuple[T, int]:
+        """The body and its size."""
         unknown, largest = record_of(raw_request.scope).unknown, self._served_models.max_body_size
         return await self._served_models.read(
-            raw_request, lambda body: convert(read_object(body or b"{}"), schema, unknown, "pydantic"), largest
+            raw_request,
+            lambda body: (convert(read_object(body or b"{}"), schema, unknown, "pydantic"), len(body)),
+            largest,
         )
 
 

@@ -50,12 +50,11 @@ class ResponseHandler:
         keep: Callable[[Document], Awaitable[bool]] | None = None,
         stores: bool = False,
     ) -> None:
-        self._chat = ChatGeneration(
-            service, record, to_chat_request(request, service.template_variables, service.sees_images), size
-        )
+        chat = to_chat_request(request, service.template_variables, service.sees_images)
+        self._chat = ChatGeneration(service, record, chat, size, keeps_body=keep is not None)
         self._namespaces = namespaces(request.tools)
         self._events = events
-        self._request = request
+        self._request = msgspec.structs.replace(request, input="")
         self._name = record.request_id if keep is None else uuid4().hex  # a client may send an id twice
         self._created = int(time.time())
         self._keep = keep

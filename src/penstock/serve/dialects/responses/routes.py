@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -117,7 +116,9 @@ class ResponsesRoutes:
         if stores:
             if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
                 await stores.responses.check_room(record.tenant)
-            request, size = await with_conversation(request, size, stores, record.tenant, largest)
+            request, size = await with_conversation(
+                request, size, stores, record.tenant, largest, partial(self._served_models.reserve, record)
+            )
 
         def handle() -> tuple[int, ResponseHandler]:
             return 0, ResponseHandler(service, record, request, size, events, keeper, stored)
@@ -144,12 +145,14 @@ class ResponsesRoutes:
         request, service, size = await served_models.read(raw_request, parse, largest)
         request, size = await self._with_items(request, size, record)
         if self._stores:
-            request, size = await with_conversation(request, size, self._stores, record.tenant, largest)
+            request, size = await with_conversation(
+                request, size, self._stores, record.tenant, largest, partial(served_models.reserve, record)
+            )
 
         def prompt_of() -> tuple[int, ChatPrompt]:
             chat = to_chat_request(request, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
-            return 0, ChatPrompt(service, chat, size, record.unknown)
+            return 0, ChatPrompt(service, chat, size, record)
 
         prompt = await served_models.parse(record, size, prompt_of)
         count = await prompt.count_tokens()
@@ -159,11 +162,11 @@ class ResponsesRoutes:
         """The request with the items that its input refers to, and about how many characters it has then."""
         if isinstance(given := request.input, str):
             return request, size
-        items = await resolve_references(given, self._stores, record.tenant, "input")
-        if items is given:
-            return request, size
-        encoded = await asyncio.to_thread(msgspec.json.encode, items)  # large items would hold up others
-        return msgspec.structs.replace(request, input=items), size + len(encoded)
+        models = self._served_models
+        items, size = await resolve_references(
+            given, self._stores, record.tenant, "input", size, models.max_body_size, partial(models.reserve, record)
+        )
+        return msgspec.structs.replace(request, input=items), size
 
     def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
         """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
@@ -45,22 +46,29 @@ def input_items(request: CountTokensRequest) -> list[Document]:
     return [{key: value for key, value in item.items() if value is not None and key != "id"} for item in items]
 
 
-async def with_conversation(request: T, size: int, stores: Stores, owner: str, max_size: int) -> tuple[T, int]:
+async def with_conversation(
+    request: T, size: int, stores: Stores, owner: str, max_size: int, reserve: Callable[[int], Awaitable[None]]
+) -> tuple[T, int]:
     """The request with the items of its ``conversation``, or of ``previous_response_id``, before its input, and about
     how many characters it has then.
 
     Args:
         size: about how many characters the request has.
         max_size: bytes of the largest request, stored items included.
+        reserve: waits until there is memory for so many bytes; called before the items are loaded.
 
-    Raises as ``ResponseStore.conversation`` and ``ConversationStore.items``, and ``invalid`` where it has both.
+    Raises as ``ResponseStore.conversation``, ``ConversationStore.items`` and ``reserve``, and ``invalid`` where it has
+    both.
     """
     if conversation := conversation_of(request):
         if request.previous_response_id is not None:
             raise invalid("previous_response_id", "cannot be combined with conversation, which has all items")
-        before, stored = await stores.conversations.items(owner, conversation, max_size)
+        await reserve(stored := await stores.conversations.items_size(owner, conversation, size, max_size))
+        before = await stores.conversations.items(owner, conversation, size, max_size)
     elif request.previous_response_id is not None:
-        before, stored = await stores.responses.conversation(owner, request.previous_response_id, max_size)
+        previous = request.previous_response_id
+        await reserve(stored := await stores.responses.conversation_size(owner, previous, size, max_size))
+        before = await stores.responses.conversation(owner, previous, size, max_size)
     else:
         return request, size
 

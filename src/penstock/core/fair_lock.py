@@ -1,0 +1,44 @@
+"""A lock that clients get by turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class FairLock:
+    """A lock that waiting clients get by turns.
+
+    Args:
+        places: how many may hold it at a time.
+    """
+
+    def __init__(self, places: int = 1) -> None:
+        self._free = places
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By client, in the order of their next turns."""
+
+    async def acquire(self, client: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        while self._waiting:
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # after the other clients
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
