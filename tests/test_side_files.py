@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3_5Tokenizer
 
 from penstock import demo
 from penstock.core import Code, GuidedDecodingParams, PenstockError, SamplingParams
@@ -28,6 +28,7 @@ TEXTS = (
     "a<tool>b <extra>  c<bos><eos> <pad>x",
     "a [PAD] b<new> <bos> [MASK]c  <audio>",
     "<|endoftext|> <s>The  RIVER</s> é 河\n\n ",
+    "e\u0301te\u0301 \u0915\u094d\u0937\u0947\u0924\u094d\u0930 1234",
 )
 ROLES = {
     "bos_token": "<bos>",
@@ -185,6 +186,9 @@ BYTE_LEVEL: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = 
         {"model_type": "opt"},
     ),
     "Qwen2": (("<|endoftext|>",), {"tokenizer_class": "Qwen2Tokenizer"}, {"model_type": "qwen3"}),
+    "Qwen3 with images": (("<|endoftext|>",), {}, {"model_type": "qwen3_vl_moe"}),
+    "GPT-NeoX": (("<|endoftext|>", "<|padding|>"), {}, {"model_type": "gpt_neox"}),
+    "OLMo": (("<|endoftext|>", "<|padding|>"), {"tokenizer_class": "GPTNeoXTokenizerFast"}, {"model_type": "olmo"}),
     "RoBERTa": (("<s>", "<pad>", "</s>", "<unk>", "<mask>"), {}, {"model_type": "roberta"}),
     "Starcoder2": (("<|endoftext|>",), {"tokenizer_class": "GPT2TokenizerFast"}, {"model_type": "starcoder2"}),
 }
@@ -202,6 +206,17 @@ def test_vocab_json_and_merges_txt(tmp_path: Path, name: str) -> None:
         if content:
             write(tmp_path / path, content)
     compare(tmp_path, templated=False)
+
+
+def test_qwen3_5_without_tokenizer_json(tmp_path: Path) -> None:
+    """transformers reads its vocabulary only from ``tokenizer.json``, so that it is given here."""
+    words = vocabulary("<|endoftext|>")
+    write(tmp_path / "vocab.json", words)
+    write(tmp_path / "merges.txt", "\n".join(f"{a} {b}" for a, b in merges()))
+    write(tmp_path / "config.json", {"model_type": "qwen3_5_moe"})
+    theirs, ours = Qwen3_5Tokenizer(words, merges()), Tokenizer(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
 
 
 def test_whisper_saved_without_tokenizer_json(tmp_path: Path) -> None:

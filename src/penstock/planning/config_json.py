@@ -83,9 +83,9 @@ def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
         is_awq = name == QUANTIZATION_FILES[1] or "w_bit" in found or "zero_point" in found
         return {"quantization_config": {"quant_method": "awq" if is_awq else "gptq", **found}}
     path = folder / MODELOPT_FILE
-    found = _read_object(path).get("quantization") if path.is_file() else None
-    if isinstance(found, Mapping) and found.get("quant_algo"):
-        return {"quantization_config": _modelopt(found, path)}
+    described = _read_object(path).get("quantization") if path.is_file() else None
+    if isinstance(described, Mapping) and described.get("quant_algo"):
+        return {"quantization_config": _modelopt(described, path)}
     return {}
 
 
