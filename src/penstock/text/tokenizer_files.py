@@ -140,10 +140,11 @@ def _add_special(tokenizer: Tokenizer, named: Iterable[AddedToken], defaults: It
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     usual = (AddedToken(token, special=True) for token in defaults if tokenizer.token_to_id(token) is not None)
+    new: dict[str, AddedToken] = {}
     for token in (*named, *usual):
         if token.content not in known:
-            tokenizer.add_special_tokens([token])
-            known.add(token.content)
+            new.setdefault(token.content, token)
+    tokenizer.add_special_tokens(list(new.values()))
 
 
 def _add_bounds(
