@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import save
 from quantized import KINDS, SIZES, ct_config, quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -29,7 +29,7 @@ from penstock.ops import QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Shard, shard_outputs
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of, quantization_config_of
-from penstock.quant import Matrix, read_quantization_config
+from penstock.quant import Matrix, fp8, read_quantization_config
 
 CPU = torch.device("cpu")
 MATRICES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
@@ -78,6 +78,44 @@ def test_quantization_is_found_in_the_files_of_autogptq_and_autoawq(kind: str, f
     assert {name: open_checkpoint(tmp_path).format_of(name) for name in MATRICES} == expected
     (tmp_path / file).write_text("[")
     with pytest.raises(PenstockError, match=f"{file} is not JSON"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_fp8_of_model_optimizer_is_read(in_config: bool, tmp_path: Path) -> None:
+    """One scale a matrix, and one of its inputs, which is not used; ``hf_quant_config.json`` or ``config.json`` has the
+    algorithm."""
+    model = save(LlamaConfig(**SIZES), tmp_path)
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        tensors[name] = tensor
+        if "_proj" in name:
+            values, scale = fp8.pack(tensor.float(), 0, 0)
+            tensors |= {name: values, f"{name}_scale": scale[0, 0]}
+            tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+            model.get_parameter(name).data = values.float() * scale
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+
+    def describe(**changed: Any) -> None:
+        if in_config:
+            content = config | {"quantization_config": {"quant_method": "modelopt", **described, **changed}}
+            (tmp_path / "config.json").write_text(json.dumps(content))
+        else:
+            content = {"producer": {"name": "modelopt"}, "quantization": described | changed}
+            (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+
+    describe()
+    llm = LLM(tmp_path, dtype="float32", block_size=16, num_gpu_blocks_override=50, weight_cache_dir="none")
+    prompt = PROMPTS[-1]
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    found = [entry.logprob for token in output.prompt_logprobs[1:] for entry in token.values()]
+    with torch.inference_mode():
+        logprobs = model.float()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], atol=1e-3, rtol=0)
+    describe(quant_algo="NVFP4")
+    with pytest.raises(PenstockError, match=r"'NVFP4' \(quant_algo\) of Model Optimizer is not read; FP8 is"):
         read_config(tmp_path)
 
 

@@ -138,6 +138,9 @@ VARIABLES: list[tuple[str, str, str, dict[str, Any] | str]] = [
             ("VLLM_ALLOWED_HOSTS", "x", "its name is about security"),
             ("VLLM_TLS_VERIFY", "x", "its name is about security"),
             ("VLLM_SOMETHING_NEW", "x", "ignored: this variable of vLLM has no counterpart"),
+            ("VLLM_SOMETHING_MAX_TOKENS", "4096", "ignored: this variable of vLLM has no counterpart"),
+            ("VLLM_ADMIN_TOKENS", "a1b2", "its name is about security"),
+            ("VLLM_ADMIN_TOKEN", "4096", "its name is about security"),
         ]
     ],
     ("", "VLLM_API_KEY", "hush-42", {"api_key": ("hush-42",)}),
@@ -176,6 +179,12 @@ def test_security_flag_is_honoured_or_refused(
         found = {name: json.loads(out)[name]["value"] for name in outcome}
         assert found == outcome
     assert "hush-42" not in err + out + caplog.text
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "hqq", "inc"])
+def test_quantization_without_effect_is_told(caplog: pytest.LogCaptureFixture, method: str) -> None:
+    assert main(["config", "--compat", "vllm", "--quantization", method]) == 0
+    assert f"--quantization {method} has no meaning here and is ignored: config.json says how" in caplog.text
 
 
 @pytest.mark.row("vllm", "VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_MAX_IMAGE_PIXELS")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3_5Tokenizer
 
 from penstock import demo
-from penstock.core import Code, PenstockError
+from penstock.core import Code, GuidedDecodingParams, PenstockError, SamplingParams
+from penstock.frontend.llm import LLM
 from penstock.text import Tokenizer
 from penstock.text.vocabulary import byte_alphabet
 
 TEXTS = (
     "the river runs, it's 123",
     "a<tool>b <extra>  c<bos><eos> <pad>x",
+    "a [PAD] b<new> <bos> [MASK]c  <audio>",
     "<|endoftext|> <s>The  RIVER</s> é 河\n\n ",
+    "e\u0301te\u0301 \u0915\u094d\u0937\u0947\u0924\u094d\u0930 1234",
 )
 ROLES = {
     "bos_token": "<bos>",
@@ -32,6 +37,8 @@ ROLES = {
     "unk_token": "<unk>",
     "image_token": "<image>",
 }
+NEW_ROLES = {"audio_token": "<audio>", "mask_token": "[MASK]", "pad_token": "[PAD]"}
+"""Tokens outside the vocabulary."""
 ADDED = ("<tool>", "<extra>", "<more>")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 TEMPLATES = {
@@ -67,16 +74,26 @@ def write(path: Path, content: Any) -> None:
 
 
 @st.composite
+def token_objects(draw: st.DrawFn, content: str, in_config: bool) -> dict[str, Any]:
+    """A special token with flags."""
+    flags = {name: draw(st.booleans()) for name in ("lstrip", "rstrip", "single_word")}
+    if draw(st.booleans()):
+        flags["normalized"] = draw(st.booleans())
+    return {"content": content, **flags, **({"__type": "AddedToken"} if in_config else {})}
+
+
+@st.composite
 def checkpoints(draw: st.DrawFn) -> dict[str, Any]:
     """Files of a tokenizer by name; each fact is in a file that is drawn, of those that can hold it."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     special: dict[str, Any] = {}
     as_object = draw(st.booleans())
     modern = draw(st.booleans())
-    for role, token in ROLES.items():
+    roles = ROLES | draw(st.sampled_from([{}, NEW_ROLES]))
+    for role, token in roles.items():
         place = config if modern else draw(st.sampled_from([config, special]))
-        place[role] = {"content": token, "lstrip": False, "rstrip": False} if as_object and place is special else token
-    extra = draw(st.sampled_from([[], ["<extra>"]]))
+        place[role] = draw(token_objects(token, place is config)) if as_object else token
+    extra = draw(st.sampled_from([[], ["<extra>"], ["<new>", "<extra>"]]))
     if modern or draw(st.booleans()):
         config["additional_special_tokens"] = extra
     else:
@@ -169,6 +186,9 @@ BYTE_LEVEL: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = 
         {"model_type": "opt"},
     ),
     "Qwen2": (("<|endoftext|>",), {"tokenizer_class": "Qwen2Tokenizer"}, {"model_type": "qwen3"}),
+    "Qwen3 with images": (("<|endoftext|>",), {}, {"model_type": "qwen3_vl_moe"}),
+    "GPT-NeoX": (("<|endoftext|>", "<|padding|>"), {}, {"model_type": "gpt_neox"}),
+    "OLMo": (("<|endoftext|>", "<|padding|>"), {"tokenizer_class": "GPTNeoXTokenizerFast"}, {"model_type": "olmo"}),
     "RoBERTa": (("<s>", "<pad>", "</s>", "<unk>", "<mask>"), {}, {"model_type": "roberta"}),
     "Starcoder2": (("<|endoftext|>",), {"tokenizer_class": "GPT2TokenizerFast"}, {"model_type": "starcoder2"}),
 }
@@ -186,6 +206,17 @@ def test_vocab_json_and_merges_txt(tmp_path: Path, name: str) -> None:
         if content:
             write(tmp_path / path, content)
     compare(tmp_path, templated=False)
+
+
+def test_qwen3_5_without_tokenizer_json(tmp_path: Path) -> None:
+    """transformers reads its vocabulary only from ``tokenizer.json``, so that it is given here."""
+    words = vocabulary("<|endoftext|>")
+    write(tmp_path / "vocab.json", words)
+    write(tmp_path / "merges.txt", "\n".join(f"{a} {b}" for a, b in merges()))
+    write(tmp_path / "config.json", {"model_type": "qwen3_5_moe"})
+    theirs, ours = Qwen3_5Tokenizer(words, merges()), Tokenizer(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
 
 
 def test_whisper_saved_without_tokenizer_json(tmp_path: Path) -> None:
@@ -244,3 +275,19 @@ def test_tekken(tmp_path: Path, size: int) -> None:
         assert ours.decode(ids) == text
     assert ours.encode("[TOOL]", False) == [9]
     assert (ours.special["eos_token"], ours.id_to_token(63)) == ("</s>", "<SPECIAL_63>")
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_token_outside_the_models_vocabulary_is_refused_in_prompts(tmp_path: Path, backend: str) -> None:
+    """It gets the next id, for which the model has no embedding. Guided decoding goes on without it."""
+    shutil.copytree(demo.CHAT, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    write(tmp_path / "tokenizer_config.json", config | {"additional_special_tokens": ["[NEW]"]})
+    llm = LLM(tmp_path, num_gpu_blocks_override=64, guided_decoding_backend=backend, weight_cache_dir="none")
+    size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    assert Tokenizer(tmp_path).token_to_id("[NEW]") == size
+    with pytest.raises(PenstockError, match=f"token ids go from 0 to {size - 1}, and {size} is given"):
+        llm.generate(["Once [NEW]"], use_tqdm=False)
+    sampling = SamplingParams(guided_decoding=GuidedDecodingParams(regex="[a-c]{3}"))
+    (answer,) = llm.generate(["Once"], sampling, use_tqdm=False)
+    assert re.fullmatch("[a-c]{3}", answer.outputs[0].text)

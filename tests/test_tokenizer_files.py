@@ -32,8 +32,8 @@ LINES = [
 
 
 SPACE = "\u2581"
-DEFINED = {"": [], "defined": [SPACE * 2, SPACE * 4, f"<b>{SPACE}", "<tag>", "ver", "\n\n"]}
-"""Pieces that SentencePiece emits whole."""
+DEFINED = {"": [], "defined": [SPACE * 2, SPACE * 4, f"<b>{SPACE}", "<tag>", "ver", "\n\n", "s t"]}
+"""Pieces that SentencePiece emits whole. It never finds the last one, as it replaces spaces before."""
 
 
 @pytest.fixture(
@@ -63,6 +63,7 @@ def piece_model(
 
 @given(text=TEXT)
 @example(text="\x85")
+@example(text="the river runs to")
 @example(text="  the\x85 \n river \n ")
 @example(text="     river<tag>river   <b>  over\n\n\n    ")
 def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str) -> None:
@@ -75,6 +76,20 @@ def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProc
     assert ours.encode(text, add_special_tokens=False) == expected
     assert ours.encode(text) == [theirs.bos_id(), *expected]
     assert ours.decode(ours.encode(text)).lstrip(" ") == theirs.decode(expected).lstrip(" ")
+
+
+def test_model_with_spaces_behind_words_is_refused(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 20),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=100,
+        hard_vocab_limit=False,
+        treat_whitespace_as_suffix=True,
+        minloglevel=2,
+    )
+    with pytest.raises(PenstockError, match="treat_whitespace_as_suffix") as refused:
+        Tokenizer(tmp_path)
+    assert refused.value.failure.code is Code.UNSUPPORTED
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -70,7 +70,8 @@ def _check_tokens(request: EngineRequest, vocabulary: int) -> None:
     }
     for field, token_ids in given.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
-            raise invalid(field, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
+            wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
+            raise invalid(field, f"token ids go from 0 to {vocabulary - 1}, and {wrong} is given", vocabulary - 1)
     if len(sampling.banned_token_ids) == vocabulary:
         raise invalid("bad_word_ids", "exclude every token of the vocabulary; allow at least one")
     size = len(request.prompt) * vocabulary * 4  # float32

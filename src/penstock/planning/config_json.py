@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_json_file
 
@@ -17,6 +18,8 @@ from .stored_tensors import stored_dtype, stored_head
 CONFIG = "config.json"
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 """Files of AutoGPTQ and AutoAWQ, which describe the quantization where ``config.json`` does not."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""File of NVIDIA's Model Optimizer, likewise."""
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
@@ -40,8 +43,11 @@ def read_plain_config_json(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
     result = _read_object(path)
-    if not result.get("quantization_config") and not result.get("compression_config"):
+    given = result.get("quantization_config")
+    if not given and not result.get("compression_config"):
         result |= _quantization_of_side_file(folder)
+    elif isinstance(given, Mapping) and given.get("quant_method") == "modelopt":
+        result["quantization_config"] = _modelopt(given, path)
     try:
         sentence = next(out_of_bounds(result), "")
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
@@ -76,7 +82,20 @@ def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
         found = _read_object(folder / name)
         is_awq = name == QUANTIZATION_FILES[1] or "w_bit" in found or "zero_point" in found
         return {"quantization_config": {"quant_method": "awq" if is_awq else "gptq", **found}}
+    path = folder / MODELOPT_FILE
+    described = _read_object(path).get("quantization") if path.is_file() else None
+    if isinstance(described, Mapping) and described.get("quant_algo"):
+        return {"quantization_config": _modelopt(described, path)}
     return {}
+
+
+def _modelopt(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """``quantization_config`` of a checkpoint of NVIDIA's Model Optimizer in FP8: matrices with a ``weight_scale`` are
+    quantized. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
+    if (algorithm := found.get("quant_algo")) != "FP8":
+        words = f"{path}: the quantization {algorithm!r:.60} (quant_algo) of Model Optimizer is not read; FP8 is"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    return {"quant_method": "fp8", "activation_scheme": "static"}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

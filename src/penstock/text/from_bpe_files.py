@@ -12,24 +12,34 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from penstock.core import Code, PenstockError
 
 from .side_files import SideFiles
-from .tiktoken_formats import QWEN2
+from .tiktoken_formats import QWEN2, QWEN2_TYPES, QWEN3_5, QWEN3_5_TYPES
 
-GPT2, QWEN, ROBERTA = "GPT-2", "Qwen2", "RoBERTa"
+GPT2, GPT_NEOX, QWEN, NEW_QWEN, ROBERTA = "GPT-2", "GPT-NeoX", "Qwen2", "Qwen3.5", "RoBERTa"
+PATTERNS = {QWEN: QWEN2, NEW_QWEN: QWEN3_5}
+"""Regular expressions of families that do not split texts as GPT-2."""
 BY_CLASS = {
     **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer", "WhisperTokenizer"), GPT2),
+    "GPTNeoXTokenizer": GPT_NEOX,
     "Qwen2Tokenizer": QWEN,
+    "Qwen3_5Tokenizer": NEW_QWEN,
     **dict.fromkeys(("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer"), ROBERTA),
 }
 """By ``tokenizer_class`` of ``tokenizer_config.json``, without ``Fast``."""
 BY_MODEL_TYPE = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "codegen", "phi", "starcoder2", "whisper"), GPT2),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl"), QWEN),
+    **dict.fromkeys(("gpt_neox", "olmo", "olmoe"), GPT_NEOX),
+    **dict.fromkeys(QWEN2_TYPES, QWEN),
+    **dict.fromkeys(QWEN3_5_TYPES, NEW_QWEN),
     **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA),
 }
 """By ``model_type`` of ``config.json``, where no class is named."""
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
     GPT2: dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
-    QWEN: dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    GPT_NEOX: {
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+        "pad_token": "<|padding|>",
+    },
+    **dict.fromkeys((QWEN, NEW_QWEN), dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")),
     ROBERTA: {
         "bos_token": "<s>",
         "eos_token": "</s>",
@@ -53,9 +63,10 @@ def convert(vocabulary: bytes, merges: bytes, side_files: SideFiles) -> tuple[To
     pairs = [line.split(" ") for line in merges.decode().splitlines() if line and not line.startswith("#version")]
     tokenizer = Tokenizer(models.BPE(json.loads(vocabulary), [(left, right) for left, right in pairs]))
     prefix = bool(config.get("add_prefix_space"))
-    if family == QWEN:
+    if family in (GPT_NEOX, QWEN, NEW_QWEN):
         tokenizer.normalizer = normalizers.NFC()
-        split: list[Any] = [pre_tokenizers.Split(Regex(QWEN2), "isolated")]
+    if family in PATTERNS:
+        split: list[Any] = [pre_tokenizers.Split(Regex(PATTERNS[family]), "isolated")]
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, bytes_only])
     else:

@@ -180,9 +180,13 @@ class GGUFTokenizer:
             raise self._broken("scores")
         if Kind.UNKNOWN not in self._kinds:
             raise invalid("tokenizer", f"{self._file.path} has no token of the kind that stands for unknown characters")
+        texts = [  # user-defined ones have plain spaces there
+            text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text
+            for text, kind in zip(self._tokens, self._kinds, strict=True)
+        ]
         pieces = b"".join(
             _field(1, _field(1, text.encode()) + _float(2, score) + _number(3, kind))
-            for text, score, kind in zip(self._tokens, scores, self._kinds, strict=True)
+            for text, score, kind in zip(texts, scores, self._kinds, strict=True)
         )
         normalizer = _number(3, self._file.get(f"{PREFIX}add_space_prefix", bool, True))
         normalizer += _number(4, self._file.get(f"{PREFIX}remove_extra_whitespaces", bool, False))

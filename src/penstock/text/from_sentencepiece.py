@@ -16,6 +16,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from penstock.core import Code, PenstockError
+
 from .vocabulary import SPACE
 
 BPE = 2  # of TrainerSpec.ModelType
@@ -47,13 +49,17 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
         legacy: a space is put before the text after each special token, not only at the start; where it is not, also
             none before a text that has one.
         names: names of pieces by id that replace those in the model.
+
+    Raises ``PenstockError`` (``unsupported``) for a model that puts spaces behind words.
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
     pieces = [replace(piece, text=names.get(i, piece.text)) for i, piece in enumerate(pieces)]
-    pieces = [replace(p, text=p.text.replace(" ", SPACE)) if p.kind is Kind.USER_DEFINED else p for p in pieces]  # GGUF
     user_defined = [piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED]
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
+    if _number(trainer, 24, 0):
+        words = "tokenizer: SentencePiece models with spaces behind words (treat_whitespace_as_suffix) are not read"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}: add its tokenizer.json", "tokenizer")
     bytes_known = any(piece.kind is Kind.BYTE for piece in pieces)
     unknown = next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN)
     algorithm: Any

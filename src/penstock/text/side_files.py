@@ -35,17 +35,21 @@ MAX_BYTES = 128 * 2**20
 MAX_SIDE_BYTES = 16 * 2**20
 """Maximum size of any other file."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Roles whose tokens transformers adds before those of other roles, in this order."""
+LISTS = ("additional_special_tokens", "extra_special_tokens")
+"""Keys of special tokens without a role. The second one also holds an object of tokens by role."""
 
 
 class SideFiles(NamedTuple):
-    """What the files say."""
+    """Contents of the side files."""
 
     config: dict[str, Any]
     """``tokenizer_config.json``."""
     special: dict[str, str]
     """Special tokens by their role: ``bos_token``, ``image_token`` …"""
-    extra: tuple[str, ...]
-    """Special tokens without a role."""
+    special_tokens: tuple[AddedToken, ...]
+    """All special tokens, with or without a role, in the order in which transformers adds them."""
     added: dict[int, AddedToken]
     """Added tokens by id."""
     templates: dict[str, str]
@@ -62,21 +66,24 @@ def read_side_files(folder: Path) -> SideFiles:
     declared = config.get("added_tokens_decoder")
     if declared is None:
         named |= read_object(folder / SPECIAL_TOKENS)
-    special = {
-        role: _content(token)
+    by_role = {
+        role: token
         for role, token in named.items()
         if role.endswith("_token") and isinstance(token, (str, Mapping)) and _content(token)
     }
     extras: list[Any] = []
-    for key in ("additional_special_tokens", "extra_special_tokens"):
+    for key in LISTS:
         tokens = named.get(key) or []
-        if isinstance(tokens, Mapping):  # by role
-            special |= {role: _content(token) for role, token in tokens.items()}
+        if isinstance(tokens, Mapping):
+            by_role |= tokens
         else:
             extras += tokens
-    extra = tuple(_content(token) for token in extras)
+    special = {role: _content(token) for role, token in by_role.items()}
+    first = [by_role[role] for role in ROLES if role in by_role]
+    others = [token for role, token in by_role.items() if role not in ROLES]
+    special_tokens = tuple(_added_token(token, special=True) for token in (*first, *others, *extras))
     if declared is None:
-        specials = {*special.values(), *extra}
+        specials = {token.content for token in special_tokens}
         ids = read_object(folder / ADDED_TOKENS)
         declared = {
             token_id: {"content": token, "special": token in specials, "normalized": token not in specials}
@@ -86,7 +93,9 @@ def read_side_files(folder: Path) -> SideFiles:
     if (last := max(added, default=0)) >= MAX_TOKENS:
         raise invalid("tokenizer", f"{folder} has an added token of id {last}; {MAX_TOKENS} are allowed", MAX_TOKENS)
     model_type = str(read_object(folder / MODEL_CONFIG).get("model_type") or "")
-    return SideFiles(config, special, extra, dict(sorted(added.items())), _templates(folder, config), model_type)
+    return SideFiles(
+        config, special, special_tokens, dict(sorted(added.items())), _templates(folder, config), model_type
+    )
 
 
 def side_paths(folder: Path) -> list[Path]:
@@ -159,7 +168,8 @@ def _content(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _added_token(token: str | Mapping[str, Any]) -> AddedToken:
-    if isinstance(token, str):
-        return AddedToken(token)
-    return AddedToken(token["content"], **{flag: bool(token[flag]) for flag in FLAGS if flag in token})
+def _added_token(token: str | Mapping[str, Any], **flags: bool) -> AddedToken:
+    """A token with the flags of its object, and with given ones instead."""
+    if isinstance(token, Mapping):
+        flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token} | flags
+    return AddedToken(_content(token), **flags)

@@ -37,7 +37,7 @@ KIMI = (
 
 
 class TiktokenFormat(NamedTuple):
-    """What a tiktoken file does not contain."""
+    """Settings of a tiktoken tokenizer besides its ranks."""
 
     pattern: str
     """Regular expression of the parts that are encoded separately."""
@@ -74,6 +74,13 @@ _HUNYUAN = TiktokenFormat(
 )
 _GPT4, _GPT4O, _GPT2 = TiktokenFormat(GPT4), TiktokenFormat(GPT4O), TiktokenFormat(GPT2)
 
+QWEN2_TYPES = tuple(
+    "qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen2_5_omni qwen2_audio qwen3 qwen3_moe qwen3_vl qwen3_vl_moe qwen3_next "
+    "qwen3_omni_moe qwen3_asr".split()
+)
+"""``model_type`` of models with Qwen2's tokenizer."""
+QWEN3_5_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+"""``model_type`` of models with Qwen3.5's tokenizer."""
 BY_CLASS = {
     "TikTokenTokenizer": _KIMI,
     "QWenTokenizer": _QWEN,
@@ -90,9 +97,8 @@ BY_CLASS = {
 BY_MODEL_TYPE = {
     **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "kimi_vl"), _KIMI),
     **dict.fromkeys(("llama", "mllama"), _LLAMA3),
-    **dict.fromkeys(("qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"), _QWEN),
-    **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "qwen3_next"), _QWEN),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
+    **dict.fromkeys(("qwen", *QWEN2_TYPES), _QWEN),
+    **dict.fromkeys(QWEN3_5_TYPES, _QWEN3_5),
     **dict.fromkeys(("hunyuan", "hunyuan_v1_moe"), _HUNYUAN),
     **dict.fromkeys(("chatglm", "glm", "glm4", "glm4_moe"), _GLM4),
     **dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), _GPT4O),

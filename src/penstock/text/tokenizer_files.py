@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,8 +59,8 @@ def _load(path: Path, others: list[Path], side_files: SideFiles) -> Loaded:
     bos: tuple[str, ...] = ()
     if path.name == FULL:
         tokenizer = Tokenizer.from_buffer(data)
-        _add_tokens(tokenizer, added, placeholder)
-        _mark_special(tokenizer, (*special.values(), *side_files.extra))
+        _add_tokens(tokenizer, added, placeholder, special.values())
+        _add_special(tokenizer, side_files.special_tokens, special.values())
         return Loaded(tokenizer, special)
     if path.name == WORDPIECE:
         tokenizer, special = from_wordpiece.convert(data, config, special)
@@ -81,8 +81,8 @@ def _load(path: Path, others: list[Path], side_files: SideFiles) -> Loaded:
         added = {token_id: _without_normalization(token) for token_id, token in added.items()}
         special = {"bos_token": "<s>", "eos_token": "</s>"} | special
         bos = (special["bos_token"],)
-    _add_tokens(tokenizer, added, placeholder)
-    _mark_special(tokenizer, (*special.values(), *side_files.extra))
+    _add_tokens(tokenizer, added, placeholder, special.values())
+    _add_special(tokenizer, side_files.special_tokens, special.values())
     _add_bounds(tokenizer, config, special, bos)
     return Loaded(tokenizer, special)
 
@@ -110,11 +110,14 @@ def _vocabulary_files(folder: Path) -> list[Path]:
     )
 
 
-def _add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], placeholder: str) -> None:
+def _add_tokens(
+    tokenizer: Tokenizer, added: Mapping[int, AddedToken], placeholder: str, special: Collection[str]
+) -> None:
     """Add tokens under their ids. A token whose id the vocabulary gives to another one is left out.
 
     Args:
         placeholder: name of an id between the known tokens, with ``{}`` for the id.
+        special: tokens with a role, which are special ones whatever their flag says.
     """
     known = tokenizer.get_added_tokens_decoder()
     for token_id, token in added.items():
@@ -123,16 +126,25 @@ def _add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], placehold
         if (size := tokenizer.get_vocab_size()) > token_id and tokenizer.id_to_token(token_id) != token.content:
             continue
         tokenizer.add_tokens([placeholder.format(i) for i in range(size, token_id)])
-        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        is_special = token.special or token.content in special
+        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
 
 
-def _mark_special(tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
-    """Make known tokens special ones: they are found in texts, and are skipped in answers."""
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    missing = [token for token in dict.fromkeys(tokens) if token not in special]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in missing if tokenizer.token_to_id(token) is not None]
-    )
+def _add_special(tokenizer: Tokenizer, named: Iterable[AddedToken], defaults: Iterable[str]) -> None:
+    """Make tokens special ones: they are found in texts, and are skipped in answers.
+
+    Args:
+        named: tokens that the files name; those outside the vocabulary get the next ids, as in transformers. The engine
+            refuses a prompt with an id that the model has no embedding for.
+        defaults: tokens that are left out where the vocabulary does not have them.
+    """
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    usual = (AddedToken(token, special=True) for token in defaults if tokenizer.token_to_id(token) is not None)
+    new: dict[str, AddedToken] = {}
+    for token in (*named, *usual):
+        if token.content not in known:
+            new.setdefault(token.content, token)
+    tokenizer.add_special_tokens(list(new.values()))
 
 
 def _add_bounds(

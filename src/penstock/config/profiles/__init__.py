@@ -64,6 +64,8 @@ class Alias:
     """Whether the flag takes several values, which ``read`` gets joined by commas."""
     secret: bool = False
     """Whether errors must not quote the value."""
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Values that have no effect, in lower case, with the reason, which the log gives."""
 
     def settings(self, text: str) -> Mapping[str, Any]:
         """The settings for a value. Raises ``ValueError`` where it is wrong."""
@@ -101,6 +103,14 @@ def _same_number(text: str, value: str) -> bool:
         return float(text) == float(value)
     except ValueError:
         return False
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def refused(
@@ -179,7 +189,7 @@ def translate(
     Args:
         table: the profile's flags or variables.
         source: formats a name for errors and the log.
-        ignored: collects names without effect, with the reason.
+        ignored: collects names and values without effect, with the reason.
     """
     for name, text in given.items():
         if table[name].why:
@@ -190,6 +200,8 @@ def translate(
         except ValueError as error:
             shown = "its value" if table[name].secret else repr(text)
             raise invalid(source(name), f"{shown} is wrong: {error}") from error
+        if why := table[name].without_effect.get(text.lower()):
+            ignored[f"{source(name)} {text}"] = why
         for setting, value in values.items():
             yield setting, value, source(name)
 
@@ -207,7 +219,7 @@ def translate_variables(
         The variables that the profile knows and that are not empty, and their settings.
 
     Raises ``PenstockError`` (``invalid``) for a wrong value, and for an unknown variable that is about security: it
-    cannot be ignored, as the server would be less protected than it was.
+    cannot be ignored, as the server would be less protected than it was. A number of tokens is not about security.
     """
     known = {name: environment[name] for name in profile.variables if environment.get(name)}
     for name in sorted(environment):
@@ -215,7 +227,7 @@ def translate_variables(
             continue
         if KUBERNETES.search(name) or (name.endswith("_PORT") and "://" in environment[name]):
             continue
-        if SECURITY.search(name):
+        if SECURITY.search(name) and not (name.endswith("_TOKENS") and _is_number(environment[name])):
             raise invalid(
                 name, f"is not known of {profile.title}, and its name is about security, so it is not ignored: unset it"
             )

@@ -63,4 +63,4 @@ FLAGS: Mapping[str, Alias] = {
         ignored(SCHEDULER),
     ),
 }
-"""Those that keep, without a counterpart, what is served as it was are ignored; others are refused."""
+"""Ignored where the answers stay the same; refused otherwise."""

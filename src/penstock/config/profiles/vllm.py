@@ -50,6 +50,11 @@ OF_CHECKPOINTS = (
 format that cannot be read is refused there."""
 QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromkeys(OF_CHECKPOINTS, "none")
 QUANTIZATIONS |= {"int8_per_channel_weight_only": "wint8"}
+AT_LOAD = dict.fromkeys(
+    ("bitsandbytes", "fp_quant", "hqq", "inc", "torchao"),
+    "config.json says how a checkpoint is quantized, and one that is not stays so; wint4, wint8 and w8a8 quantize it",
+)
+"""Methods by which vLLM also quantizes at load → why they have no effect."""
 LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
 LOAD_FORMATS |= dict.fromkeys(("hf", "pt", "npcache", "gguf", "bitsandbytes"), "auto")
 LOAD_FORMATS |= dict.fromkeys(("fastsafetensors", "instanttensor", "modelexpress", "runai_streamer"), "safetensors")
@@ -245,7 +250,7 @@ FLAGS: Mapping[str, Alias] = {
     **IGNORED,
     **REFUSED,
     **SECURITY,
-    "quantization": Alias("quantization", one_of(QUANTIZATIONS), short="-q"),
+    "quantization": Alias("quantization", one_of(QUANTIZATIONS), short="-q", without_effect=AT_LOAD),
     "kv_cache_dtype": Alias("kv_cache_dtype", one_of(CACHES)),
     "load_format": Alias("load_format", one_of(LOAD_FORMATS)),
     "max_model_len": Alias("max_model_len", _length),

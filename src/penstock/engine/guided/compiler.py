@@ -21,7 +21,7 @@ from .bounded_guide import BoundedGrammar, TokenClasses
 from .compile_process import STACK_SIZE, CompileProcess, CompileResult
 from .errors import UnsupportedError, one_line
 from .structural_tag import allows_free_text, json_parts
-from .vocabulary import check_no_added_tokens, load_tokenizer, read_added_tokens
+from .vocabulary import check_no_added_tokens, load_tokenizer, read_added_tokens, sampled_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +205,10 @@ class GrammarCompiler:
             assert self._vocabulary is not None
             started = time.monotonic()
             try:
-                added_tokens = read_added_tokens(self._vocabulary)
-                tokenizer = load_tokenizer(self._vocabulary, self._vocab_size)
-                self._process = self._backend.result().set_vocabulary(self._vocabulary, tokenizer, added_tokens)
+                vocabulary = sampled_vocabulary(self._vocabulary, self._vocab_size)
+                added_tokens = read_added_tokens(vocabulary)
+                tokenizer = load_tokenizer(vocabulary, self._vocab_size)
+                self._process = self._backend.result().set_vocabulary(vocabulary, tokenizer, added_tokens)
                 self._token_classes = TokenClasses(tokenizer)
             except PenstockError as error:
                 self._vocabulary_failure = error.failure

@@ -23,6 +23,21 @@ SLICES = [
 to some lengths. With its two default lengths, bitmasks of strings of bounded length take 1.4 times as long."""
 
 
+def sampled_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> Vocabulary:
+    """A vocabulary without added tokens that the model never samples, as their ids are beyond its own tokens.
+
+    Args:
+        vocab_size: number of tokens of the model.
+    """
+    content = json.loads(vocabulary.tokenizer)
+    added = content.get("added_tokens") or []
+    kept = [token for token in added if token["id"] < vocab_size]
+    if len(kept) == len(added):
+        return vocabulary
+    text = json.dumps(content | {"added_tokens": kept}, ensure_ascii=False)
+    return Vocabulary(text, [token_id for token_id in vocabulary.eos if token_id < vocab_size])
+
+
 def load_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> Any:
     """llguidance's ``LLTokenizer``: each token's bytes, and which tokens are special.
 

@@ -44,6 +44,7 @@ OPTIONAL = (
     "video_preprocessor_config.json",
     "quantize_config.json",
     "quant_config.json",
+    "hf_quant_config.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "modules.json",
