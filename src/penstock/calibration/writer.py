@@ -34,7 +34,14 @@ SHARD_BYTES = 2**31
 """A shard is closed before it would have more."""
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 """Files that are copied: of the tokenizer, and defaults of sampling."""
-NOT_COPIED = (CONFIG, "*.index.json", "quantize_config.json", "quant_config.json", "figures.json")
+NOT_COPIED = (
+    CONFIG,
+    "*.index.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+    "figures.json",
+)
 HEADS = ("embed_tokens", "lm_head")
 """Matrices of the vocabulary, by the end of their names."""
 

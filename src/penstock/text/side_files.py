@@ -66,11 +66,14 @@ def read_side_files(folder: Path) -> SideFiles:
     declared = config.get("added_tokens_decoder")
     if declared is None:
         named |= read_object(folder / SPECIAL_TOKENS)
-    by_role = {
-        role: token
-        for role, token in named.items()
-        if role.endswith("_token") and isinstance(token, (str, Mapping)) and _content(token)
-    }
+    by_role: dict[str, Any] = {}
+    for role, token in named.items():
+        if not role.endswith("_token") or token is None or isinstance(token, bool):  # as add_bos_token
+            continue
+        if not isinstance(token, str | Mapping):
+            raise TypeError(f"{role} must be text or an object, is {token!r:.50}")
+        if _content(token):
+            by_role[role] = token
     extras: list[Any] = []
     for key in LISTS:
         tokens = named.get(key) or []
