@@ -22,6 +22,7 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen3Config,
 )
 
 from penstock.core import PenstockError, SamplingParams
@@ -111,6 +112,13 @@ def test_heads_of_any_even_size_are_computed(name: str, tmp_path: Path) -> None:
     check(tmp_path, model, max_num_batched_tokens=25, max_model_len=128)
     size, made = model_size_of(read_config_json(tmp_path)), read_config(tmp_path)
     assert size.kv_dim == made.head_dim == -(-made.checkpoint_head_dim // 16) * 16
+
+
+def test_norms_on_heads_of_odd_sizes_are_left_to_transformers(tmp_path: Path) -> None:
+    model = save(Qwen3Config(**SMALL, head_dim=24), tmp_path)
+    with pytest.raises(PenstockError, match="head_dim 24 of a model with norms on heads; multiples of 16"):
+        read_config(tmp_path)
+    check(tmp_path, model, model_impl="auto")
 
 
 @pytest.mark.thorough

@@ -21,14 +21,14 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 
 def read_config_json(folder: Path) -> dict[str, Any]:
     """The configuration of a checkpoint, with what its ``config.json`` leaves out: defaults of its class, rotary
-    positions in one spelling (``planning/rope.py``), and what only the weights tell.
+    positions in one spelling (``planning/rope.py``), and values read from the weights.
 
     Raises ``PenstockError`` (``invalid``) where there is no such file, or it is broken.
     """
     given, path = read_plain_config_json(folder), folder / CONFIG
     try:
         complete = with_decoder_fields(complete_config(given))
-    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
     return _with_stored(complete, given, folder)
 
