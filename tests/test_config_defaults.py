@@ -21,11 +21,15 @@ import vision_checkpoints
 from config_classes import TABLE, architecture_of, class_of, table, written
 from transformers import PreTrainedConfig, WhisperConfig
 
+from penstock import demo
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
+from penstock.frontend.pooling_config import read_pooler
 from penstock.models import ModelConfig, read_config
 from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
+from penstock.text import Tokenizer
 
 DRAWS = int(os.environ.get("PENSTOCK_DEFAULT_DRAWS", "40"))
 """Configurations of each family in the thorough test."""
@@ -242,6 +246,13 @@ def test_the_text_config_of_a_language_model_has_the_defaults_of_its_class(tmp_p
     del text["rope_parameters"]
     nested = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3", "text_config": text}
     assert resolved(nested, tmp_path) == resolved(text, tmp_path)
+
+
+def test_a_pooler_has_the_defaults_of_the_class(tmp_path: Path) -> None:
+    """``type_vocab_size`` of BERT, which tells the two texts of a pair apart."""
+    raw = drawn("bert", 0) | {"architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(without(raw, ("type_vocab_size",))))
+    assert read_pooler(tmp_path, EngineOptions(), Tokenizer(demo.CHAT)).token_types
 
 
 ODD: list[Any] = [
