@@ -22,7 +22,7 @@ from config_classes import TABLE, architecture_of, class_of, table, written
 from transformers import PreTrainedConfig, WhisperConfig
 
 from penstock import demo
-from penstock.config.options import EngineOptions
+from penstock.config.options import ModelOptions
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.frontend.pooling_config import read_pooler
@@ -252,7 +252,7 @@ def test_a_pooler_has_the_defaults_of_the_class(tmp_path: Path) -> None:
     """``type_vocab_size`` of BERT, which tells the two texts of a pair apart."""
     raw = drawn("bert", 0) | {"architectures": ["BertForSequenceClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(without(raw, ("type_vocab_size",))))
-    assert read_pooler(tmp_path, EngineOptions(), Tokenizer(demo.CHAT)).token_types
+    assert read_pooler(tmp_path, ModelOptions(), Tokenizer(demo.CHAT)).token_types
 
 
 ODD: list[Any] = [
