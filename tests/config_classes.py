@@ -20,7 +20,18 @@ TEXT = (
     *("bert", "roberta", "xlm-roberta", "modernbert", "gte"),
     *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma"),
     *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense"),
-    *("hunyuan_v1_moe", "internlm3", "llama", "llama4_text", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3"),
+    *(
+        "hunyuan_v1_moe",
+        "internlm3",
+        "llama",
+        "llama4_text",
+        "minimax_m2",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+    ),
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
 )
 """``model_type`` of models of text, encoders first, and of speech."""
@@ -44,6 +55,9 @@ IGNORED = (
 )
 """Fields without defaults here: token ids that the tokenizer has, layers for drafting, which a file has to name,
 nested objects, and what no model depends on."""
+
+ROPE_IGNORED = ("rope_theta", "type", "max_position_embeddings")
+"""Fields of ``rope_parameters`` that are beside them in the table, or that no type reads."""
 
 
 @cache
@@ -123,7 +137,7 @@ def _rope(found: Any) -> dict[str, Any]:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         result["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if rope["rope_type"] != "default":
-        result["rope_parameters"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        result["rope_parameters"] = {name: value for name, value in rope.items() if name not in ROPE_IGNORED}
     return result
 
 

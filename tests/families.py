@@ -34,6 +34,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -111,6 +112,12 @@ def llama(rng: Random) -> PreTrainedConfig:
 
 def mistral(rng: Random) -> PreTrainedConfig:
     return MistralConfig(**sizes(rng), sliding_window=rng.choice((None, 24, 100)))
+
+
+def ministral3(rng: Random) -> PreTrainedConfig:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope |= {"original_max_position_embeddings": rng.choice((32, 64)), "llama_4_scaling_beta": rng.choice((0.1, 0.5))}
+    return Ministral3Config(**sizes(rng) | {"rope_parameters": rope})
 
 
 def qwen2(rng: Random) -> PreTrainedConfig:
@@ -431,6 +438,7 @@ def _deepseek(kind: type[PreTrainedConfig]) -> Callable[[Random], PreTrainedConf
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Llama": llama,
     "Mistral": mistral,
+    "Ministral3": ministral3,
     "Qwen2": qwen2,
     "Qwen3": qwen3,
     "Gemma": gemma,

@@ -21,11 +21,15 @@ import vision_checkpoints
 from config_classes import TABLE, architecture_of, class_of, table, written
 from transformers import PreTrainedConfig, WhisperConfig
 
+from penstock import demo
+from penstock.config.options import ModelOptions
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
+from penstock.frontend.pooling_config import read_pooler
 from penstock.models import ModelConfig, read_config
 from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
+from penstock.text import Tokenizer
 
 DRAWS = int(os.environ.get("PENSTOCK_DEFAULT_DRAWS", "40"))
 """Configurations of each family in the thorough test."""
@@ -234,3 +238,78 @@ def test_logits_of_a_config_with_sizes_alone_equal_the_librarys(family: str, tmp
 def test_logits_of_drawn_configs_with_sizes_alone_equal_the_librarys(family: str, tmp_path: Path) -> None:
     for seed in range(1, 4):
         check_logits(family, seed, tmp_path / str(seed))
+
+
+def test_the_text_config_of_a_language_model_has_the_defaults_of_its_class(tmp_path: Path) -> None:
+    """A composite's ``config.json`` whose architecture is that of its language model."""
+    text = drawn("Gemma3", 0)
+    del text["rope_parameters"]
+    nested = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3", "text_config": text}
+    assert resolved(nested, tmp_path) == resolved(text, tmp_path)
+
+
+def test_a_pooler_has_the_defaults_of_the_class(tmp_path: Path) -> None:
+    """``type_vocab_size`` of BERT, which tells the two texts of a pair apart."""
+    raw = drawn("bert", 0) | {"architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(without(raw, ("type_vocab_size",))))
+    assert read_pooler(tmp_path, ModelOptions(), Tokenizer(demo.CHAT)).token_types
+
+
+ODD: list[Any] = [
+    *(None, [], {}, "x", "", 0, -1, 5, 2.5, 1e308, float("nan"), True, False, [1, 2], [None], ["a"], {"a": 1}),
+    *({"full_attention": None}, {"full_attention": {"rope_type": "yarn"}}, {"rope_type": ["a"]}),
+    {"rope_type": "linear", "factor": 0},
+]
+OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "vision_config", "layer_types", "quantization_config")
+MORE = ("rope_theta", "partial_rotary_factor", "rotary_dim", "architectures", "model_type", "dtype", "torch_dtype")
+BROKEN = [
+    ("Whisper", {"rope_scaling": 5}),
+    ("Llama", {"text_config": {}, "rope_parameters": 2.5}),
+    ("Ernie4_5_Moe", {"text_config": {"full_attention": {"rope_type": "yarn"}}}),
+]
+
+
+def check_told(raw: dict[str, Any], folder: Path) -> None:
+    """A broken ``config.json`` is refused in one sentence, by all that read it."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    readers: list[Callable[[], Any]] = [
+        lambda: read_config(folder),
+        lambda: read_config(folder, "auto"),
+        lambda: model_size_of(read_config_json(folder)),
+    ]
+    for read in readers:
+        try:
+            read()
+        except PenstockError as error:
+            assert "\n" not in str(error) and len(str(error)) < 2000
+
+
+def with_odd_values(raw: dict[str, Any], rng: Random) -> dict[str, Any]:
+    fields, raw = [*places(raw), *((name,) for name in (*OBJECTS, *MORE))], copy.deepcopy(raw)
+    for _ in range(rng.randint(1, 2)):
+        *outer, name = rng.choice(fields)
+        within = raw.get(outer[0]) if outer else raw
+        if isinstance(within, dict):
+            within[name] = rng.choice(ODD)
+    return raw
+
+
+@pytest.mark.parametrize(("family", "fields"), BROKEN)
+def test_a_value_of_the_wrong_kind_is_told(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    check_told(drawn(family, 0) | fields, tmp_path)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_drawn_values_of_the_wrong_kind_are_told(family: str, tmp_path: Path) -> None:
+    raw, rng = drawn(family, 0), Random(family)
+    for _ in range(10):
+        check_told(with_odd_values(raw, rng), tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", CONFIGS)
+def test_many_values_of_the_wrong_kind_are_told(family: str, tmp_path: Path) -> None:
+    for seed in range(DRAWS):
+        raw, rng = drawn(family, seed), Random(f"odd {family} {seed}")
+        for _ in range(25):
+            check_told(with_odd_values(raw, rng), tmp_path)

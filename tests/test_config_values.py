@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized
 import torch
 from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
@@ -22,8 +23,11 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen3Config,
 )
 
+from penstock.calibration.options import QuantizeOptions
+from penstock.calibration.quantize import quantize
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.models import ModelConfig, read_config
@@ -113,6 +117,21 @@ def test_heads_of_any_even_size_are_computed(name: str, tmp_path: Path) -> None:
     assert size.kv_dim == made.head_dim == -(-made.checkpoint_head_dim // 16) * 16
 
 
+def test_norms_on_heads_of_odd_sizes_are_left_to_transformers(tmp_path: Path) -> None:
+    model = save(Qwen3Config(**SMALL, head_dim=24), tmp_path)
+    with pytest.raises(PenstockError, match="head_dim 24 of a model with norms on heads; multiples of 16"):
+        read_config(tmp_path)
+    check(tmp_path, model, model_impl="auto")
+
+
+def test_padded_heads_have_no_adapters_and_are_not_quantized(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
+    with pytest.raises(PenstockError, match="LoRA adapters of a model with head_dim 24; multiples of 16"):
+        LLM(tmp_path / "model", enable_lora=True, **OPTIONS)
+    with pytest.raises(PenstockError, match="has head_dim 24; multiples of 16 are quantized"):
+        quantize(tmp_path / "model", tmp_path / "new", QuantizeOptions("wint4"))
+
+
 @pytest.mark.thorough
 def test_heads_of_any_even_size_are_shared_among_ranks(tmp_path: Path) -> None:
     model = save(LlamaConfig(**SMALL, head_dim=20), tmp_path)
@@ -140,6 +159,21 @@ def test_tensors_that_the_config_does_not_name_are_ignored_with_a_warning(
     (record,) = [each for each in caplog.records if "tensors of the checkpoint are ignored" in each.getMessage()]
     assert "3 tensors of the checkpoint are ignored, as config.json does not say" in record.getMessage()
     assert f"model.layers.0.{name}" in record.getMessage()
+
+
+@pytest.mark.parametrize(("value", "told"), [(0.0, False), (1.0, True)])
+def test_biases_of_quantized_matrices_are_told_unless_zero(
+    value: float, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPTQ files have biases of all matrices."""
+    quantized.quantize(tmp_path, quantized.KINDS["gptq 8 bits, act-order"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.qweight"))
+    bias = torch.full((tensors[name].shape[1],), value, dtype=torch.float16)
+    tensors[name.replace("qweight", "bias")] = bias
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    LLM(tmp_path, **OPTIONS)
+    assert ("are ignored" in caplog.text) is told
 
 
 def test_a_checkpoint_without_further_tensors_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,13 +17,16 @@ from checkpoints import SMALL, save
 from quantized import KINDS, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from penstock import PenstockError
+from penstock.calibration.options import QuantizeOptions
+from penstock.calibration.quantize import quantize as quantize_checkpoint
 from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.engine.engine_folder import build_engine
 from penstock.models.convert import convert
+from penstock.planning.sentence_transformers import read_dense_modules, read_modules, transformer_folder
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +155,41 @@ def test_a_conversion_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
     assert main(["convert", *flags, str(folder)]) == 0
     assert digest(folder) == expected
     assert all(path.stat().st_mtime_ns == times[path] for path in times)
+
+
+@pytest.mark.parametrize("inner", ["", "0_Transformer"])
+@pytest.mark.parametrize("made_by", ["convert", "build", "quantize"])
+def test_modules_of_sentence_transformers_stay(made_by: str, inner: str, tmp_path: Path) -> None:
+    """Pooling, dense layers with their weights, and prompts, also beside a Transformer in a folder of its own."""
+    folder, output = tmp_path / "model", tmp_path / "new"
+    save(LlamaConfig(**SMALL | {"vocab_size": 3584, "num_hidden_layers": 1}), folder / inner)
+    kinds = {inner: "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "search: "}}))
+    for name in ("1_Pooling", "2_Dense"):
+        (folder / name).mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    dense = {"in_features": 64, "out_features": 8, "bias": False}
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(dense))
+    save_file({"linear.weight": torch.ones(8, 64)}, folder / "2_Dense" / "model.safetensors")
+    if made_by == "convert":
+        convert(folder / inner, output)
+    elif made_by == "build":
+        build_engine(EngineOptions(model=str(folder / inner), dtype="float32"), output)
+    else:
+        options = QuantizeOptions("wint4", group_size=32, calib_size=4, calib_seq_len=64, eval_size=1)
+        quantize_checkpoint(folder / inner, output, options, threads=1, progress=False)
+    given, kept = ([(each.kind, read_dense_modules(at)) for each in read_modules(at) or ()] for at in (folder, output))
+    assert [kind for kind, _ in kept] == [kind for kind, _ in given]
+    assert transformer_folder(output) == output
+    for name in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        assert (output / name).read_bytes() == (folder / name).read_bytes()
+    assert (output / "config_sentence_transformers.json").is_file()
+
+
+def test_engine_folders_with_padded_heads_are_not_converted(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
+    build_engine(EngineOptions(model=str(tmp_path / "model"), dtype="float32"), tmp_path / "engine")
+    with pytest.raises(PenstockError, match="heads of 24 numbers padded with zeros: convert the checkpoint"):
+        convert(tmp_path / "engine", tmp_path / "new")

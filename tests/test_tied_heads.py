@@ -21,6 +21,7 @@ from penstock.models import read_config
 from penstock.planning.config_json import read_config_json
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
+from penstock.planning.stored_tensors import stored_head
 
 TIED = (
     "Llama",
@@ -140,6 +141,35 @@ def test_a_missing_head_of_untied_embeddings_is_refused(tmp_path: Path) -> None:
     change(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name != HEAD})
     with pytest.raises(PenstockError, match=r"no tensor lm_head\.weight"):
         LLM(tmp_path, **OPTIONS)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "pytorch_model.bin"])
+def test_the_head_alone_is_the_embedding_of_a_tied_model(file: str, tmp_path: Path) -> None:
+    """As ``safetensors.torch.save_model`` writes tied tensors: under one of their names."""
+    save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+    change(tmp_path, lambda tensors: {HEAD if name == EMBEDDING else name: each for name, each in tensors.items()})
+    if file != WEIGHTS:
+        torch.save(load_file(tmp_path / WEIGHTS), tmp_path / file)
+        (tmp_path / WEIGHTS).unlink()
+    assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
+
+
+def test_other_files_beside_the_weights_do_not_untie_the_embedding(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+    save_file({HEAD: torch.randn(load_file(tmp_path / WEIGHTS)[EMBEDDING].shape)}, tmp_path / "value_head.safetensors")
+    assert read_config(tmp_path).tie_word_embeddings
+    assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
+
+
+@pytest.mark.parametrize("at", [0, 2**20 - 1, 2**20, 2 * 2**20 + 12_345])
+def test_one_other_byte_makes_another_head(at: int, tmp_path: Path) -> None:
+    values = torch.arange(2**19 + 2**14, dtype=torch.int32).view(64, -1)
+    head = values.clone()
+    head.view(-1).view(torch.uint8)[at] ^= 1
+    save_file({EMBEDDING: values.view(torch.float32), HEAD: head.view(torch.float32)}, tmp_path / WEIGHTS)
+    assert stored_head(tmp_path) == "other"
+    save_file({EMBEDDING: values.view(torch.float32), HEAD: values.clone().view(torch.float32)}, tmp_path / WEIGHTS)
+    assert stored_head(tmp_path) == "same"
 
 
 def test_another_head_of_a_model_that_transformers_runs_is_counted(tmp_path: Path) -> None:

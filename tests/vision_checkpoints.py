@@ -154,7 +154,7 @@ def draw_layers(rng: Random | None, depth: int) -> Any:
     return rng.choice([-1, -2 if depth > 1 else -1, 1]) if rng else -1
 
 
-def mistral3(rng: Random | None = None) -> PreTrainedModel:
+def mistral3(rng: Random | None = None, **of_text: Any) -> PreTrainedModel:
     text, vision, merge = TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}, 2
     if rng:
         text = draw_text(rng) | {"model_type": "mistral", "sliding_window": rng.choice([None, 24])}
@@ -162,7 +162,7 @@ def mistral3(rng: Random | None = None) -> PreTrainedModel:
         vision |= {"hidden_act": rng.choice(["gelu", "silu"]), "rope_parameters": draw_vision_rope(rng)}
     return Mistral3ForConditionalGeneration(
         Mistral3Config(
-            text_config=text,
+            text_config=text | of_text,
             vision_config=vision,
             image_token_index=FIRST + 3,
             spatial_merge_size=merge,
@@ -171,6 +171,12 @@ def mistral3(rng: Random | None = None) -> PreTrainedModel:
             tie_word_embeddings=bool(rng and flag(rng)),
         )
     )
+
+
+def ministral3(rng: Random | None = None) -> PreTrainedModel:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope |= {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5}
+    return mistral3(rng, model_type="ministral3", rope_parameters=rope)
 
 
 def draw_vision_rope(rng: Random) -> dict[str, Any]:
@@ -398,6 +404,15 @@ FAMILIES = {
         marks=PIXTRAL_MARKS,
         marker=PIXTRAL_MARKS[0],
         model=mistral3,
+        image_processor=pixtral_processor,
+        inputs=pixtral_inputs,
+        names={},
+        kwargs=({}, {"size": {"longest_edge": 20}}),
+    ),
+    "ministral3": Family(
+        marks=PIXTRAL_MARKS,
+        marker=PIXTRAL_MARKS[0],
+        model=ministral3,
         image_processor=pixtral_processor,
         inputs=pixtral_inputs,
         names={},

@@ -23,6 +23,7 @@ from penstock.ops import Ops, reference
 from penstock.ops.cores import usable_cores
 from penstock.planning.engine_config import read_engine_config
 from penstock.planning.kv_spec import KV_QUANTIZATION
+from penstock.planning.model_size import PADDED_TO
 from penstock.text import Tokenizer
 from penstock.version import __version__
 
@@ -66,6 +67,9 @@ def quantize(
         raise PenstockError(Code.UNSUPPORTED, f"model: {model} sees images, and is not quantized here", "model")
     if config.speech:
         raise PenstockError(Code.UNSUPPORTED, f"model: {model} transcribes audio, and is not quantized here", "model")
+    if config.stored_head_dim:
+        words = f"{model} has head_dim {config.stored_head_dim}; multiples of {PADDED_TO} are quantized"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
     if find_gguf(model):
         raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
     if read_engine_config(model):

@@ -21,6 +21,7 @@ from penstock.models import ModelConfig
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
 from penstock.planning.config_json import read_plain_config_json
+from penstock.planning.sentence_transformers import module_files
 from penstock.planning.stored_tensors import INDEX
 from penstock.quant import awq, compressed_tensors, gptq
 
@@ -52,6 +53,10 @@ def read_tensors(checkpoint: Checkpoint, prefix: str = "", without: str = "") ->
         name for name in checkpoint.names if name.startswith(prefix) and not (without and name.startswith(without))
     ]
     return {name: checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in sorted(names)}
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
 
 
 def encode_layer(layer: QuantizedLayer, stored: Mapping[str, Tensor], file_format: FileFormat) -> dict[str, Tensor]:
@@ -210,6 +215,9 @@ class CheckpointWriter:
                 place = self._output / path.relative_to(self._model)
                 place.parent.mkdir(exist_ok=True)
                 self._state.write(place, partial(shutil.copyfile, path))
+        for name, content in module_files(self._model).items():
+            (self._output / name).parent.mkdir(parents=True, exist_ok=True)
+            self._state.write(self._output / name, partial(_write_bytes, content))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -123,7 +123,7 @@ class InputProcessor:
 
     def _read_speech_processor(self, folder: Path) -> SpeechProcessor | None:
         """The processor of a model that transcribes; None of others, whose processes then do without NumPy."""
-        if not (folder / CONFIG).is_file() or not is_speech(config := read_config_json(folder)):
+        if not (folder / CONFIG).is_file() or not is_speech(config := read_config_json(folder, weights=False)):
             return None
         from .speech.processor import read_speech_processor
 

@@ -11,6 +11,7 @@ from penstock.config.options import ModelOptions
 from penstock.core import Code, PenstockError, PoolingParams
 from penstock.core.errors import invalid
 from penstock.core.pooling import PoolingType
+from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.encoders import encoder_prefix, is_classifier, num_labels
 from penstock.planning.sentence_transformers import model_folder, read_modules, read_object
 from penstock.text import Tokenizer
@@ -103,7 +104,7 @@ def read_pooler(folder: Path, options: ModelOptions, tokenizer: Tokenizer) -> Po
 
     Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` where it asks for another pooling.
     """
-    config = read_object(folder / "config.json")
+    config = read_config_json(folder, weights=False) if (folder / CONFIG).is_file() else {}
     sbert = read_object(folder / "sentence_bert_config.json")
     given = read_object(model_folder(folder) / "config_sentence_transformers.json")
     task, classifies = options.pooling_task, is_classifier(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -126,7 +126,7 @@ class BuildContext:
     dequantized_bytes: Counter[tuple[Format, Format]] = field(default_factory=Counter)
     """Filled by layers: bytes of the matrices that were dequantized, by their format in the checkpoint and the one that
     they were quantized to then."""
-    _rope_tables: dict[str, Tensor] = field(default_factory=dict)
+    _tables: dict[str, Tensor] = field(default_factory=dict)
 
     def read_weight(
         self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False
@@ -156,15 +156,19 @@ class BuildContext:
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
         """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it. With
         M-RoPE, it has a row more for each token of a step (``layers.mrope``)."""
-        key = repr((head_dim, sorted(parameters.items(), key=str), max_position_embeddings))
-        if key not in self._rope_tables:
-            self._rope_tables[key] = rope_table(
-                head_dim, self.max_len, parameters, max_position_embeddings, self.device
-            )
-            if "mrope_section" in parameters:
-                rows = self.max_step_tokens
-                self._rope_tables[key] = torch.nn.functional.pad(self._rope_tables[key], (0, 0, 0, rows))
-        return self._rope_tables[key]
+
+        def make() -> Tensor:
+            table = rope_table(head_dim, self.max_len, parameters, max_position_embeddings, self.device)
+            rows = self.max_step_tokens if "mrope_section" in parameters else 0
+            return torch.nn.functional.pad(table, (0, 0, 0, rows)) if rows else table
+
+        return self.shared_table(repr((head_dim, sorted(parameters.items(), key=str), max_position_embeddings)), make)
+
+    def shared_table(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that layers share: made for the first layer that asks for it by this key."""
+        if key not in self._tables:
+            self._tables[key] = make()
+        return self._tables[key]
 
     def lora(self, names: list[str], inputs: int, shards: list[Shard]) -> LoRALayer | None:
         """LoRA slots of a layer that multiplies these matrices as one; None where adapters are off."""

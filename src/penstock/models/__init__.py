@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.layers import BuildContext, ExpertLoad, PackedWeights, Weights
@@ -18,6 +19,7 @@ from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
 from penstock.planning.engine_config import read_engine_config
 from penstock.planning.expert_placement import Ranks
+from penstock.planning.model_size import PADDED_TO
 from penstock.quant import read_quantization_config
 
 from . import (
@@ -43,6 +45,7 @@ from . import (
     llama4,
     llava,
     minimax_m2,
+    ministral3,
     mistral,
     mixtral,
     modernbert,
@@ -81,6 +84,7 @@ from .weights import (
     WeightCache,
     find_gguf,
     load_lora,
+    tied_embedding,
 )
 from .whisper import Whisper
 from .whisper_encoder import largest_activation
@@ -129,6 +133,7 @@ for family in (
     llama4.FAMILY,
     *llava.FAMILIES,
     minimax_m2.FAMILY,
+    ministral3.FAMILY,
     mistral.FAMILY,
     mixtral.FAMILY,
     modernbert.FAMILY,
@@ -206,6 +211,11 @@ def load_model(
     if max_len and max_len > config.max_model_len:
         message = f"is {max_len}, and this model has a context of {config.max_model_len} tokens"
         raise invalid("max_model_len", message, config.max_model_len)
+    if max_loras and config.stored_head_dim:
+        words = (
+            f"LoRA adapters of a model with head_dim {config.stored_head_dim}; multiples of {PADDED_TO} are supported"
+        )
+        raise PenstockError(Code.UNSUPPORTED, words, "enable_lora")
     device, built = device or torch.device("cpu"), read_engine_config(folder)
     if dtype is None and built:
         dtype = getattr(torch, built.dtype)
@@ -228,7 +238,11 @@ def load_model(
     else:
         checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
         stored = replace(config, head_dim=config.checkpoint_head_dim)
-        weights = RenamedWeights(checkpoint, partial(find_stored, stored)) if find_stored else checkpoint
+        weights = checkpoint
+        if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint) and (find := tied_embedding(checkpoint)):
+            weights = RenamedWeights(weights, find)
+        if find_stored:
+            weights = RenamedWeights(weights, partial(find_stored, stored))
         if experts := config.experts:
             weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
         if config.stored_head_dim:
@@ -276,7 +290,7 @@ def load_model(
 
 
 def _log_ignored(names: list[str]) -> None:
-    """Name tensors of a checkpoint that its ``config.json`` says nothing of. Transformers ignores them, too."""
+    """Log tensors that the model does not use. Transformers ignores them, too."""
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         message = "%d tensors of the checkpoint are ignored, as config.json does not say that the model has them: %s"

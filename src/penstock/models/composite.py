@@ -10,7 +10,7 @@ from penstock.core import Code, PenstockError
 from penstock.layers import BuildContext
 from penstock.layers.vision import VisionMLP
 
-from . import llama, mistral, qwen2, qwen3
+from . import llama, ministral3, mistral, qwen2, qwen3
 from .config import ModelConfig
 from .decoder import Decoder
 from .registry import Family
@@ -20,6 +20,7 @@ from .vit import ACTIVATIONS
 
 TEXT: dict[str, Family] = {
     "llama": llama.FAMILY,
+    "ministral3": ministral3.FAMILY,
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,

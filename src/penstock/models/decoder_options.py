@@ -67,6 +67,8 @@ class DecoderOptions:
     """As of ``reference.attention``."""
     attention_sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and has no value (``sinks``)."""
+    query_scaling: tuple[float, int] = (0.0, 0)
+    """A factor and an interval: queries are multiplied by ``1 + factor * log(1 + position // interval)``."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Of what attention and MLP add to the residual stream."""

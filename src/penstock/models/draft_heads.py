@@ -68,7 +68,7 @@ def load_draft_heads(
         heads = _medusa(context, raw, model) if method == "medusa" else _eagle(context, raw, method, model)
     except KeyError as error:
         raise invalid(FIELD, f"{folder / CONFIG} lacks {error}") from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise invalid(FIELD, f"{folder / CONFIG} has a value of the wrong kind: {error}") from error
     if not heads.heads:
         raise invalid(FIELD, f"{folder} has no {method} heads")

@@ -49,6 +49,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
     layers, num_experts = int(raw["num_hidden_layers"]), int(raw.get("moe_num_experts") or 64)
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    if len(kinds) != layers:
+        raise ValueError(f"mlp_layer_types has {len(kinds)} of {layers} layers")
     size, _ = _sizes(raw)
     shared = raw.get("moe_num_shared_experts")
     top_k, min_sum = int(raw.get("moe_k") or 6), float(raw.get("moe_norm_min") or 1e-12)

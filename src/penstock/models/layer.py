@@ -66,7 +66,23 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         scale=options.attention_scale,
         softcap=options.attention_softcap,
         sinks=_sinks(context, config, name) if options.attention_sinks else None,
+        query_factors=_query_factors(context, config),
     )
+
+
+def _query_factors(context: BuildContext, config: ModelConfig) -> Tensor | None:
+    """``Attention``'s ``query_factors`` of ``query_scaling``; None where all are 1."""
+    scale, interval = config.options.query_scaling
+    if not scale or context.max_len <= interval:
+        return None
+
+    def make() -> Tensor:
+        positions = torch.arange(context.max_len, dtype=torch.float32, device=context.device)
+        factors = torch.log1p(torch.floor(positions / interval)) * scale + 1.0
+        half = factors[:, None].expand(-1, config.head_dim // 2)
+        return torch.cat((half, torch.zeros_like(half)), -1)
+
+    return context.shared_table(f"query factors {scale} {interval} {config.head_dim}", make)
 
 
 def _sinks(context: BuildContext, config: ModelConfig, name: str) -> Tensor:

@@ -13,10 +13,11 @@ from pathlib import Path
 from penstock.core.errors import invalid
 from penstock.planning.config_json import CONFIG
 from penstock.planning.engine_config import UNFINISHED
+from penstock.planning.sentence_transformers import module_files
 
 FIELD = "output_dir"
 MODEL_FILES = (
-    *("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "1_*/*.json"),
+    *("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
     "additional_chat_templates/*.jinja",
 )
 LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -88,6 +89,10 @@ class OutputFolder:
                 place.parent.mkdir(exist_ok=True)
                 write_atomically(place, source.read_bytes())
                 names.add(place.relative_to(self.path).parts[0])
+        for name, content in module_files(self._model).items():
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / name, content)
+            names.add(name.parts[0])
         return names
 
     def _remove_stale(self, names: set[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from penstock.core.quantization import SCHEMES
 from penstock.layers.rope import check_rope_type
 from penstock.planning.config_json import CONFIG, read_config_json, read_plain_config_json
 from penstock.planning.encoders import architecture_name, encoder_prefix
-from penstock.planning.model_size import padded_head_dim, quantization_config_of, quantization_of
+from penstock.planning.model_size import PADDED_TO, padded_head_dim, quantization_config_of, quantization_of
 from penstock.planning.rope import rope_parameters_of
 from penstock.quant import read_quantization_config
 
@@ -69,11 +70,12 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
 
 
 def _read_for_library(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """The configuration of a model that transformers runs, which reads ``config.json`` itself, but for what only the
-    weights tell."""
+    """The configuration of a model that transformers runs, which reads ``config.json`` itself, except for values
+    read from the weights."""
     told = {name: raw[name] for name in ("architectures", "tie_word_embeddings", "dtype") if raw.get(name) is not None}
     given = {name: value for name, value in read_plain_config_json(folder).items() if name != "torch_dtype"}
-    return _read(OTHERS, {**given, **told}, folder / CONFIG)
+    with _checked(folder / CONFIG):
+        return OTHERS.read_config({**given, **told})
 
 
 def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -83,25 +85,31 @@ def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")
     if quantization is None:
         read_quantization_config(quantization_config_of(raw))
-    _check_lists(raw, path)
-    config = _read(family, raw, path)
-    if config.num_heads % config.num_kv_heads:
-        message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
-        raise invalid("model", message)
-    if len(config.sliding_windows) != config.num_layers:
-        message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
-        raise invalid("model", message)
-    _check_rope(config, path)
-    return _with_padded_heads(config)
+    with _checked(path):
+        _check_lists(raw, path)
+        config = family.read_config(raw)
+        if config.num_heads % config.num_kv_heads:
+            message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
+            raise invalid("model", message)
+        if len(config.sliding_windows) != config.num_layers:
+            message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
+            raise invalid("model", message)
+        _check_rope(config, path)
+        return _with_padded_heads(config)
 
 
 def _with_padded_heads(config: ModelConfig) -> ModelConfig:
-    """A decoder whose heads are padded to what kernels compute; others as they are. Norms on heads would count the
-    zeros."""
+    """A decoder whose heads are padded to what kernels compute; others as they are.
+
+    Raises ``PenstockError`` (``unsupported``) for norms on such heads, which would count the zeros.
+    """
     head_dim, padded = config.head_dim, padded_head_dim(config.head_dim)
-    plain = not (config.latent or config.encoder or config.speech or config.has_vision or config.qk_norm)
-    if head_dim == padded or not plain:
+    if head_dim == padded or config.latent or config.encoder or config.speech:
         return config
+    if config.has_vision or config.qk_norm:
+        feature = "norms on heads" if config.qk_norm else "images"
+        words = f"head_dim {head_dim} of a model with {feature}; multiples of {PADDED_TO} are supported"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
     scale = config.options.attention_scale
     options = replace(config.options, attention_scale=head_dim**-0.5 if scale is None else scale)
     return replace(config, head_dim=padded, stored_head_dim=head_dim, options=options)
@@ -135,10 +143,12 @@ def _check_rope(config: ModelConfig, path: Path) -> None:
             raise invalid("model", message)
 
 
-def _read(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
+@contextmanager
+def _checked(path: Path) -> Iterator[None]:
+    """Raise ``PenstockError`` (``invalid``) for the errors of a broken ``config.json``."""
     try:
-        return family.read_config(raw)
+        yield
     except KeyError as error:
         raise invalid("model", f"{path} lacks {error}") from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error

@@ -15,7 +15,7 @@ OF_WHOLE_MODEL = (
     *("architectures", "model_type", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "transformers_version"),
 )
-"""Fields of ``text_config`` that the model's own of the same name win over."""
+"""Fields for which the top level has precedence over ``text_config``."""
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,9 +29,12 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
         config = {**config, "architectures": [known.architecture]}
     if known is not None and known.text_config:
         return _composite(config, known)
-    if isinstance(text := config.get("text_config"), dict):  # of a class that is not known
-        fields = {name: value for name, value in text.items() if value is not None and name != "model_type"}
-        return {**fields, **config}
+    text = config.get("text_config")
+    if isinstance(text, dict) and known is None:
+        return {**{name: value for name, value in text.items() if value is not None and name != "model_type"}, **config}
+    if isinstance(text, dict):  # a composite whose architecture is that of its language model
+        whole = {name: config[name] for name in OF_WHOLE_MODEL if config.get(name) is not None}
+        config = {**config, **text, **whole}
     complete = with_defaults(config, known)
     if known is None or known.rope is None:
         return complete
@@ -68,7 +71,7 @@ def _vision(given: Mapping[str, Any] | None, known: ConfigClass) -> dict[str, An
 
 def _tied(config: Mapping[str, Any], text: Mapping[str, Any], known: ConfigClass) -> bool:
     """Whether embeddings are tied: the model's own field decides, and then that of ``text_config``."""
-    own, within = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
-    if not known.fields["tie_word_embeddings"] and within:  # as the library forwards it
+    top, nested = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
+    if not known.fields["tie_word_embeddings"] and nested:  # as the library forwards it
         return True
-    return bool(next((value for value in (own, within) if value is not None), known.fields["tie_word_embeddings"]))
+    return bool(next((value for value in (top, nested) if value is not None), known.fields["tie_word_embeddings"]))

@@ -27,7 +27,7 @@ INTERNLM2 = {
     "architecture": "InternLM2ForCausalLM",
     "rope": {"rope_theta": 10_000.0},
 }
-"""The class that InternLM 2's checkpoints bring along, which transformers does not have."""
+"""The class that InternLM 2's checkpoints ship, which transformers does not have."""
 SPELLINGS = {
     "Ernie4_5_ForCausalLM": "ernie4_5",
     "Ernie4_5_MoEForCausalLM": "ernie4_5_moe",
@@ -44,7 +44,7 @@ class ConfigClass:
     fields: Mapping[str, Any]
     """Defaults other than ``None``."""
     nullable: tuple[str, ...] = ()
-    """Fields with a default for which ``null`` has a meaning of its own."""
+    """Fields for which ``null`` differs from absent."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of fields; they win over the fields' own."""
     architecture: str = ""

@@ -22,18 +22,21 @@ MODELOPT_FILE = "hf_quant_config.json"
 """File of NVIDIA's Model Optimizer, likewise."""
 
 
-def read_config_json(folder: Path) -> dict[str, Any]:
+def read_config_json(folder: Path, weights: bool = True) -> dict[str, Any]:
     """The configuration of a checkpoint, with what its ``config.json`` leaves out: defaults of its class, rotary
-    positions in one spelling (``planning/rope.py``), and what only the weights tell.
+    positions in one spelling (``planning/rope.py``), and values read from the weights.
+
+    Args:
+        weights: read the weights, which decide ``dtype`` and ``tie_word_embeddings``. API processes need neither.
 
     Raises ``PenstockError`` (``invalid``) where there is no such file, or it is broken.
     """
     given, path = read_plain_config_json(folder), folder / CONFIG
     try:
         complete = with_decoder_fields(complete_config(given))
-    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
-    return _with_stored(complete, given, folder)
+    return _with_stored(complete, given, folder) if weights else complete
 
 
 def read_plain_config_json(folder: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def draft_size_of(folder: Path, method: str, model: ModelSize) -> ModelSize:
         head = _medusa(folder, shapes, model) if method == "medusa" else _eagle(raw, shapes, method, model)
     except KeyError as error:
         raise invalid("speculative_config", f"{folder / 'config.json'} lacks {error}") from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         message = f"{folder / 'config.json'} has a value of the wrong kind: {error}"
         raise invalid("speculative_config", message) from error
     return replace(

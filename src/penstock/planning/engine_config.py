@@ -105,7 +105,7 @@ def read_engine_config(folder: Path) -> EngineConfig | None:
     read."""
     if not (folder / CONFIG).is_file():
         return None
-    return engine_config_of(read_config_json(folder), folder)
+    return engine_config_of(read_config_json(folder, weights=False), folder)
 
 
 def engine_config_of(config: Mapping[str, Any], folder: Path) -> EngineConfig | None:

@@ -88,7 +88,7 @@ def model_size_of(config: Mapping[str, Any]) -> ModelSize:
         return replace(size, **config[COUNTED_WEIGHTS]) if COUNTED_WEIGHTS in config else size
     except KeyError as error:
         raise invalid("model", f"config.json lacks {error}") from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise invalid("model", f"config.json has a value of the wrong kind: {error}") from error
 
 

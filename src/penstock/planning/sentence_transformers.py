@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_json_file
 
-MODULES = "modules.json"
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+COPIED = (".json", ".safetensors", ".bin")
+"""Ends of names of a module's files: its configuration and weights."""
 TRANSFORMER = "Transformer"
 KNOWN = (TRANSFORMER, "Pooling", "Normalize", "Dense")
 FUNCTIONS = {
@@ -78,6 +81,33 @@ def model_folder(folder: Path) -> Path:
     """The folder with ``modules.json``: the parent of a Transformer's folder, ``folder`` itself of other models."""
     parent = folder.parent
     return parent if (parent / MODULES).is_file() and transformer_folder(parent) == folder else folder
+
+
+def module_files(folder: Path) -> dict[Path, bytes]:
+    """Files for a copy of a checkpoint of sentence-transformers, by their paths in it, except those of its Transformer,
+    which the copy has at the top.
+
+    Args:
+        folder: as of ``read_modules``.
+
+    Raises ``PenstockError`` (``invalid``) where ``modules.json`` is broken.
+    """
+    folder = model_folder(folder)
+    files: dict[Path, bytes] = {}
+    entries: list[Any] = []
+    for module, entry in zip(_listed_modules(folder) or (), read_json(folder / MODULES) or (), strict=True):
+        if module.kind == TRANSFORMER:
+            entries.append({**entry, "path": ""})
+            continue
+        entries.append(entry)
+        if module.folder != folder and module.folder.resolve().is_relative_to(folder.resolve()):
+            kept = sorted(path for path in module.folder.glob("*") if path.suffix in COPIED and path.is_file())
+            files |= {path.relative_to(folder): path.read_bytes() for path in kept}
+    if entries:
+        files[Path(MODULES)] = json.dumps(entries, indent=2).encode()
+        if (path := folder / PROMPTS).is_file():
+            files[Path(PROMPTS)] = path.read_bytes()
+    return files
 
 
 def _listed_modules(folder: Path) -> list[Module] | None:

@@ -1,18 +1,16 @@
-"""What the safetensors files of a checkpoint say that ``config.json`` may not: the dtype, and whether the language
-model head is a matrix of its own. No torch."""
+"""Dtype and language model head, read from safetensors headers. No torch."""
 
 from __future__ import annotations
 
-import mmap
 import re
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|tok_embeddings|wte|word_embeddings|embed_in)\.weight")
 HEAD = re.compile(r"(.+\.)?(lm_head|proj_out|embed_out|output)\.(weight|qweight|weight_packed)")
 LAYER = re.compile(r"(^|\.)(layers|blocks|h|encoder)\.")
@@ -83,18 +81,31 @@ def _stored_head(folder: Path, state: tuple[tuple[Path, int, int], ...]) -> Head
         if not embeddings:
             return "unknown"
         return "same" if _equal(heads[0], embeddings[0]) else "other"
-    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):  # which loading tells
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):  # the loader reports it
         return "unknown"
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS))
+    """The files that are loaded: those of the index, ``model.safetensors``, or the only one."""
+    if (folder / INDEX).is_file():
+        with suppress(OSError, msgspec.MsgspecError, RecursionError):
+            files = set(_read_index(folder).values())
+            return sorted(folder / file for file in files if Path(file).name == file)
+        return []
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    found = [path for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS)]
+    return found if len(found) == 1 else []
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    return msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
 
 
 def _find(folder: Path, pattern: re.Pattern[str]) -> list[_Place]:
     """Where the tensors of a pattern are."""
     if (folder / INDEX).is_file():
-        files = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
+        files = _read_index(folder)
         paths = {folder / file for name, file in files.items() if matches(name, pattern) and Path(file).name == file}
     else:
         paths = {*_files(folder)}
@@ -116,17 +127,20 @@ def matches(name: str, pattern: re.Pattern[str]) -> bool:
 
 def _equal(one: _Place, other: _Place) -> bool:
     """Whether two tensors have the same bytes."""
-    if one.end - one.first != other.end - other.first:
+    size = one.end - one.first
+    if size != other.end - other.first:
         return False
-    with one.path.open("rb") as a, other.path.open("rb") as b, _mapped(a) as x, _mapped(b) as y:
-        if one.end > len(x) or other.end > len(y):
-            raise ValueError("the file is shorter than its header says")
-        return all(
-            x[one.first + at : min(one.first + at + CHUNK, one.end)]
-            == y[other.first + at : min(other.first + at + CHUNK, other.end)]
-            for at in range(0, one.end - one.first, CHUNK)
-        )
-
-
-def _mapped(file: BinaryIO) -> mmap.mmap:
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    ours, theirs = bytearray(CHUNK), bytearray(CHUNK)
+    with one.path.open("rb", buffering=0) as a, other.path.open("rb", buffering=0) as b:
+        a.seek(one.first)
+        b.seek(other.first)
+        while size > 0:
+            count = min(size, CHUNK)
+            if count < len(ours):
+                ours, theirs = bytearray(count), bytearray(count)
+            if a.readinto(ours) != count or b.readinto(theirs) != count:
+                raise ValueError("the file is shorter than its header says")
+            if ours != theirs:
+                return False
+            size -= count
+    return True

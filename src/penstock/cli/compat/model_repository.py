@@ -208,7 +208,7 @@ def _check_windows(source: str, windows: list[int], flags: Flags) -> None:
         return
     from penstock.models import read_config  # imports PyTorch
 
-    for layer, own in enumerate(read_config(folder).sliding_windows):
+    for layer, own in enumerate(read_config(folder, flags.get("model_impl", "auto")).sliding_windows):
         needed, given = min(own or length, length), windows[layer % len(windows)]
         if given < needed:
             message = (

@@ -142,7 +142,7 @@ def read_image_processor(
     """
     if not (folder / CONFIG).is_file():
         return None
-    config = read_config_json(folder)
+    config = read_config_json(folder, weights=False)
     architecture = next(iter(config.get("architectures") or [""]))
     if reader := READERS.get(architecture):
         return _read_processor(reader, folder, config, limit, token_id).with_kwargs(kwargs)

@@ -37,7 +37,7 @@ def read_video_processor(
     """
     if not (folder / CONFIG).is_file():
         return None
-    config = read_config_json(folder)
+    config = read_config_json(folder, weights=False)
     if (architecture := next(iter(config.get("architectures") or [""]))) not in ARCHITECTURES:
         return None
     given, timestamps = _read(folder), architecture in DEEPSTACK
@@ -95,7 +95,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def read_placeholders(folder: Path, images: ImageProcessor, videos: VideoProcessor | None) -> Placeholders:
     """The placeholders of a checkpoint's prompts."""
-    config = read_config_json(folder)
+    config = read_config_json(folder, weights=False)
     start, end = (
         int(config.get(f"vision_{side}_token_id", token)) for side, token in (("start", 151652), ("end", 151653))
     )

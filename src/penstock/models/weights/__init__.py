@@ -1,7 +1,7 @@
 """Sources of weights: checkpoints, the cache of packed weights, engine folders, LoRA adapters, and dummy weights."""
 
 from .cache import WeightCache
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, tied_embedding
 from .dummy import DummyWeights
 from .engine_output import EngineOutput
 from .engine_weights import EngineWeights
@@ -26,4 +26,5 @@ __all__ = [
     "WeightCache",
     "find_gguf",
     "load_lora",
+    "tied_embedding",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from penstock.planning.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpo
 from penstock.planning.stored_tensors import EMBEDDING, HEAD, INDEX, matches
 from penstock.quant import CheckpointFormat
 
+from .renamed import Stored
 from .tensor_files import TensorFile, open_tensors
 
 SINGLE, PYTORCH_SINGLE, MEDUSA = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"
@@ -114,12 +116,24 @@ class Checkpoint:
 
     def ignored(self) -> list[str]:
         """Names of weights and biases that were not taken, of the layers of which others were: ``config.json`` does not
-        say that they are used. Without those of single experts, which other ranks may take."""
+        say that they are used. Without those of single experts, which other ranks may take, and biases of zeros, which
+        GPTQ files have for all matrices."""
         layers = {match[1] for name in self._taken if (match := LAYER.match(name))}
         left = [name for name in self.names if name not in self._taken and name.endswith((".weight", ".bias"))]
         return [
-            name for name in left if (match := LAYER.match(name)) and match[1] in layers and not EXPERT.search(name)
+            name
+            for name in left
+            if (match := LAYER.match(name))
+            and match[1] in layers
+            and not EXPERT.search(name)
+            and not self._adds_0(name)
         ]
+
+    def _adds_0(self, name: str) -> bool:
+        """Whether a tensor is a bias of a quantized matrix, and zero."""
+        if not name.endswith(".bias") or self.format_of(name.removesuffix(".bias")) == UNQUANTIZED:
+            return False
+        return not self._file(name).read(self.stored_name(name), None).any()
 
     def has(self, name: str) -> bool:
         return self.stored_name(name) in self._file_of
@@ -163,14 +177,33 @@ class Checkpoint:
 
 def has_other_pytorch_head(folder: Path) -> bool:
     """Whether PyTorch's files of a checkpoint have a language model head that is not the embedding."""
-    if any(folder.glob("*.safetensors")) or not any(folder.glob("pytorch_model*.bin")):
+    if any(folder.glob("*.safetensors")):
         return False
+    files = [(path, path.stat()) for path in sorted(folder.glob("pytorch_model*.bin")) if path.is_file()]
+    state = tuple((path, status.st_size, status.st_mtime_ns) for path, status in files)
+    return bool(state) and _has_other_pytorch_head(folder, state)
+
+
+@lru_cache(maxsize=16)
+def _has_other_pytorch_head(folder: Path, state: tuple[tuple[Path, int, int], ...]) -> bool:
     checkpoint = Checkpoint(folder)
     heads, embeddings = ([name for name in checkpoint.names if matches(name, of)] for of in (HEAD, EMBEDDING))
     if not heads or not embeddings:
         return False
     one, other = (checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in (heads[0], embeddings[0]))
+    if one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride():
+        return one.dtype is not other.dtype  # tied tensors share their storage
     return not torch.equal(one, other)
+
+
+def tied_embedding(checkpoint: Checkpoint) -> Callable[[str], Stored] | None:
+    """Where modules of a model with tied embeddings lie in a checkpoint that has their matrix as the language model
+    head alone; None for other checkpoints."""
+    heads = [name for name in checkpoint.names if matches(name, HEAD) and name.endswith(".weight")]
+    if not heads or any(matches(name, EMBEDDING) for name in checkpoint.names):
+        return None
+    head = heads[0].removesuffix(".weight")
+    return lambda module: Stored(head if matches(f"{module}.weight", EMBEDDING) else module)
 
 
 def _names(folder: Path) -> tuple[str, str]:

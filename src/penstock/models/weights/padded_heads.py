@@ -1,4 +1,4 @@
-"""Heads of any size in kernels that compute multiples of 16 numbers: weights with zeros behind each head's own."""
+"""Zero padding of heads to multiples of 16."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PaddedHeads:
         return size // self._padded * self._head_dim
 
     def _pad(self, heads: Tensor, dim: int) -> Tensor:
-        """Zeros behind each head's numbers in a dimension."""
+        """Heads with zeros appended to a dimension, up to the padded size."""
         shape = list(heads.shape)
         shape[dim] = self._padded - self._head_dim
         return torch.cat((heads, heads.new_zeros(shape)), dim)
