@@ -68,8 +68,8 @@ def quantize(
     if config.speech:
         raise PenstockError(Code.UNSUPPORTED, f"model: {model} transcribes audio, and is not quantized here", "model")
     if config.stored_head_dim:
-        words = f"{model} has head_dim {config.stored_head_dim}; multiples of {PADDED_TO} are quantized"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{model} has head_dim {config.stored_head_dim}; multiples of {PADDED_TO} are quantized"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     if find_gguf(model):
         raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
     if read_engine_config(model):

@@ -212,10 +212,10 @@ def load_model(
         message = f"is {max_len}, and this model has a context of {config.max_model_len} tokens"
         raise invalid("max_model_len", message, config.max_model_len)
     if max_loras and config.stored_head_dim:
-        words = (
+        message = (
             f"LoRA adapters of a model with head_dim {config.stored_head_dim}; multiples of {PADDED_TO} are supported"
         )
-        raise PenstockError(Code.UNSUPPORTED, words, "enable_lora")
+        raise PenstockError(Code.UNSUPPORTED, message, "enable_lora")
     device, built = device or torch.device("cpu"), read_engine_config(folder)
     if dtype is None and built:
         dtype = getattr(torch, built.dtype)

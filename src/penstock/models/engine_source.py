@@ -44,10 +44,10 @@ class EngineSource:
             words = f"{folder} has quantized weights, which cannot be turned back: convert the checkpoint that it was"
             raise PenstockError(Code.UNSUPPORTED, f"{words} built from ({config.checkpoint})", "model")
         if self._model.stored_head_dim:
-            words = (
+            message = (
                 f"{folder} has heads of {self._model.stored_head_dim} numbers padded with zeros: convert the checkpoint"
             )
-            raise PenstockError(Code.UNSUPPORTED, f"{words} that it was built from ({config.checkpoint})", "model")
+            raise PenstockError(Code.UNSUPPORTED, f"{message} that it was built from ({config.checkpoint})", "model")
         backends = [each for each in (ops.backend(CPU), ops.reference) if config.layout == each.LAYOUT]
         if not backends:
             raise invalid("model", f"{folder} was built for kernels of the layout {config.layout}, which are not here")

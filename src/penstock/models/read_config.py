@@ -108,8 +108,8 @@ def _with_padded_heads(config: ModelConfig) -> ModelConfig:
         return config
     if config.has_vision or config.qk_norm:
         feature = "norms on heads" if config.qk_norm else "images"
-        words = f"head_dim {head_dim} of a model with {feature}; multiples of {PADDED_TO} are supported"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"head_dim {head_dim} of a model with {feature}; multiples of {PADDED_TO} are supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     scale = config.options.attention_scale
     options = replace(config.options, attention_scale=head_dim**-0.5 if scale is None else scale)
     return replace(config, head_dim=padded, stored_head_dim=head_dim, options=options)

@@ -52,7 +52,7 @@ class ConfigClass:
     rope: Mapping[str, Any] | None = None
     """Defaults of rotary positions; None where there are none, or they have two dimensions."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
-    """That object where a file has none; its ``model_type`` is also that of an object that names none. Empty where the
+    """Object used where a file has none; its ``model_type`` is also that of an object that names none. Empty where the
     class has no such object."""
     vision_config: Mapping[str, Any] = field(default_factory=dict)
     """Same, of ``vision_config``."""

@@ -96,8 +96,8 @@ def _modelopt(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """``quantization_config`` of a checkpoint of NVIDIA's Model Optimizer in FP8: matrices with a ``weight_scale`` are
     quantized. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
     if (algorithm := found.get("quant_algo")) != "FP8":
-        words = f"{path}: the quantization {algorithm!r:.60} (quant_algo) of Model Optimizer is not read; FP8 is"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{path}: the quantization {algorithm!r:.60} (quant_algo) of Model Optimizer is not read; FP8 is"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return {"quant_method": "fp8", "activation_scheme": "static"}
 
 

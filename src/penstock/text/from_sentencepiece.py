@@ -50,7 +50,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
             none before a text that has one.
         names: names of pieces by id that replace those in the model.
 
-    Raises ``PenstockError`` (``unsupported``) for a model that puts spaces behind words.
+    Raises ``PenstockError`` (``unsupported``) for a model that puts spaces behind message.
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
@@ -58,8 +58,8 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     user_defined = [piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED]
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
     if _number(trainer, 24, 0):
-        words = "tokenizer: SentencePiece models with spaces behind words (treat_whitespace_as_suffix) are not read"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}: add its tokenizer.json", "tokenizer")
+        message = "tokenizer: SentencePiece models with spaces behind message (treat_whitespace_as_suffix) are not read"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}: add its tokenizer.json", "tokenizer")
     bytes_known = any(piece.kind is Kind.BYTE for piece in pieces)
     unknown = next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN)
     algorithm: Any

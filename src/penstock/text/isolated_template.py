@@ -22,15 +22,15 @@ from .template_process import MAX_MEMORY, RenderRequest, RenderResult
 RENDER_TIME = 2.0
 """Seconds of processor time of one rendering."""
 QUICK_TIME = 0.25
-"""Seconds of processor time after which a rendering is put behind the quick ones."""
+"""Seconds of processor time after which a rendering moves to the slow lane."""
 REPLY_TIMEOUT = 60.0
 """Seconds after which a process that does not answer is killed: a template's time is over long before."""
 NUM_PROCESSES = 2
 """Quick renderings at a time, and slow ones at a time."""
 MAX_QUICK_MESSAGES = 2000
-"""Messages of a chat that may be quick to render; one with more is put behind the quick ones at once."""
+"""Messages of a chat that may be quick to render; one with more goes to the slow lane at once."""
 SLOW_PERIOD = 10.0
-"""Seconds after a client's slow rendering in which its chats of that size are put behind the quick ones at once."""
+"""Seconds after a client's slow rendering in which its chats of that size go to the slow lane at once."""
 MAX_INLINE = 2**18
 """Characters of a request that is encoded in the event loop; a longer one is encoded in a thread."""
 

@@ -122,6 +122,6 @@ class _MarkerFilter:
             self._skip_newlines = True
 
     def flush(self) -> str:
-        """What is held back, as no marker follows: a call begins, or the answer has ended."""
+        """Text held back so far, returned where no marker can follow: a call begins, or the answer has ended."""
         held, self._held, self._skip_newlines = self._held, "", False
         return held

@@ -81,7 +81,7 @@ def _find(modules: Mapping[str, dict[int, dict[int, str]]], name: str) -> dict[i
 def _parts(
     a: Tensor, b: Tensor, experts: int, sizes: tuple[int, int], interleaved: bool
 ) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
-    """Of each expert's matrices the parameter, the expert, the number of the projection, and its ``A`` and ``B``;
+    """Parameter, expert, number of the projection, ``A`` and ``B`` of each expert's matrices;
     nothing where shapes fit no parameter.
 
     Args:

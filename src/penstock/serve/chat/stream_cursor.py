@@ -22,7 +22,7 @@ class CallDelta:
 
 
 Delta = list[TextPart | CallDelta]
-"""What was added to a message, in order. A text that goes on and the arguments of a call that goes on come first."""
+"""Parts added to a message, in order. A text that goes on and the arguments of a call that goes on come first."""
 
 
 class StreamCursor:
@@ -53,7 +53,7 @@ class StreamCursor:
         return delta
 
     def _rest(self, part: MessagePart) -> Delta:
-        """What was added to the last part."""
+        """Text added to the last part."""
         text = part.arguments if isinstance(part, ToolCall) else part.text
         added, self._length = text[self._length :], len(text)
         if not added:

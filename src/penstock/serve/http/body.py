@@ -21,7 +21,7 @@ from .request_record import record_of
 from .unknown_fields import UnknownFields
 
 JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for a text that is not JSON, or not of the type asked for."""
+"""Exceptions of msgspec for a text that is not JSON, or of another type than the schema's."""
 HALF_AT_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}$")
 """An escape of the first half of a surrogate pair, so near the end that msgspec takes the text for truncated."""
 

@@ -12,7 +12,7 @@ UNCOUNTED_SIZE = 2**14
 MAX_WAITING = 128
 """Bodies that wait for memory, unread; further ones are refused at once."""
 MAX_WAITING_OF_CLIENT = MAX_WAITING // 4
-"""Likewise, of one client."""
+"""Bodies of one client that may wait at a time."""
 
 
 class BodyMemory:

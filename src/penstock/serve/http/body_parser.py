@@ -40,7 +40,7 @@ class BodyParser:
         self._thread = ThreadPoolExecutor(1, "parse")
 
     async def parse(self, client: str, size: int, work: Callable[[], T]) -> T:
-        """What ``work`` makes of a body of ``size`` bytes, which it may do in a thread."""
+        """Run ``work`` on a body of ``size`` bytes, in a thread where it is large."""
         if size <= MAX_INLINE_SIZE:
             await self._small.wait_turn(client)
             return work()

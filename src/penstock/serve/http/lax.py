@@ -29,7 +29,7 @@ BOOLEANS |= dict.fromkeys(("0", "off", "f", "false", "n", "no"), False)
 
 @dataclass(slots=True)
 class _Node:
-    """What a schema accepts at one place."""
+    """Types that a schema accepts at one place."""
 
     integer: bool = False
     number: bool = False

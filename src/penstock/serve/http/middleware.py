@@ -286,7 +286,7 @@ class ApiKeyMiddleware:
 
 
 class Client(NamedTuple):
-    """What an API key permits."""
+    """Permissions of an API key."""
 
     tenant: str = ""
     """Name made of the key, where there are several API keys."""

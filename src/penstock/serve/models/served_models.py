@@ -174,7 +174,7 @@ class ServedModels:
         return self._max_sizes
 
     async def read(self, request: Request, parse: Callable[[bytes], T], max_size: int | None = None) -> T:
-        """What ``parse`` makes of a request's JSON body, in a thread where the body is large.
+        """Read a request's JSON body and run ``parse`` on it, in a thread where the body is large.
 
         Args:
             max_size: bytes; ``max_text_size`` by default.

@@ -45,7 +45,7 @@ class FastDeployChatHandler(ChatHandler):
 
 
 class _Answer:
-    """What chats and completions have in common."""
+    """Shared parts of chats and completions."""
 
     def __init__(self, service: ModelService, request: GenerationRequest) -> None:
         self._service = service

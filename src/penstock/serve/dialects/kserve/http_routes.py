@@ -101,7 +101,7 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
     async def read(
         request: Request, max_size: int, parse: Callable[[bytes, bytes], V], header_length: str | None = None
     ) -> V:
-        """What ``parse`` makes of a body: its JSON, and the tensors in bytes after it."""
+        """Run ``parse`` on a body: its JSON, and the tensors in bytes after it."""
         body = await served_models.receive(request, max_size)
         encoding = request.headers.get("content-encoding", "identity").lower()
 

@@ -71,7 +71,7 @@ class Model:
     unsupported_inputs: ClassVar[Mapping[str, str]] = {}
     """Inputs that are not supported yet, with the reason."""
     neutral_inputs: ClassVar[Mapping[str, tuple[float, ...]]] = {}
-    """Of these, the values that have no effect, besides zero and false."""
+    """Values of these inputs that have no effect, besides zero and false."""
     max_batch_size: int = MAX_BATCH_SIZE
     """Maximum number of rows; 0 without a batch dimension."""
     decoupled: ClassVar[bool] = False

@@ -75,7 +75,7 @@ class ConversationRoutes:
         return _json(await self._store.delete_item(_tenant(raw_request), _name(raw_request), item))
 
     async def _items(self, raw_request: Request, given: list[Item], size: int) -> list[dict[str, Any]]:
-        """What is kept of the items of a body of ``size`` bytes. Raises ``PenstockError`` where no request could have
+        """Items to store of a body of ``size`` bytes. Raises ``PenstockError`` where no request could have
         them."""
         models, record = self._served_models, record_of(raw_request.scope)
         resolved, _ = await resolve_references(
