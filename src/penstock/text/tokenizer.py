@@ -53,7 +53,7 @@ class Tokenizer:
         """``tokenizer_config.json``, with the chat template that is used."""
 
     def _use_template_of(self, folder: Path, chat_template: str | None) -> None:
-        self._trusted = chat_template is None and folder in (demo.CHAT, demo.DRAFT)
+        self._trusted = not chat_template and folder in (demo.CHAT, demo.DRAFT)
         self._pool = TemplatePool()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
