@@ -60,8 +60,11 @@ def settings() -> dict[str, Setting]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint "; did you mean …?" with the known name that is most similar; empty where none is."""
-    near = difflib.get_close_matches(name, list(known), 1)
+    """The hint "; did you mean …?" with the only known name that begins with this one, or else the most similar one;
+    empty where none is."""
+    names = list(known)
+    longer = [one for one in names if name and one.startswith(name)]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(name, names, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
