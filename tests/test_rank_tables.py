@@ -70,27 +70,27 @@ def local(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environment", "flags", "words"),
     [
-        (local("45"), (), "tensor_parallel_size: the ranks are 1, and rank_table has 2 devices (4, 5): one for each"),
-        ({"GLOBAL_RANK_TABLE_FILE_PATH": ""}, TWO, "global_rank_table: is missing: rank_table needs it"),
-        ({"RANK_TABLE_FILE_PATH": ""}, TWO, "rank_table: is missing: global_rank_table needs it"),
-        ({"GLOBAL_RANK_TABLE_FILE_PATH": "no"}, TWO, "global_rank_table: no cannot be read as a global rank table"),
-        ({"RANK_TABLE_FILE_PATH": "no"}, TWO, "rank_table: no cannot be read as a local rank table"),
+        (local("45"), (), "tensor_parallel_size: the ranks are 1, and RANK_TABLE_FILE_PATH has 2 devices (4, 5): one for each"),
+        ({"GLOBAL_RANK_TABLE_FILE_PATH": ""}, TWO, "global_rank_table: is missing: RANK_TABLE_FILE_PATH needs it"),
+        ({"RANK_TABLE_FILE_PATH": ""}, TWO, "rank_table: is missing: GLOBAL_RANK_TABLE_FILE_PATH needs it"),
+        ({"GLOBAL_RANK_TABLE_FILE_PATH": "no"}, TWO, "GLOBAL_RANK_TABLE_FILE_PATH: no cannot be read as a global rank table"),
+        ({"RANK_TABLE_FILE_PATH": "no"}, TWO, "RANK_TABLE_FILE_PATH: no cannot be read as a local rank table"),
         (local("45") | {"GLOBAL_RANK_TABLE_FILE_PATH": local("45")["RANK_TABLE_FILE_PATH"]}, TWO, "as a global rank"),
         (
             {"NODE_PORTS": "8088"},
             (),
-            "node_ports: has 1 ports for 2 instances: 10.0.0.1 with the devices 4,5; 10.0.0.1",
+            "NODE_PORTS: has 1 ports for 2 instances: 10.0.0.1 with the devices 4,5; 10.0.0.1",
         ),
-        ({"NODE_PORTS": "8088,8089,8090"}, (), "node_ports: has 3 ports for 2 instances"),
+        ({"NODE_PORTS": "8088,8089,8090"}, (), "NODE_PORTS: has 3 ports for 2 instances"),
         ({"NODE_PORTS": ""}, (), "node_ports: has 0 ports for 2 instances"),
-        ({"NODE_PORTS": "8088,8088"}, (), "node_ports: gives two instances of 10.0.0.1 the port 8088"),
-        ({"NODE_PORTS": "8088,http"}, (), "node_ports: 'http' is not a port"),
-        ({"NODE_PORTS": "8088,0"}, (), "node_ports: '0' is not a port"),
-        ({}, ("--port", "8089"), "port: is 8089, which node_ports gives to an instance of this machine"),
+        ({"NODE_PORTS": "8088,8088"}, (), "NODE_PORTS: gives two instances of 10.0.0.1 the port 8088"),
+        ({"NODE_PORTS": "8088,http"}, (), "NODE_PORTS: 'http' is not a port"),
+        ({"NODE_PORTS": "8088,0"}, (), "NODE_PORTS: '0' is not a port"),
+        ({}, ("--port", "8089"), "port: is 8089, which NODE_PORTS gives to an instance of this machine"),
         (
             {"GLOBAL_RANK_TABLE_FILE_PATH": "", "RANK_TABLE_FILE_PATH": ""},
             (),
-            "node_ports: needs global_rank_table and rank_table",
+            "NODE_PORTS: needs global_rank_table and rank_table",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def _another_group(table: dict[str, Any]) -> None:
         (
             "45",
             _another_device,
-            "rank_table: 10.0.0.1 with the devices 4,6 is not in global_rank_table, or differs there",
+            "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH, or differs there",
         ),
         ("67", _another_address, "its instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
         ("45", _another_group, "cannot be read as a local rank table"),
@@ -146,4 +146,4 @@ def test_a_global_table_that_gives_a_device_twice_is_refused(tables: Path, monke
     monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", str(file))
     monkeypatch.setenv("RANK_TABLE_FILE_PATH", "local_ranktable_10.0.0.1_45.json")
     said = refused("--compat", "ascend-vllm", *TWO)
-    assert "global_rank_table: device 5 of 10.0.0.1 is in two instances" in said
+    assert "GLOBAL_RANK_TABLE_FILE_PATH: device 5 of 10.0.0.1 is in two instances" in said
