@@ -266,9 +266,11 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: st
     while not done.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)  # so that it is in the middle still when the signal comes
     with pytest.raises(PenstockError, match="another process quantizes into"):
         quantized(model, tmp_path / "cut", "gptq")
     process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
     assert said in process.communicate()[0]
     assert not (tmp_path / "cut" / "config.json").exists()
     with pytest.raises(PenstockError, match="holds a run with other options \\(method 'gptq' and not 'awq'\\)"):
