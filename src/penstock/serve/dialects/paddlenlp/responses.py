@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.core import Failure
+from penstock.core import Code, Failure
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.status import STATUS
 
@@ -86,8 +86,8 @@ class PaddleNLPErrorFormat(ErrorFormat):
     stream_error = error
 
     def status(self, failure: Failure) -> int:
-        """200, as in PaddleNLP: its clients read ``error_code``."""
-        return 200
+        """200, as in PaddleNLP: its clients read ``error_code``. Paths that are not served keep their status."""
+        return STATUS[failure.code] if failure.code in (Code.NOT_FOUND, Code.NOT_ALLOWED) else 200
 
     def answer(self, failure: Failure) -> ErrorResponse:
         """The error as a struct."""
