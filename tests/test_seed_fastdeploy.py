@@ -305,7 +305,7 @@ def test_its_configuration_and_requests_aborted_by_id(served: Served, client: op
     metrics = served.find(r"health and metrics at (\S+)")[1]
     for root in (served.root, metrics):
         found = httpx.get(f"{root}/config-info").json()
-        assert found["engine"]["num_gpu_blocks_override"] == 172 and "api_key" not in found["server"]
+        assert found["engine"]["num_gpu_blocks_override"] == 172 and found["server"]["api_key"] in ([], "***")
     endless: dict[str, Any] = {"messages": QUESTION, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 
     def abort(**body: Any) -> dict[str, Any]:
