@@ -111,6 +111,7 @@ def stored(folder: Path) -> Any:
     return scripted_server(chat_template=TEMPLATE, server_options=options)
 
 
+@pytest.mark.row("responses", "item_reference", "output")
 def test_items_are_accepted_by_reference(tmp_path: Path) -> None:
     """Each item that the server lists: of responses, their input, and conversations."""
 
