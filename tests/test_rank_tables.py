@@ -70,10 +70,10 @@ def local(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environment", "flags", "words"),
     [
-        (local("45"), (), "tensor_parallel_size: the ranks are 1, and RANK_TABLE_FILE_PATH has 2 devices (4, 5): one for each"),
+        (local("45"), (), "tensor_parallel_size: the ranks are 1, and RANK_TABLE_FILE_PATH has 2 devices (4, 5)"),
         ({"GLOBAL_RANK_TABLE_FILE_PATH": ""}, TWO, "global_rank_table: is missing: RANK_TABLE_FILE_PATH needs it"),
         ({"RANK_TABLE_FILE_PATH": ""}, TWO, "rank_table: is missing: GLOBAL_RANK_TABLE_FILE_PATH needs it"),
-        ({"GLOBAL_RANK_TABLE_FILE_PATH": "no"}, TWO, "GLOBAL_RANK_TABLE_FILE_PATH: no cannot be read as a global rank table"),
+        ({"GLOBAL_RANK_TABLE_FILE_PATH": "no"}, TWO, "GLOBAL_RANK_TABLE_FILE_PATH: no cannot be read as a global"),
         ({"RANK_TABLE_FILE_PATH": "no"}, TWO, "RANK_TABLE_FILE_PATH: no cannot be read as a local rank table"),
         (local("45") | {"GLOBAL_RANK_TABLE_FILE_PATH": local("45")["RANK_TABLE_FILE_PATH"]}, TWO, "as a global rank"),
         (
@@ -122,7 +122,7 @@ def _another_group(table: dict[str, Any]) -> None:
         (
             "45",
             _another_device,
-            "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH, or differs there",
+            "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH, or differs",
         ),
         ("67", _another_address, "its instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
         ("45", _another_group, "cannot be read as a local rank table"),
