@@ -66,8 +66,12 @@ def stored_dtype(folder: Path) -> str | None:
 def stored_head(folder: Path) -> Head:
     """Whether a checkpoint has a language model head, and another than its embedding. A checkpoint may have one in
     spite of ``tie_word_embeddings``."""
-    state = tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in _files(folder) if path.is_file())
-    return _stored_head(folder, state)
+    states = []
+    for path in _files(folder):
+        with suppress(OSError, ValueError):  # the file is missing, or its name is impossible: the loader reports it
+            status = path.stat()
+            states.append((path, status.st_size, status.st_mtime_ns))
+    return _stored_head(folder, tuple(states))
 
 
 @lru_cache(maxsize=16)
