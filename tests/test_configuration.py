@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from penstock import PenstockError
+from penstock.cli.flags import DEFAULT_PROFILE
 from penstock.cli.main import main
 from penstock.cli.serve import is_open
 from penstock.config.profiles import load
@@ -70,6 +71,38 @@ def test_a_wrong_value_is_told_with_its_place(
 def test_what_kubernetes_sets_for_a_service_of_our_name_is_not_a_port(caplog: pytest.LogCaptureFixture) -> None:
     assert read({}, None, {"PENSTOCK_PORT": "tcp://10.0.0.1:80"}).configuration.server.port == 8000
     assert "PENSTOCK_PORT" in caplog.text
+
+
+def test_a_file_of_vllm_means_what_its_flags_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+    model: /models/qwen
+    tensor-parallel-size: 2
+    max-num-seqs: 7
+    disable-log-requests: true
+    enable-auto-tool-choice: true
+    enforce_eager: false
+    uvicorn-log-level: warning
+    allowed-origins: ["https://a", "https://b"]
+    speculative-config: {method: ngram, num_speculative_tokens: 3}
+    """
+    for profile in (DEFAULT_PROFILE, load("vllm")):
+        found = read({}, write(tmp_path, text), {}, profile)
+        engine = found.configuration.engine
+        assert (engine.tensor_parallel_size, engine.max_num_seqs) == (2, 7)
+        assert json.loads(engine.speculative_config)["num_speculative_tokens"] == 3
+        assert found.configuration.server.allowed_origins == ("https://a", "https://b")
+        assert any(name.startswith("enable_auto_tool_choice, in ") for name in found.ignored)
+        assert not any("enforce_eager" in name for name in found.ignored)
+
+
+def test_a_file_is_overridden_by_the_flags_of_its_system_and_refused_as_they_are(tmp_path: Path) -> None:
+    file = write(tmp_path, "max-model-len: 1k\nssl-ca-certs: /a\n")
+    with pytest.raises(PenstockError, match=r"ssl_ca_certs, in .*yaml: "):
+        read({}, file, {}, load("vllm"))
+    file = write(tmp_path, "max-model-len: 1k\n")
+    assert read({}, file, {}, load("vllm")).configuration.engine.max_model_len == 1000
+    found = read({}, file, {}, load("vllm"), {"max_model_len": "2k"})
+    assert found.configuration.engine.max_model_len == 2000
 
 
 def test_the_printed_file_is_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,9 @@ def read(
     Args:
         flags: values of our flags, by option.
         aliases: values of the profile's flags, as text.
-        file: a YAML file of options by name, with ``_`` or ``-``, at the top level or under their section.
+        file: a YAML file of options by name, with ``_`` or ``-``, at the top level or under their section. Names at the
+            top level may also be the profile's flags, as in vLLM's and FastDeploy's files; where both have a name, a
+            selected profile's meaning applies.
         environment: ``PENSTOCK_`` and the name in capitals; several values separated by commas.
         model_defaults: returns options that the folder of a model brings along.
 
@@ -68,22 +70,26 @@ def read(
     given: list[tuple[str, Any, str]] = []
     theirs: list[tuple[str, Any, str]] = []
     num_defaults = 0
+    document = _read_file(file)
     if profile:
+        in_file = _flags_in_file(document, profile)
         variables, translated = translate_variables(profile, environment, ignored)
-        together = variables | {flag(name): text for name, text in (aliases or {}).items()}
+        together = variables | {flag(name): text for name, text in (in_file | dict(aliases or {})).items()}
         profile.check(together)
         defaults = {**profile.defaults, **profile.defaults_for(together)}
         given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
         num_defaults = len(given)
-        given += _file_settings(file)
-        theirs += translated
+        given += _flatten(document, str(file))
+        in_file_settings = [*translate(profile.flags, in_file, lambda name: f"{name}, in {file}", ignored)]
+        given += in_file_settings
+        theirs += [*translated, *in_file_settings]
         given += translated
         given += _environment_settings(environment)
         translated = [*translate(profile.flags, aliases or {}, _flag_as_typed, ignored), *profile.together(together)]
         theirs += translated
         given += translated
     else:
-        given += _file_settings(file)
+        given += _flatten(document, str(file))
         given += _environment_settings(environment)
     given += [(name, value, known[name].flag) for name, value in flags.items()]
     model = next((str(value) for name, value, _ in reversed(given) if name == "model"), "")
@@ -163,9 +169,9 @@ def _flag_as_typed(name: str) -> str:
     return settings()[name].flag if name in settings() else flag(name)
 
 
-def _file_settings(file: str | Path | None) -> Settings:
+def _read_file(file: str | Path | None) -> dict[Any, Any]:
     if file is None:
-        return
+        return {}
     import yaml
 
     try:
@@ -174,7 +180,27 @@ def _file_settings(file: str | Path | None) -> Settings:
         raise invalid("config", f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict | None):
         raise invalid("config", f"{file} does not hold options by name")
-    yield from _flatten(document or {}, str(file))
+    return document or {}
+
+
+def _flags_in_file(document: dict[Any, Any], profile: Profile) -> dict[str, str]:
+    """Remove a profile's flags from a file's names; returns their values as text, as on the command line."""
+    found = {}
+    for key in [*document]:
+        name, value = str(key).replace("-", "_"), document[key]
+        if name not in profile.flags or (name in settings() and not profile.name):
+            continue
+        del document[key]
+        alias = profile.flags[name]
+        if value is None or (alias.switch and value is False):
+            continue  # the flag is not given
+        if isinstance(value, list) and alias.several:
+            found[name] = ",".join(map(str, value))
+        elif isinstance(value, str):
+            found[name] = value
+        else:
+            found[name] = json.dumps(value, ensure_ascii=False)
+    return found
 
 
 def _flatten(document: Mapping[Any, Any], file: str) -> Settings:
