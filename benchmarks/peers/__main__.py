@@ -18,45 +18,38 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any
 
 from drawing import OURS, WITH_PEERS_FILE, draw
 from isa import ONEDNN, check_llama_cpp, hold_openvino
+from systems import (
+    NAMES,
+    WORKS,
+    System,
+    Work,
+    convert,
+    convert_llama_cpp,
+    export_openvino,
+    machine,
+    quantize_llama_cpp,
+    rate,
+    running,
+    turns_of,
+)
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-Work = tuple[int, int, int]
-"""Prompts, tokens of each, tokens to generate for each."""
-WORKS: dict[Work, str] = {
-    (1, 512, 1): "prefill 512",
-    (1, 2048, 1): "prefill 2,048",
-    (1, 16, 64): "decode, 1",
-    (8, 16, 64): "decode, 8",
-    (32, 16, 64): "decode, 32",
-    (16, 512, 64): "16 × (512 → 64)",
+OPENVINO_WEIGHTS = {
+    "bf16": ["fp16"],
+    "int8": ["int8"],
+    "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
 }
-NAMES = dict(zip(["prefill-512", "prefill-2048", "decode-1", "decode-8", "decode-32", "mixed"], WORKS, strict=True))
-
-
-@dataclass(frozen=True)
-class System:
-    """Something that says how long a work takes in a format, for each that it reads."""
-
-    name: str
-    format: str
-    """``bf16``, ``int8`` or ``int4``: what stands beside each other."""
-    command: list[str]
-    environment: dict[str, str]
-    """Beside that of this process."""
+"""Arguments after ``--weight-format``, by format."""
 
 
 def main() -> None:
@@ -87,13 +80,13 @@ def main() -> None:
     limits = []
     for format in args.format:
         with ExitStack() as stack:
-            takes = {s.name: stack.enter_context(running(s)) for s in systems if s.format == format}
+            started = {s.name: stack.enter_context(running(s)) for s in systems if s.format == format}
             for turn in range(args.rounds):
                 limits.append(measure_limits(args.threads, args.isa))
                 for work in tqdm(works, desc=f"{format}, round {turn + 1}", unit="work"):
-                    for name, take in list(takes.items()) * turns_of(work):
+                    for name, system in list(started.items()) * turns_of(work):
                         own = seconds.setdefault(f"{name} {format}", {each: [] for each in works})
-                        own[work].append(take(work))
+                        own[work].append(system.seconds(work))
                 keep(args.json, args.isa, limits, seconds)
     best = {name: max(one[name] for one in limits) for name in limits[0]}
     rates = {name: {work: rate(work, taken) for work, taken in own.items()} for name, own in seconds.items()}
@@ -107,7 +100,7 @@ def main() -> None:
 def keep(
     path: Path | None, isa: str | None, limits: list[dict[str, float]], seconds: dict[str, dict[Work, list[float]]]
 ) -> None:
-    """What is known so far, since a peer may fail after an hour."""
+    """Write the figures so far: a peer may fail after an hour."""
     if path:
         kept = {name: {WORKS[w]: taken for w, taken in own.items()} for name, own in seconds.items()}
         told = {"machine": machine(), "isa": isa, "limits": limits, "seconds": kept}
@@ -115,7 +108,7 @@ def keep(
 
 
 def found(args: argparse.Namespace) -> Iterator[System]:
-    """What there is to run, converted where it must be."""
+    """The systems to compare, with checkpoints converted where needed."""
     own = penstock_environment(args.isa)
     ours = [sys.executable, str(HERE / "run_penstock.py"), str(args.checkpoint), str(args.threads)]
     for format, quantization in {"bf16": "none", "int8": "w8a8", "int4": "w4a8"}.items():
@@ -124,7 +117,8 @@ def found(args: argparse.Namespace) -> Iterator[System]:
         held = hold_openvino(args.isa, args.work)
         for format in ("bf16", "int8", "int4"):
             folder = args.work / f"openvino-{format}"
-            convert(folder, lambda f=format, to=folder: export_openvino(args, f, to))
+            weights = OPENVINO_WEIGHTS[format]
+            convert(folder, lambda w=weights, to=folder: export_openvino(args.openvino, args.checkpoint, w, to))
             runner = [str(args.openvino), str(HERE / "run_openvino.py")]
             yield System("OpenVINO", format, [*runner, str(folder), str(args.threads)], held)
     if args.vllm:
@@ -132,15 +126,10 @@ def found(args: argparse.Namespace) -> Iterator[System]:
         yield System("vLLM", "bf16", [*runner, str(args.checkpoint), str(args.threads)], {})
     if args.llama_cpp:
         whole = args.work / "llama-bf16.gguf"
-        script = [sys.executable, str(args.llama_cpp / "convert_hf_to_gguf.py"), str(args.checkpoint)]
-        environment = os.environ | {"PYTHONPATH": str(args.llama_cpp / "gguf-py")}
-        outfile = ["--outtype", "bf16", "--outfile", str(whole)]
-        convert(whole, lambda: subprocess.run([*script, *outfile], check=True, env=environment, capture_output=True))
+        convert(whole, lambda: convert_llama_cpp(args.llama_cpp, args.checkpoint, whole))
         for format, kind in {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}.items():
             file = args.work / f"llama-{kind}.gguf"
-            program = str(args.llama_cpp / "build/bin/llama-quantize")
-            command = [program, str(whole), str(file), kind]
-            convert(file, lambda c=command: subprocess.run(c, check=True, capture_output=True))
+            convert(file, lambda to=file, type=kind: quantize_llama_cpp(args.llama_cpp, whole, to, type))
             runner = [sys.executable, str(HERE / "run_llama_cpp.py")]
             yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads)], {})
             if format != "bf16":  # activations in 8 bits, as llama.cpp has them
@@ -149,94 +138,18 @@ def found(args: argparse.Namespace) -> Iterator[System]:
                 yield System(WITH_PEERS_FILE, format, [*runner, str(file), str(args.threads), kept], own)
 
 
-def convert(target: Path, make: Callable[[], object]) -> None:
-    """Once."""
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        print(f"making {target}", file=sys.stderr)
-        make()
-
-
-def export_openvino(args: argparse.Namespace, format: str, folder: Path) -> None:
-    kept = {"bf16": ["fp16"], "int8": ["int8"], "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0"]}
-    program = [str(args.openvino.parent / "optimum-cli"), "export", "openvino", "--model", str(args.checkpoint)]
-    task = ["--task", "text-generation-with-past", "--weight-format", *kept[format]]
-    subprocess.run([*program, *task, str(folder)], check=True, capture_output=True)
-
-
-@contextmanager
-def running(system: System) -> Iterator[Callable[[Work], float]]:
-    """A system, ready; what is yielded gives the seconds of a work.
-
-    All systems of a format are there at once and take turns work by work, so that what others do on the machine meets
-    them alike; who is not asked sleeps.
-    """
-    with TemporaryFile("w+") as errors:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            system.command,
-            env=os.environ | system.environment,
-            text=True,
-            bufsize=1,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=errors,
-        )
-        assert process.stdin
-        assert process.stdout
-
-        def told(what: str) -> Any:
-            for line in process.stdout or ():
-                if line.startswith(f'{{"{what}"'):
-                    return json.loads(line)[what]
-            errors.seek(0)
-            sys.exit(f"{system.name} {system.format} failed:\n{errors.read()[-2000:]}")
-
-        def take(work: Work) -> float:
-            print(json.dumps(work), file=process.stdin)
-            return float(told("seconds"))
-
-        told("ready")
-        try:
-            yield take
-        finally:
-            process.stdin.close()
-            process.wait()
-
-
-def rate(work: Work, taken: list[float]) -> float:
-    """Tokens a second, the median of the rounds: those read where one is generated, those generated where few are read,
-    else both."""
-    prompts, read, generated = work
-    tokens = prompts * (read if generated == 1 else generated if read < generated else read + generated)
-    return statistics.median(tokens / seconds for seconds in taken)
-
-
-def turns_of(work: Work) -> int:
-    """In a round: what disturbs a machine for a second must not decide about a work that takes one."""
-    prompts, read, generated = work
-    return 3 if prompts * (read + generated) < 1000 else 1
-
-
 def penstock_environment(isa: str | None) -> dict[str, str]:
     return {"PENSTOCK_ISA": isa} if isa else {}
 
 
 def measure_limits(threads: int, isa: str | None) -> dict[str, float]:
-    """In a process of its own, as everybody else."""
+    """The machine's limits, measured in a process of their own, as systems run."""
     script = f"import json; from penstock.ops import cpu; cpu.set_threads({threads}); limits = cpu.measure_limits()"
     script += "; print(json.dumps(vars(limits)))"
     environment = os.environ | penstock_environment(isa)
     ran = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, check=True)
     told: dict[str, float] = json.loads(ran.stdout)
     return told
-
-
-def machine() -> str:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{len(names)} cores of {names[0] if names else platform.machine()}"
 
 
 def table(

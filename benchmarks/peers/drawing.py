@@ -15,6 +15,9 @@ COLOURS = {
     "llama.cpp": "#ced4da",
 }
 
+FRONTIER_COLOURS = {OURS: "#0b7285", "OpenVINO": "#e8590c", "llama.cpp": "#495057", "ik_llama.cpp": "#862e9c"}
+"""Of points, which are small: darker than those of bars."""
+
 
 def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> None:
     """Each work's bars are shares of Penstock's, since works differ by orders of magnitude."""
@@ -38,5 +41,39 @@ def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> 
         panel.margins(y=0.15)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=8, ncols=len(own), loc="upper right", bbox_to_anchor=(1, 1.2))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_frontier(path: Path, losses: dict[str, float], rates: dict[str, dict[str, float]]) -> None:
+    """Speed against perplexity, a panel for each work; to the upper left is better.
+
+    Args:
+        losses: perplexity as a multiple of 16 bits, by ``system:format``.
+        rates: tokens per second by work and ``system:format``.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(rates), figsize=(4.6 * len(rates), 4.4), squeeze=False, layout="constrained")
+    for (work, found), panel in zip(rates.items(), panels[0], strict=True):
+        for system in dict.fromkeys(name.split(":")[0] for name in found):
+            own = [name for name in found if name.split(":")[0] == system]
+            colour = FRONTIER_COLOURS.get(system, "#868e96")
+            panel.scatter(
+                [losses[name] for name in own], [found[name] for name in own], color=colour, label=system, s=22
+            )
+            for name in own:
+                at = losses[name], found[name]
+                panel.annotate(
+                    name.split(":")[1], at, xytext=(3, 3), textcoords="offset points", fontsize=6, color=colour
+                )
+        panel.set_title(f"{work}: tokens/s", loc="left", fontsize=10)
+        panel.set_xlabel("perplexity, multiple of 16 bits")
+        panel.set_ylim(bottom=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -1,26 +1,35 @@
 """python run_llama_cpp.py SOURCE MODEL.gguf THREADS"""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from timing import answer
+from windows import SIZE
 
 
 def main() -> None:
     source, model, threads = sys.argv[1:]
+    programs = Path(source) / "build/bin"
 
     def seconds(prompts: int, read: int, generated: int) -> float:
         sizes = ["-npp", str(read), "-ntg", str(generated), "-npl", str(prompts)]
         fixed = ["-m", model, "-t", threads, "-tb", threads, "-c", "16384", "-b", "2048", "-ub", "512"]
-        program = str(Path(source) / "build/bin/llama-batched-bench")
-        command = [program, *fixed, *sizes, "--output-format", "jsonl"]
+        command = [str(programs / "llama-batched-bench"), *fixed, *sizes, "--output-format", "jsonl"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         (told,) = (json.loads(line) for line in said.splitlines() if line.startswith("{"))
         return float(told["t"])
 
-    answer(seconds)
+    def perplexity(text: str, count: int) -> float:
+        fixed = ["-m", model, "-t", threads, "-f", text, "-c", str(SIZE), "-b", str(SIZE), "--chunks", str(count)]
+        said = subprocess.run([str(programs / "llama-perplexity"), *fixed], capture_output=True, text=True, check=True)
+        found = re.search(r"Final estimate: PPL(?: over [^=]*)? = ([\d.]+)", said.stdout + said.stderr)
+        assert found, "llama-perplexity prints no estimate"
+        return float(found[1])
+
+    answer(seconds, perplexity)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 import sys
 from collections.abc import Callable
+from math import exp
+from pathlib import Path
 
 from timing import Prompts, run_all
+from windows import FIRST, windows_of
 
 from penstock import LLM, SamplingParams
 
@@ -27,7 +30,22 @@ def main() -> None:
         params = SamplingParams(max_tokens=generated, ignore_eos=True, temperature=0, detokenize=False)
         return lambda: llm.generate(prompts, params, use_tqdm=False)
 
-    run_all(generate)
+    def perplexity(text: str, count: int) -> float:
+        tokenizer = llm.get_tokenizer()
+        ids = tokenizer.encode(Path(text).read_text(encoding="utf-8"), add_special_tokens=False)
+        begun = tokenizer.encode("a")  # with the token that begins a text, if there is one
+        bos = begun[0] if begun != tokenizer.encode("a", add_special_tokens=False) else None
+        windows = windows_of(ids, bos, count)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, detokenize=False)
+        scored = [
+            position[token].logprob
+            for window, output in zip(windows, llm.generate(windows, params, use_tqdm=False), strict=True)
+            for token, position in list(zip(window, output.prompt_logprobs or [], strict=True))[FIRST + 1 :]
+            if position
+        ]
+        return exp(-sum(scored) / len(scored))
+
+    run_all(generate, perplexity)
 
 
 if __name__ == "__main__":
