@@ -111,11 +111,24 @@ REFUSED: tuple[Callable[[int], bytes], ...] = (
 
 
 class Body(NamedTuple):
-    """What is sent."""
+    """A body, which is made where it is sent: all bodies of all endpoints do not fit into memory."""
 
     path: str
     name: str
-    content: bytes
+    fields: dict[str, Any]
+    """Beside the large one."""
+    field: str
+    """The large field; empty for one of ``REFUSED``."""
+    shape: int
+    """Index in ``SHAPES`` or ``REFUSED``."""
+    size: int
+
+    def content(self) -> bytes:
+        """At most ``size`` bytes of JSON, or of what is refused."""
+        if not self.field:
+            return REFUSED[self.shape](self.size)
+        document = {**self.fields, self.field: SHAPES[self.shape](self.size - 300)}
+        return json.dumps(document, separators=(",", ":")).encode()[: self.size]
 
 
 def json_paths(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -133,21 +146,21 @@ def bodies(path: str, schema: dict[str, Any], size: int, draw: random.Random) ->
     """For each field of a path one of the shapes, and one of ``REFUSED``; messages in all shapes."""
     required = {name: VALID.get(name, "a") for name in schema.get("required", ())}
     for field in schema.get("properties", {"text_input": {}}):
-        chosen = SHAPES if field in ("messages", "prompt", "input") else [draw.choice(SHAPES)]
-        for shape in chosen:
-            content = json.dumps({**required, field: shape(size - 300)}, separators=(",", ":")).encode()
-            yield Body(path, f"{field}: {shape.__name__}", content[:size])
+        every = field in ("messages", "prompt", "input")
+        for shape in range(len(SHAPES)) if every else [draw.randrange(len(SHAPES))]:
+            yield Body(path, f"{field}: {SHAPES[shape].__name__}", required, field, shape, size)
     number = draw.randrange(len(REFUSED))
-    yield Body(path, f"refused {number}", REFUSED[number](size))
+    yield Body(path, f"refused {number}", {}, "", number, size)
 
 
 def send(root: str, headers: dict[str, str], given: Sequence[Body], width: int, times: int) -> Counter[Any]:
-    """Send each body ``times`` times, ``width`` at a time; the statuses of the answers, 0 where there is none."""
+    """Send each body ``times`` times, ``width`` at a time; the statuses of the answers, 0 for a closed connection."""
+    made = {body.name: body.content() for body in given} if times > 1 else {}
 
     def one(body: Body) -> int:
         path = body.path.replace("{name}", "ensemble")
         try:
-            with client.stream("POST", root + path, content=body.content) as answer:
+            with client.stream("POST", root + path, content=made.get(body.name) or body.content()) as answer:
                 return answer.status_code  # an answer that is a stream is left
         except httpx.HTTPError:  # the server has closed the connection, as it does not read the rest
             return 0

@@ -108,6 +108,18 @@ def test_text_with_too_many_elements_is_refused(text: bytes, what: str) -> None:
         ElementCount().add(text)
 
 
+@pytest.mark.parametrize("wide", ["\U0001f600", "\\ud83d\\ude00", "\u00e9"])
+@pytest.mark.parametrize("place", ["begin", "end"])
+def test_long_text_has_to_be_ascii(wide: str, place: str) -> None:
+    """Base64 of images may be longer than a text that is decoded to several bytes a character."""
+    long = "a" * (body_parser.MAX_WIDE_TEXT + 2**18)
+    ElementCount().add(f'["{wide}", "{long}", "{wide}"]'.encode())
+    ElementCount().add(f'["{wide * 1000}{long[: 2**23]}"]'.encode())
+    text = wide + long if place == "begin" else long + wide * 2**15
+    with pytest.raises(PenstockError, match="a text of more than 16777216 bytes that is not ASCII"):
+        ElementCount().add(f'{{"a": "x", "b": "{text}"}}'.encode())
+
+
 def test_elements_of_several_texts_are_counted_together() -> None:
     count = ElementCount("arguments")
     with pytest.raises(PenstockError, match="arguments: has more than 1048576 values"):

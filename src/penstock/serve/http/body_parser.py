@@ -22,6 +22,9 @@ MAX_MEMBERS = 2**18
 """Members of all its objects together."""
 MAX_VALUES = 2**20
 """Its numbers, texts and other values."""
+MAX_WIDE_TEXT = 2**24
+"""About how many bytes a text of it may have that is not ASCII. It is decoded in one piece, to up to 4 bytes a
+character, and no other thread runs meanwhile: 64 MiB take 0.4 s."""
 OBJECT_BYTES, VALUE_BYTES = 400, 64
 """About how much memory an object or array takes once it is parsed, and a member or value."""
 PIECE_SIZE = 2**16
@@ -64,8 +67,9 @@ class ElementCount:
 
     def add(self, text: bytes) -> None:
         """Count a text. Raises ``PenstockError`` (``invalid``) where all of them together have more than
-        ``MAX_OBJECTS``, ``MAX_MEMBERS`` or ``MAX_VALUES``."""
+        ``MAX_OBJECTS``, ``MAX_MEMBERS`` or ``MAX_VALUES``, or one is longer than ``MAX_WIDE_TEXT`` and not ASCII."""
         in_string, rest = False, b""
+        string_size, is_wide = 0, False  # of the string in which the piece ends
         for start in range(0, len(text), PIECE_SIZE):
             piece = rest + text[start : start + PIECE_SIZE]
             rest = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
@@ -74,6 +78,16 @@ class ElementCount:
             parts = piece.translate(None, NOT_STRUCTURE).split(b'"')
             outside = b"".join(parts[in_string::2])
             in_string ^= len(parts) % 2 == 0
+            if len(parts) > 1:
+                string_size, is_wide = 0, False
+            if in_string:
+                end = piece[piece.rfind(b'"') + 1 :]
+                string_size += len(end)
+                is_wide = is_wide or not end.isascii() or b"\\u" in end
+                if is_wide and string_size > MAX_WIDE_TEXT:
+                    raise invalid(
+                        self._field, f"has a text of more than {MAX_WIDE_TEXT} bytes that is not ASCII", MAX_WIDE_TEXT
+                    )
             self._objects += outside.count(b"{") + outside.count(b"[")
             self._members += outside.count(b":")
             self._values += outside.count(b",")
