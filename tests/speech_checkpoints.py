@@ -24,6 +24,7 @@ END = "<|endoftext|>"
 START = "<|startoftranscript|>"
 LANGUAGES = ("en", "de", "zh")
 TASKS = ("translate", "transcribe")
+ALIGNMENT_HEADS = [[1, 0], [2, 1], [1, 1]]
 SPECIAL = [END, START, *(f"<|{name}|>" for name in (*LANGUAGES, *TASKS, "startofprev", "nospeech", "notimestamps"))]
 
 
@@ -75,6 +76,7 @@ def save_random(
         suppress_tokens=[1, 2, 3],
         begin_suppress_tokens=[32, ids[END]],
         max_length=64,
+        alignment_heads=ALIGNMENT_HEADS,
         **ends,
         **({"is_multilingual": False} if english else many),
     )

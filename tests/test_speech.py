@@ -306,6 +306,23 @@ def test_formats(client: openai.OpenAI, engine: Engine, pair: tuple[Path, Whispe
     assert srt.startswith(f"1\n{start.replace('.', ',')} --> {end.replace('.', ',')}\n")
 
 
+def test_words(client: openai.OpenAI, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
+    """All text of all windows is in the words, in order, and in their segments."""
+    file = ("sound.wav", wav(sound(14, 5)))
+    asked = {"file": file, "model": "default", "language": "zh", "response_format": "verbose_json"}
+    create = client.audio.transcriptions.create
+    answer = create(timestamp_granularities=["word"], **asked)
+    both = create(timestamp_granularities=["segment", "word"], **asked)
+    assert answer.segments is None
+    assert answer.words and both.segments
+    assert answer.words == both.words
+    assert create(**asked).words is None
+    spaceless = "".join("".join(each.word for each in answer.words).split())
+    assert spaceless == "".join("".join(each.text for each in both.segments).split())
+    assert all(0 <= each.start <= each.end <= 14 for each in answer.words)
+    assert len({each.seek for each in both.segments}) > 1
+
+
 @pytest.mark.parametrize("seconds", [5, 14])
 def test_streams(client: openai.OpenAI, seconds: float) -> None:
     file = ("sound.wav", wav(sound(seconds, 4)))
@@ -332,13 +349,16 @@ def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
         ({"response_format": "diarized_json"}, "response_format"),
         ({"response_format": "vtt", "stream": True}, "stream"),
         ({"timestamp_granularities": ["segment"]}, "timestamp_granularities: is for"),
-        ({"timestamp_granularities": ["word"], "response_format": "verbose_json"}, "timestamp_granularities: only"),
         ({"include": ["logprobs"]}, "include: log probabilities"),
         ({"chunking_strategy": "auto"}, "chunking_strategy"),
         ({"file": ("x.wav", bytes(26 * 2**20))}, "at most"),
     ):
         with pytest.raises(openai.APIStatusError, match=words):
             client.audio.transcriptions.create(**{"file": file, "model": "default"} | wrong)
+    words = {"timestamp_granularities[]": "word", "response_format": "verbose_json", "model": "default"}
+    answer = httpx.post(f"{server.url}/audio/translations", data=words, files={"file": file})
+    assert answer.status_code == 400
+    assert "words are timed in transcriptions" in answer.text
     chat = {"messages": [{"role": "user", "content": "hello"}]}
     for path, body in (("chat/completions", chat), ("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
         answer = httpx.post(f"{server.url}/{path}", json=body)

@@ -22,6 +22,19 @@ class DecodingRules(msgspec.Struct, frozen=True, array_like=True):
     """Largest first time, in steps of 0.02 seconds."""
 
 
+class Alignment(msgspec.Struct, frozen=True, array_like=True):
+    """Ask for the times of a transcript's tokens, in place of more tokens: the request's prompt is the prompt and the
+    whole transcript of a window, and its ``pooling`` is set. Its embedding is ``[tokens]`` float32: the hidden state of
+    the audio, two frames each, at which each token from ``start`` on has ended."""
+
+    heads: tuple[tuple[int, int], ...]
+    """Layer and head of each attention head whose attention to the audio follows the speech."""
+    start: int
+    """Index in the prompt of the transcript's first token."""
+    length: int
+    """Leading hidden states of the window that are of the recording, and not of the silence after its end."""
+
+
 class AudioInput(msgspec.Struct, frozen=True, array_like=True):
     """A window of audio, as log-mel features."""
 
@@ -30,6 +43,10 @@ class AudioInput(msgspec.Struct, frozen=True, array_like=True):
     bins: int
     frames: int
     rules: DecodingRules
+    key: bytes = b""
+    """Random bytes that requests with the same audio share, of which workers may encode it once; empty for none."""
+    alignment: Alignment | None = None
+    """None for a request that generates a transcript."""
 
     @property
     def length(self) -> int:

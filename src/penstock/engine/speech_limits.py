@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, PenstockError
+from penstock.core.audio import Alignment
 from penstock.core.errors import invalid
 from penstock.models import ModelConfig
 
@@ -66,7 +67,23 @@ def check_audio(request: EngineRequest, config: ModelConfig, info: ModelInfo) ->
         raise invalid("audio", "has rules for tokens that the model does not have")
     if not (rules.timestamp_begin == 0 or rules.eos < rules.timestamp_begin < info.vocab_size):
         raise invalid("audio", "has times where the model has none")
+    if audio.alignment:
+        _check_alignment(audio.alignment, request, config)
     sampling = request.sampling
     if max(sampling.n, sampling.best_of or 1) > 1 or sampling.guided_decoding:
         words = "audio: of a window there is one transcript, without guided decoding"
         raise PenstockError(Code.UNSUPPORTED, words, "audio")
+
+
+def _check_alignment(alignment: Alignment, request: EngineRequest, config: ModelConfig) -> None:
+    """Raise ``PenstockError`` (``invalid``) for times that the model cannot give."""
+    if not request.pooling or request.pooling.pooling_type not in (None, "last"):
+        raise invalid("audio", "asks for times of tokens, which takes the pooling of the last one")
+    heads = {0 <= layer < config.num_layers and 0 <= head < config.num_heads for layer, head in alignment.heads}
+    if heads != {True}:
+        raise invalid("audio", "asks for times by attention heads that the model does not have")
+    if not 0 < alignment.start < len(request.prompt):
+        raise invalid("audio", "asks for times of tokens that the prompt does not have")
+    assert config.speech
+    if not 0 < alignment.length <= config.speech.num_positions:
+        raise invalid("audio", f"must have from 1 to {config.speech.num_positions} hidden states")

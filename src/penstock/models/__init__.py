@@ -87,6 +87,7 @@ from .weights import (
     tied_embedding,
 )
 from .whisper import Whisper
+from .whisper_alignment import alignment_bytes, token_times
 from .whisper_encoder import largest_activation
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "Whisper",
+    "alignment_bytes",
     "compute_dtype",
     "largest_activation",
     "load_draft_heads",
@@ -108,6 +110,7 @@ __all__ = [
     "load_model",
     "read_config",
     "register",
+    "token_times",
 ]
 
 for family in (

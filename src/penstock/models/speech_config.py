@@ -16,6 +16,8 @@ class SpeechConfig:
     intermediate_size: int
     num_positions: int
     """Hidden states of a window of audio, one for each two frames."""
+    median_filter_width: int = 7
+    """Hidden states over which attention is smoothed for times of tokens; odd."""
 
     @property
     def num_frames(self) -> int:

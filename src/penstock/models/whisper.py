@@ -76,8 +76,8 @@ class Whisper:
         x = self._ops.add_residual(self._positions.embedding(batch.positions), self._embedding(batch.token_ids))
         if cross is None:  # a step that measures or probes
             return self._norm(self._ops.index_select(x, batch.logits_indices))
-        for layer, own, others in zip(self._layers, cache, cross.cache, strict=True):
-            x = layer(x, batch, own, others, cross)
+        for number, (layer, own, others) in enumerate(zip(self._layers, cache, cross.cache, strict=True)):
+            x = layer(x, batch, own, others, cross, number)
         return self._norm(self._ops.index_select(x, batch.logits_indices))
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -127,11 +127,12 @@ class _Layer:
         names = (f"{name}.fc1", f"{name}.fc2")
         self._mlp = MLP(context, names, size, config.intermediate_size, True, config.options.activation)
 
-    def __call__(self, x: Tensor, batch: Batch, own: Any, others: Any, cross: CrossAttention) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, own: Any, others: Any, cross: CrossAttention, number: int) -> Tensor:
         """``[tokens, size]`` to the same.
 
         Args:
             own, others: the layer's entries of the KV cache, and of ``cross.cache``.
+            number: of the layer.
         """
         attention, ops = self._self_attention, self._ops
         normed = self._norms[0](x)
@@ -140,7 +141,10 @@ class _Layer:
         attended = ops.attention(attention.queries(normed), own, batch.attention, self._scale)
         normed, x = self._norms[1].add(attention.output(attended), x)
         attention = self.cross_attention
-        attended = ops.attention(attention.queries(normed), others, cross.attention, self._scale, causal=False)
+        queries = attention.queries(normed)
+        if number in cross.recorded_layers:
+            cross.queries[number] = queries
+        attended = ops.attention(queries, others, cross.attention, self._scale, causal=False)
         normed, x = self._norms[2].add(attention.output(attended), x)
         return ops.add_residual(self._mlp(normed, None), x)
 
@@ -155,10 +159,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=int(raw["encoder_attention_heads"]),
         intermediate_size=int(raw["encoder_ffn_dim"]),
         num_positions=int(raw["max_source_positions"]),
+        median_filter_width=int(raw.get("median_filter_width", 7)),
     )
     config = dense_config(raw, options=options_of({"hidden_act": name}))
     if config.hidden_size % speech.num_heads:
         raise ValueError(f"encoder_attention_heads is {speech.num_heads}, and d_model is {config.hidden_size}")
+    if speech.median_filter_width < 1 or speech.median_filter_width % 2 == 0:
+        raise ValueError(f"median_filter_width is {speech.median_filter_width}, and must be odd")
     return replace(config, speech=speech, has_lm_head=True)
 
 

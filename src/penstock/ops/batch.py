@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class CrossAttention:
     """A KV cache, by layer, of the encoder's hidden states."""
     attention: AttentionMetadata
     """Where those of each sequence are. Every query sees all of them."""
+    recorded_layers: frozenset[int] = frozenset()
+    """Layers whose queries are kept in ``queries``."""
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    """Filled by the forward pass: ``[tokens, heads, head_dim]`` by layer, valid until the next forward pass."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What rows hear: keys and values of their audio, in a KV cache of its own."""
+"""What rows hear: keys and values of their audio, in a KV cache of its own, and the times of their tokens in it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.models import Model, Whisper, largest_activation
-from penstock.ops import AttentionMetadata, CrossAttention, Ops
+from penstock.core.audio import Alignment
+from penstock.models import Model, Whisper, alignment_bytes, largest_activation, token_times
+from penstock.ops import AttentionMetadata, CrossAttention, Ops, TransferLayout
 
 from ..step import NewRow
 
 
+class _Aligned:
+    """A row that asks for times, and its queries so far: of each step, ``[heads, tokens, head_dim]``."""
+
+    def __init__(self, alignment: Alignment) -> None:
+        self.alignment = alignment
+        self.queries: list[Tensor] = []
+
+
 class SpeechStates:
-    """Each row has blocks of its own, as all windows of audio have the same length. They are written when a sequence
-    starts to run, and again after it was preempted.
+    """The KV cache has as many windows as there are rows, as all windows of audio have the same length. One is written
+    when a sequence starts to run, and again after it was preempted, unless the cache has the same audio
+    (``AudioInput.key``).
 
     Args:
         model: which encodes the audio.
@@ -29,23 +39,60 @@ class SpeechStates:
         self._ops = ops
         self._block_size = block_size
         self._length = model.config.speech.num_positions
-        self._row_blocks = blocks = -(-self._length // block_size)
-        specs = model.kv_specs(block_size)
+        self._filter_width = model.config.speech.median_filter_width
+        self._window_blocks = blocks = -(-self._length // block_size)
+        self._specs = specs = model.kv_specs(block_size)
         self.num_bytes = rows * blocks * sum(spec.bytes_per_block for spec in specs)
-        """Bytes of the cache, and of the largest activations of an encoder."""
-        self.num_bytes += largest_activation(model.config.speech, model.config.hidden_size)
+        """Bytes of the cache, and of the largest activations of an encoder or an alignment."""
+        self.num_bytes += max(
+            largest_activation(model.config.speech, model.config.hidden_size),
+            alignment_bytes(model.max_len, self._length),
+        )
         self._cache = ops.new_kv_cache(specs, rows * blocks, torch.device("cpu"))
+        self._windows = np.arange(rows)
+        """Window in the cache of each row; rows that have ended keep theirs."""
+        self._keys = {window: b"" for window in range(rows)}
+        """``AudioInput.key`` of each window; the ones written last at the end."""
+        self._aligned: dict[int, _Aligned] = {}
 
     def update(self, model: Model, new: Sequence[NewRow]) -> None:
         """Encode the audio of sequences that start to run."""
         assert isinstance(model, Whisper)
         for row in new:
+            self._aligned.pop(row.row, None)
             if row.audio is None:
                 continue
+            if row.audio.alignment:
+                self._aligned[row.row] = _Aligned(row.audio.alignment)
+            if self._find_window(row.row, row.audio.key):
+                continue
             features = np.frombuffer(row.audio.features, np.float32).reshape(row.audio.bins, row.audio.frames)
-            slots = torch.arange(self._length) + row.row * self._row_blocks * self._block_size
+            slots = self._slots(row.row)
             for cache, (k, v) in zip(self._cache, model.encode(torch.from_numpy(features.copy())), strict=True):
                 self._ops.store_kv(cache, k, v, slots)
+            self._keys[int(self._windows[row.row])] = row.audio.key
+
+    def forget(self) -> None:
+        """Encode all audio anew from now on, as the weights may change."""
+        self._keys = dict.fromkeys(self._keys, b"")
+
+    def _find_window(self, row: int, key: bytes) -> bool:
+        """Give a row a window of the cache: the one with its audio, which is True, or the one of those that no other
+        row has that was written first."""
+        for window, held in self._keys.items():
+            if key and held == key:
+                self._windows[row] = window
+                return True
+        others = {*self._windows[:row].tolist(), *self._windows[row + 1 :].tolist()}
+        window = next(window for window in self._keys if window not in others)
+        del self._keys[window]
+        self._keys[window] = b""
+        self._windows[row] = window
+        return False
+
+    def _slots(self, row: int) -> Tensor:
+        """Where a row's audio is in the cache, ``[positions]`` int64."""
+        return torch.arange(self._length) + int(self._windows[row]) * self._window_blocks * self._block_size
 
     def cross_attention(self, rows: np.ndarray, query_start_loc: Tensor) -> CrossAttention:
         """For a batch.
@@ -54,7 +101,45 @@ class SpeechStates:
             rows: ``[items]``: the rows of its sequences.
             query_start_loc: as of ``AttentionMetadata``.
         """
-        tables = rows[:, None] * self._row_blocks + np.arange(self._row_blocks)
+        tables = self._windows[rows][:, None] * self._window_blocks + np.arange(self._window_blocks)
         lengths = torch.full((len(rows),), self._length, dtype=torch.int32)
         metadata = AttentionMetadata(query_start_loc, lengths, torch.from_numpy(tables.astype(np.int32)))
-        return CrossAttention(self._cache, metadata)
+        aligned = [self._aligned[row].alignment for row in rows.tolist() if row in self._aligned]
+        layers = frozenset(layer for alignment in aligned for layer, _ in alignment.heads)
+        return CrossAttention(self._cache, metadata, layers)
+
+    def collect(self, rows: np.ndarray, cross: CrossAttention) -> None:
+        """Keep the queries that the forward pass of a batch has computed for rows that ask for times."""
+        if not cross.recorded_layers:
+            return
+        starts = cross.attention.query_start_loc.tolist()
+        for row, start, end in zip(rows.tolist(), starts, starts[1:], strict=False):
+            if aligned := self._aligned.get(row):
+                heads = [cross.queries[layer][start:end, head] for layer, head in aligned.alignment.heads]
+                aligned.queries.append(torch.stack(heads))
+
+    def take_times(self, row: int) -> np.ndarray | None:
+        """The times of a row's tokens, ``[1, tokens]`` float32 as of ``Alignment``, once all are computed; None for a
+        row that does not ask for them."""
+        aligned = self._aligned.pop(row, None)
+        if aligned is None:
+            return None
+        alignment = aligned.alignment
+        queries = torch.cat(aligned.queries, 1)[:, alignment.start :]
+        slots, keys = self._slots(row), dict[int, Tensor]()
+        for layer, _ in alignment.heads:
+            if layer not in keys:
+                keys[layer] = self._read_keys(layer, slots)
+        heads = torch.stack([keys[layer][:, head] for layer, head in alignment.heads])
+        times = token_times(queries, heads, alignment.length, self._filter_width)
+        return times.astype(np.float32)[None]
+
+    def _read_keys(self, layer: int, slots: Tensor) -> Tensor:
+        """The keys of a layer in the cache, ``[slots, heads, head_dim]``."""
+        spec, count = self._specs[layer], len(slots)
+        size = count * spec.bytes_per_token
+        layout = TransferLayout(count, size, 0, spec.kv_heads, spec.bytes_per_vector)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self._ops.export_kv(self._cache[layer], slots, buffer, torch.arange(count), layout)
+        vectors = buffer.view(getattr(torch, spec.dtype)).view(2, count, spec.kv_heads, spec.head_dim)
+        return vectors[0]

@@ -317,6 +317,8 @@ class Worker:
             self._prompt_outputs.collect(
                 output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]]
             )
+            if self._speech and (times := self._speech.take_times(int(step.rows[i]))) is not None:
+                output.pooler_hidden_states[i] = times
         sampling = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
 
         def finish() -> tuple[StepOutput, VerifiedStep | None]:
@@ -423,7 +425,10 @@ class Worker:
             self._images.prepare(self._runner.model, batch, rows, starts, lengths)
         if self._speech:
             batch.cross_attention = self._speech.cross_attention(rows, batch.attention.query_start_loc)
-        return self._runner.forward(batch), batch.aux_hidden_states
+        hidden = self._runner.forward(batch)
+        if self._speech and batch.cross_attention:
+            self._speech.collect(rows, batch.cross_attention)
+        return hidden, batch.aux_hidden_states
 
     def _sample(
         self,
@@ -524,6 +529,8 @@ class Worker:
     def _change_weights(self, action: Literal["swap", "commit", "revert"]) -> None:
         """Execute ``ChangeWeights``."""
         self._complete_steps()
+        if self._speech:
+            self._speech.forget()
         match action:
             case "swap":
                 self._swap.swap()
@@ -543,6 +550,8 @@ class Worker:
             runner.free()
         if self._images:
             self._images.clear()
+        if self._speech:
+            self._speech.forget()
         if self._drafter:
             self._drafter.reset()
         if drops:

@@ -31,7 +31,9 @@ class SpeechProcessor:
         """Bytes of a file."""
         return self._options.max_audio_size
 
-    def task(self, translate: bool, language: str | None, prompt: str | None, timestamps: bool) -> SpeechTask:
+    def task(
+        self, translate: bool, language: str | None, prompt: str | None, timestamps: bool, words: bool = False
+    ) -> SpeechTask:
         """What a request asks for. Raises ``PenstockError`` where this model does not do it."""
         tokens, code = self._tokens, language_code(language or "")
         if not tokens.languages and translate:
@@ -45,7 +47,10 @@ class SpeechProcessor:
         ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         if any(token >= tokens.eos for token in ids):
             raise invalid("prompt", "has the text of a special token")
-        return SpeechTask(translate, code if tokens.languages else "", ids, timestamps)
+        if words and not tokens.alignment_heads:
+            message = "times of words take alignment_heads in generation_config.json, which this model has not"
+            raise PenstockError(Code.UNSUPPORTED, f"timestamp_granularities: {message}", "timestamp_granularities")
+        return SpeechTask(translate, code if tokens.languages else "", ids, timestamps or words, words)
 
     def open(self, file: bytes, task: SpeechTask, max_len: int) -> Transcription:
         """Decode a file, which takes long.

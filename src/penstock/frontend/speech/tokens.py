@@ -38,6 +38,8 @@ class SpeechTokens:
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
     max_initial_timestamp: int = 50
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head of each attention head that times of words are read from; empty where they are not known."""
 
     @property
     def timestamp_begin(self) -> int:
@@ -81,6 +83,7 @@ def read_speech_tokens(
             suppressed=tuple(int(id) for id in given.get("suppress_tokens") or () if int(id) >= 0),
             suppressed_first=tuple(int(id) for id in given.get("begin_suppress_tokens") or () if int(id) >= 0),
             max_initial_timestamp=50 if first is None else int(first),
+            alignment_heads=tuple((int(layer), int(head)) for layer, head in given.get("alignment_heads") or ()),
         )
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} does not say how speech is transcribed: {error}") from error

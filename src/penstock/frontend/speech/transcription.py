@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import secrets
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from penstock.core.audio import AudioInput, DecodingRules
+from penstock.core.audio import Alignment, AudioInput, DecodingRules
 
 from .features import LogMelFeatures
 from .tokens import SpeechTokens
+from .words import split_words
 
 FRAMES_PER_TIME = 2
 """Frames of features between two tokens of times."""
@@ -23,8 +26,19 @@ FRAMES_PER_TIME = 2
 class _Part(NamedTuple):
     """A segment of a window, in its seconds."""
 
+    first: int
+    """Index of its first token in the window's answer."""
     tokens: list[int]
     start: float
+    end: float
+
+
+class Word(NamedTuple):
+    """A word of a transcript, with its punctuation."""
+
+    text: str
+    start: float
+    """Seconds."""
     end: float
 
 
@@ -40,6 +54,8 @@ class Segment(NamedTuple):
     """Frame at which its window begins."""
     avg_logprob: float | None
     """Of its window's tokens; None where it is not known."""
+    words: Sequence[Word] = ()
+    """Empty unless they were asked for."""
 
     @property
     def compression_ratio(self) -> float:
@@ -59,11 +75,13 @@ class SpeechTask:
     prompt: Sequence[int] = ()
     """Tokens of text that might have come before."""
     timestamps: bool = False
+    words: bool = False
+    """Times of words, which take ``timestamps``, and alignment heads of the model."""
 
 
 class Transcription:
     """A recording's transcript: give the model what ``next_window`` returns, and ``add`` what it answers, until there
-    is no more.
+    is no more. For times of words, give it what ``alignment`` returns in between.
 
     Args:
         samples: ``[samples]`` float32.
@@ -92,6 +110,7 @@ class Transcription:
         self.segments: list[Segment] = []
         self._timestamps = task.timestamps or len(samples) > features.num_samples
         self._seek = 0
+        self._window: tuple[list[int], AudioInput] | None = None
 
     def next_window(self) -> tuple[list[int], AudioInput, int] | None:
         """The prompt and the audio of the next window, and the most tokens that the model may answer; None at the
@@ -112,8 +131,25 @@ class Transcription:
             max_initial_timestamp=self._tokens.max_initial_timestamp,
         )
         most = min(self._max_len // 2 + len(rules.forced), self._max_len - len(prompt))
-        audio = AudioInput(window.tobytes(), self._features.feature_size, frames, rules)
+        audio = AudioInput(window.tobytes(), self._features.feature_size, frames, rules, secrets.token_bytes(16))
+        self._window = prompt, audio
         return prompt, audio, max(most, 1)
+
+    def alignment(self, token_ids: Sequence[int]) -> tuple[list[int], AudioInput] | None:
+        """The prompt and audio of a request for the times of tokens (``Alignment``); None where they are not needed.
+
+        Args:
+            token_ids: the model's answer to the last window.
+        """
+        answer = self._without_end(self._answer(token_ids))
+        if not self._task.words or not any(token < self._tokens.eos for token in answer):
+            return None
+        assert self._window, "call next_window first"
+        prompt, audio = self._window
+        tokens = [*prompt, *self._without_end(token_ids)]
+        length = max(self._size // FRAMES_PER_TIME, 1)
+        asked = Alignment(self._tokens.alignment_heads, len(tokens) - len(answer), length)
+        return tokens, msgspec.structs.replace(audio, alignment=asked)
 
     def text(self, token_ids: Sequence[int] = ()) -> str:
         """The text of all segments.
@@ -130,11 +166,14 @@ class Transcription:
             texts.append(self._text_of(token_ids))
         return "".join(text for text in texts if text.strip()).strip()
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+    def add(
+        self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, times: Sequence[float] = ()
+    ) -> None:
         """The model's answer to the last window.
 
         Args:
             logprobs: of the tokens.
+            times: answer to ``alignment``.
         """
         tokens = self._answer(token_ids)
         if logprobs is not None:
@@ -149,8 +188,24 @@ class Transcription:
             text = self._text_of(part.tokens)
             start, end = (round(min(offset + time, self.duration), 2) for time in (part.start, part.end))
             if text.strip():
-                self.segments.append(Segment(start, end, text, part.tokens, self._seek, average))
+                words = self._words(part, times) if times else ()
+                self.segments.append(Segment(start, end, text, part.tokens, self._seek, average, words))
         self._seek += advance
+
+    def _words(self, part: _Part, times: Sequence[float]) -> list[Word]:
+        """The words of a segment.
+
+        Args:
+            times: of the window's tokens, as of ``Alignment``.
+        """
+        offset, step = self._seek * self._frame, FRAMES_PER_TIME * self._frame
+        seconds = [round(min(offset + time * step, self.duration), 2) for time in (0.0, *times)]
+        places = [i for i, token in enumerate(part.tokens, part.first) if token < self._tokens.eos]
+        texts = [token for token in part.tokens if token < self._tokens.eos]
+        return [
+            Word(word.text, seconds[places[word.first]], seconds[places[word.end - 1] + 1])
+            for word in split_words(texts, self._decode, self.language)
+        ]
 
     def _answer(self, token_ids: Sequence[int]) -> list[int]:
         """What comes after the forced tokens."""
@@ -163,21 +218,28 @@ class Transcription:
         Args:
             whole: whether the tokens are all; otherwise the last segment is left out.
         """
-        tokens = [token for token in tokens if token != self._tokens.eos]
-        size = min(self._features.num_frames, self._num_frames - self._seek)
+        tokens, size = self._without_end(tokens), self._size
         begin, step = self._tokens.timestamp_begin, FRAMES_PER_TIME * self._frame
         is_time = [token >= begin for token in tokens]
         ends = [i for i in range(1, len(tokens)) if is_time[i - 1] and is_time[i]] if self._timestamps else []
         if not ends:
             times = [token - begin for token in tokens if token > begin] if self._timestamps else []
             end = times[-1] * step if times else size * self._frame
-            return [_Part(tokens, 0.0, end)] if whole else [], size
+            return [_Part(0, tokens, 0.0, end)] if whole else [], size
         ends_with_time = whole and is_time[-2:] == [False, True]
         last = (tokens[ends[-1] - 1] - begin) * FRAMES_PER_TIME
         bounds = [0, *ends, len(tokens)] if ends_with_time else [0, *ends]
-        parts = [tokens[start:end] for start, end in pairwise(bounds)]
+        parts = [(start, tokens[start:end]) for start, end in pairwise(bounds)]
         advance = size if ends_with_time or last <= 0 else last
-        return [_Part(own, (own[0] - begin) * step, (own[-1] - begin) * step) for own in parts], advance
+        return [_Part(i, own, (own[0] - begin) * step, (own[-1] - begin) * step) for i, own in parts], advance
+
+    @property
+    def _size(self) -> int:
+        """Frames of the recording in the last window."""
+        return min(self._features.num_frames, self._num_frames - self._seek)
+
+    def _without_end(self, token_ids: Sequence[int]) -> list[int]:
+        return [token for token in token_ids if token != self._tokens.eos]
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without times and other special tokens."""

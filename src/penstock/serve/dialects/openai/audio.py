@@ -10,8 +10,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.datastructures import FormData
 
-from penstock.core import Code, PenstockError, SamplingParams
+from penstock.core import Code, PenstockError, PoolingParams, SamplingParams
+from penstock.core.audio import AudioInput
 from penstock.core.errors import invalid
+from penstock.frontend.input_processor import NO_GENERATION
+from penstock.frontend.outputs import embedding_of
 from penstock.frontend.speech.languages import language_name
 from penstock.serve.generation import generate
 from penstock.serve.http.body import check_supported, convert
@@ -43,6 +46,8 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 }
 UNFINISHED = "\ufffd "
 """What a text may end with whose last bytes are not all there yet, and spaces, which another text may end with."""
+TOKEN_TIMES = PoolingParams(pooling_type="last", normalize=False)
+"""The pooling of requests with ``AudioInput.alignment``."""
 NOT_A_TRANSCRIBER = "this model does not transcribe audio; Whisper's do"
 
 
@@ -82,6 +87,12 @@ class TranscriptionSegment(msgspec.Struct, kw_only=True):
     no_speech_prob: float | None = None
 
 
+class TranscriptionWord(msgspec.Struct, kw_only=True):
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptionResponse(msgspec.Struct, kw_only=True):
     """A transcript; the fields from ``task`` on are those of ``verbose_json``."""
 
@@ -90,6 +101,7 @@ class TranscriptionResponse(msgspec.Struct, kw_only=True):
     language: str | UnsetType = UNSET
     duration: float | UnsetType = UNSET
     segments: list[TranscriptionSegment] | UnsetType = UNSET
+    words: list[TranscriptionWord] | UnsetType = UNSET
     usage: AudioUsage
 
 
@@ -124,8 +136,8 @@ def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool 
     if fields.get("response_format") == "diarized_json":
         raise PenstockError(Code.UNSUPPORTED, "response_format: speakers are not told apart", "response_format")
     request = convert(fields, TranscriptionRequest, record.unknown, "pydantic")
-    if "word" in (request.timestamp_granularities or ()):
-        words = "timestamp_granularities: only segment is supported, not word"
+    if translate and "word" in (request.timestamp_granularities or ()):
+        words = "timestamp_granularities: words are timed in transcriptions, not in translations"
         raise PenstockError(Code.UNSUPPORTED, words, "timestamp_granularities")
     if request.timestamp_granularities and request.response_format != "verbose_json":
         raise invalid("timestamp_granularities", "is for the response_format verbose_json")
@@ -157,7 +169,9 @@ class TranscriptionHandler:
         self._speech: SpeechProcessor = speech
         self._translate = translate
         verbose = request.response_format in ("srt", "verbose_json", "vtt")
-        self._task: SpeechTask = speech.task(translate, request.language, request.prompt, verbose)
+        self._granularities = set(request.timestamp_granularities or ["segment"])
+        times_words = "word" in self._granularities
+        self._task: SpeechTask = speech.task(translate, request.language, request.prompt, verbose, times_words)
         self._with_logprobs = (
             request.response_format == "verbose_json" and service.gateway.input_processor.gives_logprobs
         )
@@ -204,8 +218,17 @@ class TranscriptionHandler:
                         yield transcription.text(completion.token_ids).rstrip(UNFINISHED)
             positions = completion.logprobs
             logprobs = [next(iter(each.values())).logprob for each in positions] if positions else None
-            transcription.add(completion.token_ids, logprobs)
+            aligned = transcription.alignment(completion.token_ids)
+            times = await self._times(*aligned) if aligned else ()
+            transcription.add(completion.token_ids, logprobs, times)
             yield transcription.text()
+
+    async def _times(self, prompt: list[int], audio: AudioInput) -> list[float]:
+        """Times of tokens (``Alignment``)."""
+        given = {"prompt_token_ids": prompt, "audio": audio}
+        stream = generate(self._service, self._record, given, NO_GENERATION, pooling=TOKEN_TIMES)
+        async with aclosing(stream) as outputs:
+            return [time async for output in outputs if output.finished for time in embedding_of(output)]
 
     def _document(self, transcription: Transcription) -> bytes:
         segments = transcription.segments
@@ -222,6 +245,11 @@ class TranscriptionHandler:
                 return ("WEBVTT\n\n" + "".join(cues)).encode()
             case "json":
                 return encode(TranscriptionResponse(text=transcription.text(), usage=_usage(transcription)))
+        words = [
+            TranscriptionWord(word=word.text.strip(), start=word.start, end=word.end)
+            for each in segments
+            for word in each.words
+        ]
         described = [
             TranscriptionSegment(
                 id=i,
@@ -242,7 +270,8 @@ class TranscriptionHandler:
                 task="translate" if self._translate else "transcribe",
                 language=language_name(transcription.language or "en"),
                 duration=transcription.duration,
-                segments=described,
+                segments=described if "segment" in self._granularities else UNSET,
+                words=words if "word" in self._granularities else UNSET,
                 usage=_usage(transcription),
             )
         )

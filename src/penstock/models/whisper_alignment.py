@@ -1,0 +1,102 @@
+"""Times of a transcript's tokens, by how some attention heads of Whisper follow the speech (OpenAI's ``timing.py`` and
+transformers' ``return_token_timestamps``): the heads' attention to the audio is normalized and smoothed, and dynamic
+time warping finds the path through tokens and audio along which there is most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ROWS_AT_ONCE = 32
+"""Tokens whose attention is smoothed together, so that it stays in a core's cache."""
+
+
+def token_times(queries: Tensor, keys: Tensor, length: int, filter_width: int) -> np.ndarray:
+    """The hidden state of the audio at which the speech of each token ends, ``[tokens]`` int64.
+
+    The attention of a token's query is where the next token is spoken.
+
+    Args:
+        queries: ``[heads, tokens, head_dim]`` of the alignment heads.
+        keys: ``[heads, positions, head_dim]`` of a window of audio.
+        length: leading positions that are of the recording.
+        filter_width: ``SpeechConfig.median_filter_width``.
+    """
+    total = torch.zeros(queries.shape[1], length)
+    with _one_thread():  # sums of several threads would depend on their number
+        for q, k in zip(queries.float(), keys.float(), strict=True):
+            weights = (q * q.shape[-1] ** -0.5 @ k.T).softmax(-1)[:, :length]
+            std, mean = torch.std_mean(weights, 0, correction=0)
+            normalized = torch.where(std > 0, (weights - mean) / std, 0.0)
+            for rows, smoothed in zip(total.split(ROWS_AT_ONCE), normalized.split(ROWS_AT_ONCE), strict=True):
+                rows += _median_filter(smoothed, filter_width)
+        total /= len(queries)
+    return _first_columns(-total.double().numpy())
+
+
+def alignment_bytes(tokens: int, positions: int) -> int:
+    """Bytes that ``token_times`` takes at most, about."""
+    return tokens * positions * (4 * torch.float32.itemsize + 2 * torch.float64.itemsize + 1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _median_filter(x: Tensor, width: int) -> Tensor:
+    """The median of each number and its neighbours in the last dimension, which are mirrored at the ends.
+
+    Numbers that are too few to be mirrored are returned as they are.
+    """
+    half, size = width // 2, x.shape[-1]
+    if size <= half:
+        return x
+    padded = F.pad(x[None], (half, half), mode="reflect")[0]
+    values = [padded[..., i : i + size] for i in range(width)]
+    for last in range(width - 1, half - 1, -1):  # bubble sort, until the larger half is in place
+        for i in range(last):
+            values[i], values[i + 1] = torch.minimum(values[i], values[i + 1]), torch.maximum(values[i], values[i + 1])
+    return values[half]
+
+
+def _first_columns(costs: np.ndarray) -> np.ndarray:
+    """Dynamic time warping: of the cheapest path from the first to the last element of ``costs`` ``[rows, columns]``
+    float64, by steps to the next row, column, or both, the column at which it enters each row, ``[rows]`` int64.
+
+    Sums are float32, and of equal ones a step to the next column is preferred, as in transformers.
+    """
+    rows, columns = costs.shape
+    padded = np.full((rows, columns + rows), np.inf)
+    padded[:, :columns] = costs
+    item = padded.itemsize
+    shape, strides = (rows + columns - 1, rows), (item, (columns + rows - 1) * item)
+    diagonals = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)  # [d, i] is costs[i, d - i]
+    steps = np.empty(shape, np.int8)  # 0: both, 1: row, 2: column
+    before = np.full(rows + 1, np.inf, np.float32)  # sums of a diagonal, from the border before the first row on
+    last = before.copy()
+    before[0] = 0.0
+    for d in range(len(diagonals)):
+        both, row, column = before[:-1], last[:-1], last[1:]
+        is_both, is_row = (both < row) & (both < column), (row < both) & (row < column)
+        steps[d] = np.where(is_both, 0, np.where(is_row, 1, 2))
+        sums = np.full(rows + 1, np.inf, np.float32)
+        sums[1:] = diagonals[d] + np.where(is_both, both, np.where(is_row, row, column))
+        before, last = last, sums
+    first = np.zeros(rows, np.int64)
+    i, j = rows - 1, columns - 1
+    while i >= 0:
+        first[i] = j
+        step = steps[i + j, i] if j else 1
+        i, j = i - (step != 2), j - (step != 1)
+    return first
