@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -118,6 +119,7 @@ def _converted(file: Path, dtype: torch.dtype) -> Converted:
 
 def _convert_whisper(source: Path, folder: Path) -> None:
     """Write a Whisper model in CTranslate2's format as a checkpoint of transformers."""
+    from tokenizers import AddedToken
     from transformers import (
         GenerationConfig,
         PreTrainedTokenizerFast,
@@ -131,6 +133,7 @@ def _convert_whisper(source: Path, folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(source / "tokenizer.json"), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
     )
+    tokenizer.add_tokens([AddedToken(f"<|{i * 0.02:.2f}|>", special=False) for i in range(vocab_size - len(tokenizer))])
     start, no_times, end = tokenizer.convert_tokens_to_ids(
         ["<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"]
     )
@@ -206,16 +209,14 @@ def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[s
         "position_encodings/encodings": "embed_positions.weight",
         "gamma": "weight",
         "beta": "bias",
-        "layer_norm/": "layer_norm.",
-        "layer_": "layers.",
         "/": ".",
     }
     for name, value in stored.items():
         if value.dtype != np.float16:  # settings, which are in the config
             continue
+        name = re.sub(r"/layer_(\d+)/", r"/layers/\1/", name)
         for old, new in renamed.items():
-            if old != "layer_" or "/layer_norm" not in name:
-                name = name.replace(old, new)
+            name = name.replace(old, new)
         tensor = torch.from_numpy(value.astype(np.float32))
         head, _, last = name.rpartition(".")
         fused = head.rpartition(".")[2]
