@@ -73,7 +73,7 @@ def model(name: str) -> Path:
     try:
         return resolve_name(parse(name), Selection(), DownloadOptions(cache_dir=CACHE, progress=False))
     except PenstockError as error:
-        if error.code not in (Code.UNAVAILABLE, Code.NOT_FOUND):
+        if error.failure.code not in (Code.UNAVAILABLE, Code.NOT_FOUND):
             raise
         raise unittest.SkipTest(str(error)) from error
 

@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**20
 WEIGHTS = (".gguf", ".safetensors")
 MARKERS = ("config.json", "modules.json")
 """Files of which a checkpoint's folder has one."""
-CHUNK = re.compile(r"(?P<file>.+\.(?:gguf|safetensors))\.(?:part[-_.]?)?(?P<number>\d+|[a-z]{2})")
+CHUNK = re.compile(r"(?P<file>.+\.(?:gguf|safetensors))\.(?:part[-_.]?)?(?P<number>\d+|a[a-z])")
 DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, ValueError)
 """Errors of zipfile for damaged and encrypted files, and for unknown methods of compression."""
 
