@@ -113,7 +113,7 @@ class PackageIndex:
     def _run_pip(self) -> None:
         """Raises ``PenstockError``."""
         try:
-            version = tuple(int(part) for part in importlib.metadata.version("pip").split(".")[:2])
+            version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("pip"))[:2]))
         except importlib.metadata.PackageNotFoundError as error:
             says = f"{self.name} is fetched by pip, and this Python has none: run {sys.executable} -m ensurepip"
             raise invalid("model", says) from error

@@ -27,8 +27,8 @@ WEIGHTS = (".gguf", ".safetensors")
 MARKERS = ("config.json", "modules.json")
 """Files of which a checkpoint's folder has one."""
 CHUNK = re.compile(r"(?P<file>.+\.(?:gguf|safetensors))\.(?:part[-_.]?)?(?P<number>\d+|a[a-z])")
-DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, ValueError)
-"""Errors of zipfile for damaged and encrypted files, and for unknown methods of compression."""
+DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, csv.Error, EOFError, RuntimeError, ValueError)
+"""Errors of zipfile and csv for damaged and encrypted files, and for unknown methods of compression."""
 
 
 class Wheel:
