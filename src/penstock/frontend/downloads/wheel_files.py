@@ -76,7 +76,7 @@ class Wheel:
 
     def _check(self) -> None:
         if len(self._members) > MAX_MEMBERS:
-            raise invalid("model", f"{self.path.name} has {len(self._members)} files: a model has fewer", MAX_MEMBERS)
+            raise invalid("model", f"{self.path.name} has {len(self._members):,} files: a model has fewer", MAX_MEMBERS)
         check_paths([RemoteFile(name, info.file_size) for name, info in self._members.items()], self.path.name)
         total, packed = sum(info.file_size for info in self._members.values()), self.path.stat().st_size
         if total > MAX_EXPANSION * packed:
