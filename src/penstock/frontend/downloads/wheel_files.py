@@ -163,13 +163,13 @@ def _folder(name: str) -> str:
 
 
 def _check_chunks(path: str, numbers: Sequence[str], source: str) -> None:
-    """Raises ``PenstockError`` (``invalid``) where numbered chunks have a gap, or do not begin with 0 or 1."""
+    """Raises ``PenstockError`` (``invalid``) for a single chunk, and numbers with a gap, or not from 0 or 1 on."""
     if numbers == [""]:
         return
     if "" in numbers:
         raise invalid("model", f"{source} has {path} both whole and in chunks: name the packages of one model")
     if all(number.isdecimal() for number in numbers):
-        first = int(numbers[0])
-        if first > 1 or [int(number) for number in numbers] != list(range(first, first + len(numbers))):
-            there = ", ".join(str(int(number)) for number in numbers)
+        found = [int(number) for number in numbers]
+        if len(found) == 1 or found[0] > 1 or found != list(range(found[0], found[0] + len(found))):
+            there = ", ".join(map(str, found))
             raise invalid("model", f"{source} has the chunks {there} of {path}: name the packages of all of them")
