@@ -3,7 +3,8 @@
 - All Python runs, and in features.md and the cookbook commands (``sh``) with a ``text`` block right below do: that is
   what they print.
 - http://127.0.0.1:8000 is a server with the flags of the last ``penstock serve`` above.
-- A model of the hub or of /models is the built-in one, or one that sees colours or hears where a page has that.
+- A model of the hub, of a package or of /models is the built-in one, or one that sees colours or hears where a page
+  has that.
 - ``penstock``'s own parser reads every command of all documents, those too that cannot run here.
 """
 
@@ -38,7 +39,7 @@ BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1:8000"
 MODELS = {"images_and_video.md": "colours", "multimodal.md": "colours", "audio.md": "speech"}
 """Fixtures of the models of pages whose model is not the built-in one."""
-MODEL = re.compile(r"\bQwen/[\w.-]+|/models/[\w.-]+")
+MODEL = re.compile(r"\bQwen/[\w.-]+|/models/[\w.-]+|\bpypi:[\w.+=-]+")
 STORES = ("responses.md", "storage.md")
 OURS = set(
     "--model --port --host --metrics-port --log-file --log-format --limit-mm-per-prompt --max-model-len --dtype "

