@@ -67,7 +67,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral, window": MistralConfig(**LARGER, sliding_window=24, head_dim=32),
     "qwen2, yarn rope": Qwen2Config(**LARGER, rope_parameters=ROPE | {"rope_type": "yarn"}),
     "qwen3, tied": Qwen3Config(**LARGER, head_dim=32, tie_word_embeddings=True),
-    "qwen3moe": Qwen3MoeConfig(**LARGER, head_dim=32, num_experts=4, moe_intermediate_size=256, norm_topk_prob=True),
+    "qwen3moe": Qwen3MoeConfig(
+        **LARGER, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+    ),
     "gemma3, norms + 1, windows": Gemma3TextConfig(**LARGER, head_dim=32, query_pre_attn_scalar=32, sliding_window=24),
     "deepseek2, latent attention": DeepseekV3Config(
         **LARGER | {"num_key_value_heads": 4, "num_hidden_layers": 2},

@@ -235,6 +235,9 @@ class GGUFTokenizer:
         scores = self._file.numbers(f"{PREFIX}scores")
         if len(scores) != len(self._tokens):
             raise self._broken("scores")
+        unknown = self._file.get(f"{PREFIX}unknown_token_id", int, -1)
+        if Kind.UNKNOWN not in self._kinds and 0 <= unknown < len(self._tokens):
+            self._kinds[unknown] = Kind.UNKNOWN  # which is a control token in files of Gemma
         if Kind.UNKNOWN not in self._kinds:
             raise invalid("tokenizer", f"{self._file.path} has no token of the kind that stands for unknown characters")
         texts = [  # user-defined ones have plain spaces there
