@@ -12,13 +12,17 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors.torch import load_file
 
+Weights = NDArray[np.float32]
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
 }
 HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
@@ -63,30 +67,61 @@ def write_gguf(
     add_config(writer, config)
     (tokenizer or (lambda writer: add_tokenizer(writer, checkpoint)))(writer)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    llama, stored, rng = architecture is gguf.MODEL_ARCH.LLAMA, {}, np.random.default_rng(0)
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118, which is no dictionary
-            theirs, weights = names.get_name(name, (".weight", ".bias")), file.get_tensor(name).float().numpy()
-            assert theirs
-            heads = 0
-            if llama and (".q_proj" in name or ".k_proj" in name):
-                heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
-                weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-            kind = type_of(theirs) if weights.ndim > 1 else "F32"
-            number = GGMLQuantizationType[kind]
-            if kind in WRITTEN:
-                data = gguf.quants.quantize(weights, number)
-            else:
-                data = random_blocks(kind, *weights.shape, rng)
-            writer.add_tensor(theirs, data, raw_dtype=number)
-            weights = gguf.quants.dequantize(data, number).reshape(weights.shape)
-            if heads:
-                weights = weights.reshape(heads, -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
-            stored[name] = weights
+    rng = np.random.default_rng(0)
+
+    def write(name: str, weights: Weights) -> Weights:
+        """Write a tensor, and return its numbers as the file has them."""
+        theirs = names.get_name(
+            name.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias")
+        )
+        assert theirs, name
+        kind = type_of(theirs) if weights.ndim > 1 and "ffn_gate_inp" not in theirs else "F32"
+        number = GGMLQuantizationType[kind]
+        if kind in WRITTEN:
+            data = gguf.quants.quantize(weights, number)
+        else:
+            rows = random_blocks(kind, weights.size // weights.shape[-1], weights.shape[-1], rng)
+            data = rows.reshape(*weights.shape[:-1], -1)
+        writer.add_tensor(theirs, data, raw_dtype=number)
+        return gguf.quants.dequantize(data, number).reshape(weights.shape)
+
+    tensors = {name: tensor.float().numpy() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    stored = write_experts(tensors, write)
+    for name, weights in tensors.items():
+        if architecture is gguf.MODEL_ARCH.LLAMA and (".q_proj" in name or ".k_proj" in name):
+            heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
+            written = write(
+                name, weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+            )
+            stored[name] = written.reshape(heads, -1, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+        elif architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
+            stored[name] = write(name, weights + 1) - 1
+        elif ".kv_b_proj" in name:
+            by_head = weights.reshape(config["num_attention_heads"], -1, weights.shape[-1])
+            keys, values = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+            keys = write(name.replace("kv_b", "k_b"), np.ascontiguousarray(keys.swapaxes(1, 2))).swapaxes(1, 2)
+            values = write(name.replace("kv_b", "v_b"), np.ascontiguousarray(values))
+            stored[name] = np.concatenate((keys, values), axis=1).reshape(weights.shape)
+        else:
+            stored[name] = write(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return stored
+
+
+def write_experts(tensors: dict[str, Weights], write: Callable[[str, Weights], Weights]) -> dict[str, Weights]:
+    """Take the experts' matrices out of a checkpoint's tensors and write those of a layer as one."""
+    layers: dict[str, dict[int, Weights]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        before, _, after = name.partition(".experts.")
+        number, _, projection = after.partition(".")
+        layers.setdefault(f"{before}.experts.{projection}", {})[int(number)] = tensors.pop(name)
+    stored = {}
+    for name, experts in layers.items():
+        written = write(name, np.stack([experts[number] for number in range(len(experts))]))
+        stored |= {name.replace(".experts.", f".experts.{i}."): matrix for i, matrix in enumerate(written)}
     return stored
 
 
@@ -98,14 +133,22 @@ def add_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    rank = config.get("kv_lora_rank", 0)  # of latent attention, which is one head to llama.cpp
+    rotary = config["qk_rope_head_dim"] if rank else head_dim
+    writer.add_head_count_kv(1 if rank else config["num_key_value_heads"])
+    writer.add_key_length(rank + rotary)
+    writer.add_value_length(rank or head_dim)
+    writer.add_rope_dimension_count(rotary)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if experts := config.get("n_routed_experts") or config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "kv_lora_rank" in config:
+        add_latent(writer, config)
     rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
@@ -114,6 +157,20 @@ def add_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if rope["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def add_latent(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """Add sizes of latent attention and of DeepSeek's experts."""
+    rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> NDArray[np.float32]:

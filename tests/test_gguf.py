@@ -25,18 +25,22 @@ from checkpoints import SMALL, save
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import WRITTEN, add_tokenizer, random_blocks, write_gguf
 from hypothesis import given, settings
+from safetensors.torch import save_file
 from serving import Servers, within
 from test_hub import NEW, Client, Hub
 from test_tokenizer_files import LINES, TEXT
 from tokenizers import models
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from penstock import LLM, demo
@@ -49,7 +53,7 @@ from penstock.planning.checkpoint_digest import checkpoint_digest
 from penstock.planning.gguf_file import TYPES, GGUFFile
 from penstock.quant.gguf import READERS, read_blocks
 from penstock.text import Tokenizer
-from penstock.text.from_gguf import PRE_TOKENIZERS
+from penstock.text.from_gguf import CASED_LETTERS, PRE_TOKENIZERS
 from penstock.text.vocabulary import byte_alphabet
 
 QUANTIZED = sorted(READERS)
@@ -63,6 +67,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral, window": MistralConfig(**LARGER, sliding_window=24, head_dim=32),
     "qwen2, yarn rope": Qwen2Config(**LARGER, rope_parameters=ROPE | {"rope_type": "yarn"}),
     "qwen3, tied": Qwen3Config(**LARGER, head_dim=32, tie_word_embeddings=True),
+    "qwen3moe": Qwen3MoeConfig(
+        **LARGER, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+    ),
+    "gemma3, norms + 1, windows": Gemma3TextConfig(**LARGER, head_dim=32, query_pre_attn_scalar=32, sliding_window=24),
+    "deepseek2, latent attention": DeepseekV3Config(
+        **LARGER | {"num_key_value_heads": 4, "num_hidden_layers": 2},
+        **{"q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 256, "qk_rope_head_dim": 32, "v_head_dim": 64},
+        **{"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+        **{"moe_intermediate_size": 256, "n_shared_experts": 1, "routed_scaling_factor": 1.7},
+    ),
 }
 PROMPT = random.Random(0).choices(range(2, 300), k=100)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -101,13 +115,15 @@ def test_blocks_are_as_llama_cpp_has_them() -> None:
 def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -> None:
     """With the weights that the library of llama.cpp makes of it: scores and greedy tokens in float32; in bfloat16,
     where the kernels multiply with integers, an error like the library's."""
-    model = save(CONFIGS[name], tmp_path)
+    save(CONFIGS[name], tmp_path)
     kinds = cycle([*QUANTIZED, "F32", "F16", "BF16"])
     stored = write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: next(kinds))
-    state = model.state_dict() | {name: torch.from_numpy(weight) for name, weight in stored.items()}
-    if "tied" in name:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state)
+    save_file(
+        {name: torch.from_numpy(weight).contiguous() for name, weight in stored.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="eager")
     options: Any = {"block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
     exact, rough = (
@@ -121,7 +137,7 @@ def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -
     told = [*(exact.prompt_logprobs or [])[1:], *(exact.outputs[0].logprobs or [])]
     for row, token, position in zip(table, (PROMPT + made)[1:], told, strict=False):
         assert position is not None
-        assert position[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert position[token].logprob == pytest.approx(float(row[token]), abs=3e-4 if "latent" in name else 1e-4)
     with torch.inference_mode():
         theirs = model.bfloat16()(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1)
     errors = torch.zeros(2)
@@ -301,6 +317,12 @@ CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+WORD_END = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{WORD_END}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{WORD_END}|\p{{N}}{{1,3}}"
+    + REST.replace("[\\r\\n]*", "[\\r\\n/]*")
+)
+BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 SPLITS = {
     "llama-bpe": [CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST],
     "deepseek-r1-qwen": [CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST],
@@ -312,6 +334,32 @@ SPLITS = {
     "smollm": [r"\p{N}", GPT2],
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
     "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+    "smaug-bpe": [CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST],
+    "gpt-4o": [GPT4O],
+    "tiny_aya": [r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O],
+    "deepseek-llm": [
+        r"[\r\n]",
+        rf"\s?[{CASED_LETTERS}]+",
+        r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+        r"\s+$",
+        "[一-龥ࠀ-一가-퟿]+",
+        r"\p{N}+",
+    ],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+    "kimi-k2": [
+        r"\p{Han}+|"
+        + GPT4O.replace("/", "")
+        .replace(UPPER, rf"(?:(?!\p{{Han}}){UPPER})")
+        .replace(LOWER, rf"(?:(?!\p{{Han}}){LOWER})")
+    ],
+    "seed-coder": [CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "bloom": [BLOOM],
+    "viking": [BLOOM, r"\p{N}"],
 }
 """Expressions by which llama.cpp splits texts, one after the other."""
 
@@ -338,14 +386,14 @@ def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, Tokenizer(checkpoint_folder(tokenizer_file(tmp_path_factory.mktemp("bpe"), add)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=TEXT)
 def test_byte_level_bpe_splits_as_llama_cpp(byte_level: tuple[str, Tokenizer], text: str) -> None:
     name, ours = byte_level
     text = text.replace("\u017f", "s").replace("<", "(")  # ignoring case makes an s of the long s; no special tokens
     own = json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]
     merges = [tuple(pair) for pair in own["merges"]]
-    model = models.BPE(own["vocab"], merges, ignore_merges=name in ("llama-bpe", "tekken"))
+    model = models.BPE(own["vocab"], merges, ignore_merges=PRE_TOKENIZERS[name].ignore_merges)
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     pieces = ["".join(letters[byte] for byte in piece.encode()) for piece in split(text, SPLITS[name])]
     assert ours.encode(text) == [token.id for piece in pieces for token in model.tokenize(piece)]
@@ -381,6 +429,17 @@ def test_the_demo_s_tokenizer_comes_whole(demo_file: Path) -> None:
     assert json.loads((folder / "tokenizer.json").read_text()) == json.loads((demo.CHAT / "tokenizer.json").read_text())
     assert (folder / "chat_template.jinja").read_text() == (demo.CHAT / "chat_template.jinja").read_text()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [3577, 3575]
+
+
+def test_chat_templates_have_names(tmp_path: Path) -> None:
+    def tokenizer(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, demo.CHAT, "qwen2")
+        del writer.kv_data[0]["tokenizer.chat_template"]
+        writer.add_chat_template([{"name": name, "template": name} for name in ("default", "tool_use")])
+
+    ours = Tokenizer(checkpoint_folder(tokenizer_file(tmp_path, tokenizer)))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert [ours.render(QUESTION), ours.render(QUESTION, tools=tools)] == ["default", "tool_use"]
 
 
 def test_an_end_of_answers_that_the_file_takes_for_text(tmp_path: Path) -> None:

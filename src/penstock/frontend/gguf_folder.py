@@ -114,6 +114,7 @@ def _write(folder: Path, parts: list[Path], files: dict[str, bytes]) -> None:
     new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
         for name, content in files.items():
+            (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_bytes(content)
         for number, part in enumerate(parts, 1):
             suffix = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""

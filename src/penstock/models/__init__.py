@@ -242,12 +242,13 @@ def load_model(
         checkpoint = _open_checkpoint(folder, config, log=group.rank == 0, whole=layers is None)
         stored = replace(config, head_dim=config.checkpoint_head_dim)
         weights = checkpoint
-        if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint) and (find := tied_embedding(checkpoint)):
-            weights = RenamedWeights(weights, find)
-        if find_stored:
-            weights = RenamedWeights(weights, partial(find_stored, stored))
-        if experts := config.experts:
-            weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
+        if isinstance(checkpoint, Checkpoint):  # a GGUF file's tensors have the names that layers ask for
+            if config.tie_word_embeddings and (find := tied_embedding(checkpoint)):
+                weights = RenamedWeights(weights, find)
+            if find_stored:
+                weights = RenamedWeights(weights, partial(find_stored, stored))
+            if experts := config.experts:
+                weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
         if config.stored_head_dim:
             weights = PaddedHeads(weights, config.stored_head_dim, config.head_dim)
         if weight_cache_dir and not output:

@@ -48,7 +48,8 @@ class TensorType(NamedTuple):
     size: int
     """Bytes of a block."""
     format: Format
-    """That the weights of a matrix are computed in. Those of 5 and 6 bits, and of a table, become 8-bit integers."""
+    """That the weights of a matrix are computed in. Integers of 5 and 6 bits, and those of a table, become 8-bit
+    ones."""
 
 
 TYPES = {
@@ -67,7 +68,7 @@ TYPES = {
     20: TensorType("IQ4_NL", 32, 18, Format(8, 32)),
     23: TensorType("IQ4_XS", 256, 136, Format(8, 32)),
     30: TensorType("BF16", 1, 2, UNQUANTIZED),
-    39: TensorType("MXFP4", 32, 17, Format(8, 32)),
+    39: TensorType("MXFP4", 32, 17, Format(4, 32, floating=True)),
 }
 """Types that are read, by their number in the file."""
 OTHER_TYPES = {

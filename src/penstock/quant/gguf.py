@@ -1,7 +1,7 @@
 """The block formats of GGUF files, as integers with scales.
 
-Every format here is integers times a scale of their group, some plus an offset of it, so that a matrix is read without
-rounding its weights anew. The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+Every format here is integers times a scale of their group, some plus an offset of it, or mxfp4, so that a matrix is
+read without rounding its weights anew. The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from penstock.ops import QuantizedWeight
 from penstock.planning.gguf_file import TensorType
 
+from .mxfp4 import scales_of
+
 CHUNK = 2**22
 """Weights that are converted at a time, so that they stay in the caches."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Weights of IQ4_NL and IQ4_XS, by their 4 bits."""
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the weights of MXFP4 (e2m1), by their 4 bits."""
 
 
 class Blocks(NamedTuple):
@@ -90,9 +90,8 @@ def _iq4_nl(blocks: Tensor) -> Blocks:
 
 
 def _mxfp4(blocks: Tensor) -> Blocks:
-    """The scale is a power of two; half of it here, as the integers are twice the weights."""
-    scale = torch.exp2(blocks[..., :1].float() - 128)
-    return Blocks(_look_up(FP4_VALUES, _nibbles(blocks[..., 1:])), scale)
+    """Codes of e2m1 less 8, as ``QuantizedWeight`` has them."""
+    return Blocks(_nibbles(blocks[..., 1:]) - 8, scales_of(blocks[..., :1]))
 
 
 # --- Blocks of 256: scales are integers times a scale of the block ----------------------------------------------------

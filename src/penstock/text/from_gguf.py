@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from penstock.planning.gguf_file import GGUFFile
 
 from . import tiktoken_formats as patterns
 from .from_sentencepiece import BPE, Kind
-from .side_files import CONFIG, TEMPLATE
+from .side_files import CONFIG, TEMPLATE, TEMPLATES
 from .vocabulary import SPACE
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,46 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CASED_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+DEEPSEEK_LLM = (
+    "[\r\n]",
+    rf"\s?[{CASED_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥\u0800-一가-\ud7ff]+",
+    r"\p{N}+",
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+SEED_CODER = patterns.QWEN2.replace(r"]+[\r\n]*", r"\r\n]+")
+TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", patterns.GPT4O)
+BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}")
 ADDED = (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
 """Kinds of tokens that are found in a text before it is split."""
 END_OF_GENERATION = frozenset(
-    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT>".split()
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT> _<EOT> [EOT] [EOS] "
+    "<|return|> <|call|> <end_of_utterance> <｜end▁of▁sentence｜> [e~[".split()
 )
 """Tokens that end an answer, and are control tokens where the file takes them for text, as in llama.cpp."""
+HARMONY_ENDS, HARMONY_MESSAGE_END = frozenset(("<|return|>", "<|call|>")), "<|end|>"
+"""Tokens that end an answer in OpenAI's Harmony format, and the one that ends a message of several in it."""
+TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 """Special tokens by their role, and the word for it in GGUF, as it is spelled there."""
 
@@ -51,21 +85,40 @@ class PreTokenizer(NamedTuple):
 
 
 LLAMA3 = PreTokenizer((patterns.GPT4,), ignore_merges=True, add_bos=True)
+GPT4 = PreTokenizer((patterns.GPT4,))
 QWEN2 = PreTokenizer((patterns.QWEN2,), nfc=True)
 DIGITS = PreTokenizer((r"\p{N}", patterns.GPT2))
 PRE_TOKENIZERS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA3),
-    "smaug-bpe": LLAMA3._replace(ignore_merges=False, add_bos=False),
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2._replace(nfc=False),
+    **dict.fromkeys("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2".split(), LLAMA3),
+    **dict.fromkeys("smaug-bpe dbrx chatglm-bpe".split(), GPT4),
+    **dict.fromkeys(("glm4", "glm5"), GPT4._replace(ignore_merges=True)),
+    **dict.fromkeys(("qwen2", "megrez", "hunyuan"), QWEN2),
+    **dict.fromkeys("deepseek-r1-qwen kormo f2llmv2 stablelm2 solar-open".split(), QWEN2._replace(nfc=False)),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-2": PreTokenizer((patterns.GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), DIGITS),
+    **dict.fromkeys(
+        "gpt-2 phi-2 olmo mpt jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum".split(),
+        PreTokenizer((patterns.GPT2,)),
+    ),
+    **dict.fromkeys("smollm starcoder refact command-r codeshell exaone minerva-7b".split(), DIGITS),
+    **dict.fromkeys("gpt-4o llama4 kanana2 minimax-m2".split(), PreTokenizer((patterns.GPT4O,))),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer(TINY_AYA)),
+    "deepseek-llm": PreTokenizer(DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(CODER),
+    **dict.fromkeys("deepseek-v3 hunyuan-dense joyai-llm".split(), PreTokenizer(DEEPSEEK_V3)),
+    "kimi-k2": PreTokenizer((patterns.KIMI,)),
+    "seed-coder": PreTokenizer((SEED_CODER,)),
+    **dict.fromkeys("poro-chat bloom gpt3-finnish".split(), PreTokenizer((BLOOM,))),
+    "viking": PreTokenizer((BLOOM, r"\p{N}")),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", patterns.GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 """By ``tokenizer.ggml.pre``, of the architectures that are served. Expressions are those of the models' makers."""
-BY_ARCHITECTURE = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
+BY_ARCHITECTURE = {
+    "llama": "llama-bpe",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2",
+    "qwen3": "qwen2",
+    "command-r": "command-r",
+}
 """For files of before May 2024, which do not name any."""
 
 
@@ -101,13 +154,17 @@ class GGUFTokenizer:
         files = makers[model]()
         if template := self._file.get("tokenizer.chat_template", str):
             files[TEMPLATE] = template.encode()
+        for name in self._file.strings("tokenizer.chat_templates"):
+            if TEMPLATE_NAME.fullmatch(name) and (template := self._file.get(f"tokenizer.chat_template.{name}", str)):
+                files[f"{TEMPLATES}/{name}.jinja"] = template.encode()
         return files
 
     def end_token_ids(self) -> list[int]:
         """The tokens that end an answer, those that the file names first."""
         named = (self._file.get(f"{PREFIX}{name}_token_id", int) for name in ("eos", "eot", "eom"))
         ids = [token_id for token_id in named if token_id is not None]
-        ids += [i for i, text in enumerate(self._tokens) if text in END_OF_GENERATION and self._kinds[i] in ADDED]
+        ends = END_OF_GENERATION - ({HARMONY_MESSAGE_END} if set(self._tokens) >= HARMONY_ENDS else set())
+        ids += [i for i, text in enumerate(self._tokens) if text in ends and self._kinds[i] in ADDED]
         return list(dict.fromkeys(ids))
 
     # --- Byte-level BPE -----------------------------------------------------------------------------------------------
@@ -178,6 +235,9 @@ class GGUFTokenizer:
         scores = self._file.numbers(f"{PREFIX}scores")
         if len(scores) != len(self._tokens):
             raise self._broken("scores")
+        unknown = self._file.get(f"{PREFIX}unknown_token_id", int, -1)
+        if Kind.UNKNOWN not in self._kinds and 0 <= unknown < len(self._tokens):
+            self._kinds[unknown] = Kind.UNKNOWN  # which is a control token in files of Gemma
         if Kind.UNKNOWN not in self._kinds:
             raise invalid("tokenizer", f"{self._file.path} has no token of the kind that stands for unknown characters")
         texts = [  # user-defined ones have plain spaces there

@@ -54,7 +54,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
-    pieces = [replace(piece, text=names.get(i, piece.text)) for i, piece in enumerate(pieces)]
+    pieces = [replace(piece, text=names[i]) if i in names else piece for i, piece in enumerate(pieces)]
     user_defined = [piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED]
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
     if _number(trainer, 24, 0):

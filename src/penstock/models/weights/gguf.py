@@ -8,7 +8,9 @@ import re
 import warnings
 from collections import Counter
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,33 +19,18 @@ from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
 from penstock.planning.checkpoint_digest import checkpoint_digest, weight_files
-from penstock.planning.gguf_config import tensors_of
+from penstock.planning.gguf_architectures import FUSED, KEYS_B, VALUES_B, architecture_of
 from penstock.planning.gguf_file import GGUFFile, GGUFTensor, parts_in
+from penstock.planning.gguf_metadata import Metadata
 from penstock.quant.gguf import read_blocks
 
 logger = logging.getLogger(__name__)
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Names of Hugging Face's checkpoints, and those of llama.cpp."""
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-"""Tensors whose rows llama.cpp orders for rotary positions of neighbours, in models of the architecture ``llama``."""
+"""Tensors of queries and keys."""
+PLACES = {"attn_q": 0, "attn_k": 2, "attn_v": 1, "ffn_gate": 0, "ffn_up": 1, "ffn_gate_exps": 0, "ffn_up_exps": 1}
+"""Where parts of tensors begin: so many times their own size before the end; 0: at the begin."""
 
 
 def find_gguf(folder: Path) -> list[Path]:
@@ -54,8 +41,21 @@ def find_gguf(folder: Path) -> list[Path]:
     return [] if weight_files(folder) else parts_in(folder)
 
 
+class _Place(NamedTuple):
+    """Where a tensor's rows, or numbers of a vector, lie."""
+
+    tensor: GGUFTensor
+    first: int
+    """Row of ``tensor``, whose leading dimensions are taken together."""
+    interleaved: bool = False
+    """Whether its rows alternate between both halves of a head."""
+
+
 class GGUFCheckpoint:
-    """The tensors of a GGUF file under Hugging Face's names.
+    """The tensors of a GGUF file under the names that layers ask for.
+
+    Experts' matrices, which files have in one tensor for all experts of a layer, have names of their own
+    (``experts.3.up_proj.weight``); so have parts of matrices of one input that files may have as one.
 
     Args:
         folder: of the checkpoint, with a ``config.json``.
@@ -68,14 +68,14 @@ class GGUFCheckpoint:
     def __init__(self, folder: Path, parts: list[Path], head_dim: int) -> None:
         self._folder = folder
         files = [GGUFFile(part) for part in parts]
-        self._tensors = tensors_of(files)
+        metadata = Metadata(files)
+        self._tensors, self._architecture = metadata.tensors, architecture_of(metadata)
         self._bytes: dict[str, Tensor] = {}
         for file in files:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that the memory cannot be written
                 content = torch.frombuffer(file.content, dtype=torch.uint8)
             self._bytes |= dict.fromkeys(file.tensors, content)
-        self._interleaved = files[0].get("general.architecture", str) == "llama"
         self._head_dim = head_dim
         self.bytes_read = 0
         """Bytes of all tensors and slices taken so far, as they are in the file."""
@@ -98,42 +98,113 @@ class GGUFCheckpoint:
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """As ``layers.Weights.read``. Only the pages of the file that hold the rows are read, when they are used."""
-        tensor = self._find(name, shape)
+        wanted = rows or (0, shape[0])
+        if parts := self._key_value_parts(name):
+            return self._key_value_matrix(parts, shape)[slice(*wanted)]
+        place = self._find(name, shape)
+        tensor = place.tensor
         if (dtype := FLOATS.get(tensor.type.name)) is None:
             raise invalid("model", f"tensor {tensor.name} is of {tensor.type.name}, and not of floating-point numbers")
-        raw = self._rows(tensor, rows or (0, shape[0])).view(dtype)
-        return raw if len(shape) > 1 else raw.flatten()
+        read = self._rows(place, prod(shape[1:]), wanted).view(dtype)
+        if self._architecture.norm_offset and tensor.name.endswith("norm.weight"):
+            read = read.float() - self._architecture.norm_offset
+        return read.reshape(-1, *shape[1:])
 
     def has(self, name: str) -> bool:
-        return _stored_name(name) in self._tensors
+        return self._stored(name)[0] is not None or self._key_value_parts(name) is not None
 
     def format_of(self, name: str) -> Format:
         """As ``layers.Weights.format_of``."""
-        tensor = self._tensors.get(_stored_name(f"{name}.weight"))
+        tensor, _ = self._stored(f"{name}.weight")
         return tensor.type.format if tensor else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
         """As ``layers.Weights.read_quantized``."""
-        tensor = self._find(f"{name}.weight", (outputs, inputs))
-        return read_blocks(tensor.type, self._rows(tensor, rows))
+        place = self._find(f"{name}.weight", (outputs, inputs))
+        return read_blocks(place.tensor.type, self._rows(place, inputs, rows))
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
-        if (tensor := self._tensors.get(_stored_name(name))) is None:
-            raise invalid("model", f"{self._folder} has no tensor {_stored_name(name)}")
-        if tensor.shape != shape:
-            raise invalid("model", f"tensor {tensor.name} has shape {tensor.shape}, config.json wants {shape}")
-        return tensor
+    def _stored(self, name: str) -> tuple[GGUFTensor | None, int | None]:
+        """The tensor that has the numbers of a name, its own or one that has those of others, too; None where the file
+        has neither. And the expert whose they are, None for those that are no expert's."""
+        stored, expert = self._architecture.stored_name(name)
+        if tensor := self._tensors.get(stored):
+            return tensor, expert
+        stem, _, kind = stored.rpartition(".")
+        prefix, _, last = stem.rpartition(".")
+        others = (other for other, parts in FUSED.items() if last in parts and other not in (KEYS_B, VALUES_B))
+        found = (self._tensors.get(f"{prefix}.{other}.{kind}") for other in others)
+        return next((tensor for tensor in found if tensor), None), expert
 
-    def _rows(self, tensor: GGUFTensor, rows: tuple[int, int]) -> Tensor:
-        """Some rows of a tensor, or numbers of a vector, ``[rows, bytes]`` uint8."""
-        whole = self._bytes[tensor.name][tensor.offset : tensor.offset + tensor.size].view(tensor.shape[0], -1)
-        first, end = rows
-        if self._interleaved and INTERLEAVED.fullmatch(tensor.name):
-            part = whole[_interleaved_rows(torch.arange(first, end), self._head_dim)]
+    def _find(self, name: str, shape: tuple[int, ...]) -> _Place:
+        """Where a tensor of a shape lies. Raises ``PenstockError`` (``invalid``) where the file has none of it."""
+        tensor, expert = self._stored(name)
+        stored, _ = self._architecture.stored_name(name)
+        if tensor is None:
+            raise invalid("model", f"{self._folder} has no tensor {stored}")
+        own, first = tensor.shape, 0
+        if expert is not None:
+            if expert >= own[0] or len(own) < 2:
+                raise invalid("model", f"tensor {tensor.name} has shape {own}, and expert {expert} is wanted")
+            own, first = own[1:], expert * own[1]
+        part = stored.rpartition(".")[0].rpartition(".")[2]
+        interleaved = self._architecture.interleaved and bool(INTERLEAVED.fullmatch(stored))
+        is_part = tensor.name != stored or (part == "ffn_up" and own[:1] == (2 * shape[0],))
+        if is_part and own[1:] == shape[1:] and own[0] > PLACES[part] * shape[0]:
+            return _Place(tensor, first + (own[0] - PLACES[part] * shape[0]) % own[0], interleaved)
+        if is_part or _squeezed(own) != _squeezed(shape):
+            raise invalid("model", f"tensor {tensor.name} has shape {own}, config.json wants {shape}")
+        return _Place(tensor, first, interleaved)
+
+    def _rows(self, place: _Place, inputs: int, rows: tuple[int, int]) -> Tensor:
+        """Some rows of a tensor, or numbers of a vector, ``[rows, bytes]`` uint8.
+
+        Args:
+            inputs: numbers of a row.
+        """
+        tensor, (start, end) = place.tensor, rows
+        data = self._bytes[tensor.name][tensor.offset : tensor.offset + tensor.size]
+        whole = data.view(prod(tensor.shape) // inputs, -1)[place.first :]
+        if place.interleaved:
+            part = whole[_interleaved_rows(torch.arange(start, end), self._head_dim)]
         else:
-            part = whole[first:end]
+            part = whole[start:end]
         self.bytes_read += part.nbytes
         return part
+
+    def _key_value_parts(self, name: str) -> tuple[GGUFTensor, GGUFTensor] | None:
+        """Both parts of a matrix ``kv_b_proj`` that the file has in two tensors; None for all others."""
+        stored = self._architecture.stored_name(name)[0]
+        if not self._architecture.latent or stored in self._tensors or not stored.endswith(".attn_kv_b.weight"):
+            return None
+        prefix = stored.removesuffix("attn_kv_b.weight")
+        keys, values = (self._tensors.get(f"{prefix}{part}.weight") for part in (KEYS_B, VALUES_B))
+        return (keys, values) if keys and values else None
+
+    def _key_value_matrix(self, parts: tuple[GGUFTensor, GGUFTensor], shape: tuple[int, ...]) -> Tensor:
+        """``kv_b_proj``, ``[heads * (nope + value), latent]`` float32."""
+        keys, values = (self._numbers(part) for part in parts)
+        if keys.dim() == 3 and values.dim() == 3 and keys.shape[:2] == values.shape[::2]:
+            matrix = torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+            if matrix.shape == shape:
+                return matrix
+        shapes = " and ".join(str(part.shape) for part in parts)
+        raise invalid(
+            "model", f"tensors {parts[0].name} and {VALUES_B} have shapes {shapes}, config.json wants {shape}"
+        )
+
+    def _numbers(self, tensor: GGUFTensor) -> Tensor:
+        """A whole matrix, or several, in float32."""
+        inputs = tensor.shape[-1]
+        count = prod(tensor.shape) // inputs
+        rows = self._rows(_Place(tensor, 0), inputs, (0, count))
+        dtype = FLOATS.get(tensor.type.name)
+        numbers = read_blocks(tensor.type, rows).dequantize() if dtype is None else rows.view(dtype).float()
+        return numbers.view(tensor.shape)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without dimensions of one number, which files may leave out."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _interleaved_rows(rows: Tensor, head_dim: int) -> Tensor:
@@ -141,10 +212,3 @@ def _interleaved_rows(rows: Tensor, head_dim: int) -> Tensor:
     head, place = rows // head_dim, rows % head_dim
     half, pair = place // (head_dim // 2), place % (head_dim // 2)
     return head * head_dim + 2 * pair + half
-
-
-def _stored_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if match := LAYER.fullmatch(stem):
-        return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
-    return f"{NAMES.get(stem, stem)}.{kind}"

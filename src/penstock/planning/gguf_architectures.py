@@ -1,0 +1,604 @@
+"""Architectures of GGUF files, as llama.cpp's converter writes them: one entry each, with the names of its tensors and
+what ``config.json`` says of its models.
+
+Names of tensors: ``gguf-py/gguf/constants.py`` of https://github.com/ggml-org/llama.cpp; what the converter changes in
+them: ``conversion/`` there; numbers that files leave out: ``src/models/``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.core import Code, PenstockError
+
+from .gguf_metadata import Metadata
+
+Fields = dict[str, Any]
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+\.[^.]+)")
+"""The name of a tensor of one expert, below that of the layer."""
+
+
+# --- Names of tensors: modules as layers ask for them → tensors below ``blk.N.`` --------------------------------------
+
+MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+"""Modules outside of layers."""
+ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+SECOND_POST_NORM = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+"""Norms before attention and before the MLP, of which the converter calls the second one after its name."""
+POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+GEMMA_NORMS = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **POST_NORMS}
+GLM4_NORMS = {
+    **PRE_NORMS,
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+LATENT = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.o_proj": "attn_output",
+}
+MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+LLAMA4_MLP = {module.replace("mlp", "feed_forward"): tensor for module, tensor in MLP.items()}
+NEXTN = {
+    "eh_proj": "nextn.eh_proj",
+    "embed_tokens": "nextn.embed_tokens",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.head": "nextn.shared_head_head",
+    "shared_head.norm": "nextn.shared_head_norm",
+}
+"""Modules of a layer for multi-token prediction besides those of any layer."""
+KEYS_B, VALUES_B = "attn_k_b", "attn_v_b"
+"""Parts of ``kv_b_proj`` by head: ``[heads, latent, nope]`` and ``[heads, value, latent]``."""
+FUSED = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "ffn_up": ("ffn_gate",),
+    "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
+    KEYS_B: ("attn_kv_b",),
+    VALUES_B: ("attn_kv_b",),
+}
+"""Tensors that may be in place of others, whose rows they have."""
+ROUTER_BIAS = "exp_probs_b.bias"
+
+
+def _experts(
+    module: str = "mlp",
+    router: str = "gate",
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "",
+    bias: str = "",
+) -> dict[str, str]:
+    """Names of a layer's router, experts, shared expert, and of the vector that is added to the router's scores."""
+    names = {f"{module}.{router}": "ffn_gate_inp"}
+    parts = ("gate", "up", "down")
+    names |= {f"{module}.experts.{own}": f"ffn_{part}_exps" for own, part in zip(projections, parts, strict=True)}
+    if shared:
+        names |= {f"{module}.{shared}.{part}_proj": f"ffn_{part}_shexp" for part in parts}
+    if bias:
+        names[f"{module}.{bias}"] = ROUTER_BIAS
+    return names
+
+
+QKV_BIAS = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+ATTENTION_BIAS = (*QKV_BIAS, "attn_output.bias")
+MLP_BIAS = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+SHARED = ("ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_down_shexp.weight")
+E_SCORE = "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of GGUF files."""
+
+    name: str
+    """In ``config.json``."""
+    layer: Mapping[str, str] = field(default_factory=lambda: {**ATTENTION, **PRE_NORMS})
+    """Attention and norms of a layer. A name with ``.weight`` or ``.bias`` is that of a tensor with another end."""
+    mlp: Mapping[str, str] = field(default_factory=lambda: MLP)
+    """MLP of layers without experts."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Of layers with experts."""
+    optional: tuple[str, ...] = ()
+    """Tensors of a layer that a model may lack."""
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Fields of ``config.json`` that say whether layers have certain biases or norms."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``config.json`` that all files of the architecture have."""
+    read: Callable[[Metadata], Fields] = lambda metadata: {}
+    """Further fields of ``config.json``."""
+    rope: Callable[[Metadata], Fields] = lambda metadata: {}
+    """Further fields of ``rope_parameters``."""
+    interleaved: bool = False
+    """Whether rows of queries and keys alternate between both halves of a head."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
+    layer_norm: bool = False
+    """Whether norms are layer norms, whose epsilon has another key."""
+    windows: int | None = None
+    """Layers after which one has full attention, where files do not say which; 0: all layers have the same window;
+    None: layers have no window, whatever the file says."""
+    default_window: int = 0
+    partial_rotary: bool = False
+    local_rope: bool = False
+    """Whether layers with a window have rotary positions of their own."""
+    latent: bool = False
+    """Whether it has latent attention, whose heads have other sizes."""
+
+    def stored_name(self, name: str) -> tuple[str, int | None]:
+        """The tensor that has a tensor's numbers, and which expert's they are among those of all.
+
+        Args:
+            name: as layers ask for it, ``model.layers.0.mlp.experts.3.up_proj.weight``.
+        """
+        if not (match := LAYER.fullmatch(name)):
+            module, _, kind = name.rpartition(".")
+            return f"{MODEL.get(module, module)}.{kind}", None
+        prefix, rest, expert = f"blk.{match[1]}.", match[2], None
+        if found := EXPERT.fullmatch(rest):
+            rest, expert = f"{found[1]}.{found[3]}", int(found[2])
+        names = {**self.mlp, **self.experts, **self.layer}
+        if rest in names:
+            return f"{prefix}{names[rest]}", expert
+        module, _, kind = rest.rpartition(".")
+        return f"{prefix}{names.get(module, module)}.{kind}", expert
+
+
+# --- Fields of config.json --------------------------------------------------------------------------------------------
+
+
+def _all_of(*readers: Callable[[Metadata], Fields]) -> Callable[[Metadata], Fields]:
+    return lambda metadata: {name: value for read in readers for name, value in read(metadata).items()}
+
+
+def _expert_size(metadata: Metadata) -> int:
+    return metadata.last_dimension("ffn_down_exps.weight", metadata.size("feed_forward_length", 1))
+
+
+def _counts(number: str) -> Callable[[Metadata], Fields]:
+    """Numbers and size of experts."""
+
+    def read(metadata: Metadata) -> Fields:
+        return {
+            number: metadata.size("expert_count"),
+            "num_experts_per_tok": metadata.size("expert_used_count"),
+            "moe_intermediate_size": _expert_size(metadata),
+        }
+
+    return read
+
+
+def _local_experts(metadata: Metadata) -> Fields:
+    """Experts of families whose ``intermediate_size`` is theirs."""
+    counts = _counts("num_local_experts")(metadata)
+    size = counts.pop("moe_intermediate_size")
+    return {**counts, "intermediate_size": size}
+
+
+def _sparse_layers(metadata: Metadata) -> list[int]:
+    return [layer for layer in range(metadata.layers) if f"blk.{layer}.ffn_gate_inp.weight" in metadata.tensors]
+
+
+def _mlp_only_layers(metadata: Metadata) -> Fields:
+    dense = sorted(set(range(metadata.layers)).difference(_sparse_layers(metadata)))
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+def _deepseek_experts(metadata: Metadata) -> Fields:
+    """Experts of DeepSeek's models, and of those with the same."""
+    if not metadata.size("expert_count", 0):
+        return {"n_routed_experts": None, "n_shared_experts": None}
+    sparse = _sparse_layers(metadata)
+    if sparse != list(range(sparse[0] if sparse else metadata.layers, metadata.layers)):
+        raise metadata.unsupported("layers without experts between others")
+    size, shared = _expert_size(metadata), metadata.last_dimension("ffn_down_shexp.weight")
+    return {
+        **_counts("n_routed_experts")(metadata),
+        "n_shared_experts": shared // size or None,
+        "first_k_dense_replace": metadata.layers - len(sparse),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "n_group": metadata.size("expert_group_count", 1),
+        "topk_group": metadata.size("expert_group_used_count", 1),
+    }
+
+
+def _query_scale(layers_of_27b: int) -> Callable[[Metadata], Fields]:
+    """Attention's scale, which files leave out: the model with 27 billion parameters has another one."""
+
+    def read(metadata: Metadata) -> Fields:
+        whole = metadata.size("embedding_length") // metadata.size("attention.head_count")
+        return {"query_pre_attn_scalar": whole if metadata.layers == layers_of_27b else metadata.head_dim}
+
+    return read
+
+
+def _softcaps(metadata: Metadata) -> Fields:
+    return {
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _granite(metadata: Metadata) -> Fields:
+    keys = {
+        "embedding_multiplier": "embedding_scale",
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    defaults = {"attention_multiplier": metadata.head_dim**-0.5}
+    return {name: metadata.number(key, 0.0) or defaults.get(name, 1.0) for name, key in keys.items()}
+
+
+def _cohere(metadata: Metadata) -> Fields:
+    return {"logit_scale": metadata.number("logit_scale", 1.0)}
+
+
+def _latent(metadata: Metadata) -> Fields:
+    rotary, kv_rank = metadata.size("rope.dimension_count"), metadata.size("attention.kv_lora_rank")
+    key = metadata.size("attention.key_length_mla", metadata.size("attention.key_length"))
+    return {
+        "q_lora_rank": metadata.size("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": kv_rank,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": metadata.size("attention.value_length_mla", metadata.size("attention.value_length")),
+        "num_key_value_heads": metadata.size("attention.head_count"),
+        "head_dim": None,
+    }
+
+
+def _deepseek_v2(metadata: Metadata) -> Fields:
+    fields = _deepseek_experts(metadata)
+    if fields.get("norm_topk_prob"):
+        raise metadata.unsupported("softmax scores of experts that are normed")
+    return {**fields, "topk_method": "group_limited_greedy" if (fields.get("n_group") or 1) > 1 else "greedy"}
+
+
+def _deepseek_rope(metadata: Metadata) -> Fields:
+    scale = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) * 10  # which the converter has divided
+    return dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{scale:.6g}")) if scale else {}
+
+
+def _mistral3_rope(metadata: Metadata) -> Fields:
+    fields: Fields = {}
+    if scale := metadata.number("rope.scaling.yarn_log_multiplier", 0.0):
+        fields |= {"mscale": 1.0, "mscale_all_dim": scale}
+    if beta := metadata.number("attention.temperature_scale", 0.0):
+        fields["llama_4_scaling_beta"] = beta
+    return fields
+
+
+def _hunyuan_moe(metadata: Metadata) -> Fields:
+    size = _expert_size(metadata)
+    return {
+        "num_experts": metadata.size("expert_count"),
+        "moe_topk": metadata.size("expert_used_count"),
+        "num_shared_expert": metadata.last_dimension("ffn_down_shexp.weight") // size,
+        "intermediate_size": size,
+        "moe_intermediate_size": None,
+    }
+
+
+def _ernie_moe(metadata: Metadata) -> Fields:
+    sparse, size = _sparse_layers(metadata), _expert_size(metadata)
+    return {
+        "moe_num_experts": metadata.size("expert_count"),
+        "moe_k": metadata.size("expert_used_count"),
+        "moe_intermediate_size": size,
+        "moe_num_shared_experts": metadata.last_dimension("ffn_down_shexp.weight") // size,
+        "moe_layer_start_index": min(sparse, default=0),
+        "moe_layer_end_index": max(sparse, default=0),
+        "moe_layer_interval": metadata.size("interleave_moe_layer_step", 1),
+    }
+
+
+def _llama4(metadata: Metadata) -> Fields:
+    """Numbers that files leave out are those of Llama 4 Scout and Maverick."""
+    experts = metadata.size("expert_count")
+    if metadata.size("expert_used_count") != 1:
+        raise metadata.unsupported("several experts of a token")
+    full = range(3, metadata.layers, 4)
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "intermediate_size": _expert_size(metadata),
+        "intermediate_size_mlp": metadata.size("feed_forward_length"),
+        "moe_layers": _sparse_layers(metadata),
+        "layer_types": ["full_attention" if layer in full else "chunked_attention" for layer in range(metadata.layers)],
+        "no_rope_layers": [int(layer not in full) for layer in range(metadata.layers)],
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "use_qk_norm": experts != 128,
+    }
+
+
+# --- Architectures ----------------------------------------------------------------------------------------------------
+
+LLAMA = Architecture(
+    "LlamaForCausalLM", interleaved=True, windows=0, flags={"attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS}
+)
+MISTRAL = replace(LLAMA, name="MistralForCausalLM")
+MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    experts=_experts("block_sparse_moe", projections=("w1", "w3", "w2")),
+    read=_local_experts,
+    interleaved=True,
+    windows=0,
+)
+GEMMA = Architecture(
+    "GemmaForCausalLM",
+    flags={"attention_bias": ATTENTION_BIAS},
+    constants={"hidden_act": "gelu_pytorch_tanh"},
+    norm_offset=1.0,
+)
+GEMMA2 = replace(
+    GEMMA,
+    name="Gemma2ForCausalLM",
+    layer={**ATTENTION, **GEMMA_NORMS},
+    constants={"hidden_activation": "gelu_pytorch_tanh"},
+    read=_all_of(_query_scale(46), _softcaps),
+    windows=2,
+    default_window=4096,
+)
+GEMMA3 = replace(
+    GEMMA2,
+    name="Gemma3ForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, **GEMMA_NORMS},
+    read=_all_of(_query_scale(62), _softcaps),
+    windows=6,
+    default_window=0,
+    local_rope=True,
+)
+QWEN2 = Architecture("Qwen2ForCausalLM", flags={"qkv_bias": QKV_BIAS}, windows=0)
+QWEN3 = Architecture(
+    "Qwen3ForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
+    flags={"attention_bias": ATTENTION_BIAS},
+    windows=0,
+)
+QWEN2_MOE = replace(
+    QWEN2,
+    name="Qwen2MoeForCausalLM",
+    experts={**_experts(shared="shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+    constants={"norm_topk_prob": False},
+    read=_all_of(
+        _counts("num_experts"),
+        _mlp_only_layers,
+        lambda metadata: {"shared_expert_intermediate_size": metadata.last_dimension("ffn_down_shexp.weight")},
+    ),
+    windows=None,
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    name="Qwen3MoeForCausalLM",
+    experts=_experts(),
+    constants={"norm_topk_prob": True},
+    read=_all_of(_counts("num_experts"), _mlp_only_layers),
+    windows=None,
+)
+OLMO2 = Architecture(
+    "Olmo2ForCausalLM", layer={**ATTENTION, **QK_NORMS, **POST_NORMS}, flags={"attention_bias": ATTENTION_BIAS}
+)
+OLMO3 = replace(OLMO2, name="Olmo3ForCausalLM", windows=4, local_rope=True)
+OLMOE = Architecture(
+    "OlmoeForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
+    experts=_experts(),
+    flags={"attention_bias": ATTENTION_BIAS},
+    constants={"norm_topk_prob": False},
+    read=lambda metadata: {
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "intermediate_size": _expert_size(metadata),
+    },
+)
+GRANITE = replace(LLAMA, name="GraniteForCausalLM", read=_granite, windows=None)
+GRANITE_MOE = replace(
+    GRANITE,
+    name="GraniteMoeForCausalLM",
+    experts=_experts("block_sparse_moe", "router.layer"),
+    flags={"attention_bias": ATTENTION_BIAS},
+    read=_all_of(_granite, _local_experts),
+)
+COMMAND_R = Architecture(
+    "CohereForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, "input_layernorm": "attn_norm"},
+    optional=("attn_q_norm.weight", "attn_k_norm.weight"),
+    flags={"attention_bias": ATTENTION_BIAS, "use_qk_norm": ("attn_q_norm.weight", "attn_k_norm.weight")},
+    read=_cohere,
+    layer_norm=True,
+)
+COHERE2 = Architecture(
+    "Cohere2ForCausalLM",
+    layer={**ATTENTION, "input_layernorm": "attn_norm"},
+    flags={"attention_bias": ATTENTION_BIAS},
+    read=_cohere,
+    layer_norm=True,
+    windows=4,
+)
+PHI3 = Architecture("Phi3ForCausalLM", windows=0, partial_rotary=True)
+GPT_OSS = Architecture(
+    "GptOssForCausalLM",
+    layer={**ATTENTION, **SECOND_POST_NORM, "self_attn.sinks": "attn_sinks.weight"},
+    experts=_experts(router="router"),
+    flags={
+        "attention_bias": ATTENTION_BIAS,
+        "": ("ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
+    },
+    read=_local_experts,
+    rope=lambda metadata: {"truncate": False},
+    windows=2,
+)
+STARCODER2 = Architecture(
+    "Starcoder2ForCausalLM",
+    mlp={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    flags={
+        "use_bias": (*ATTENTION_BIAS, "ffn_up.bias", "ffn_down.bias"),
+        "": ("attn_norm.bias", "ffn_norm.bias"),
+    },
+    constants={"hidden_act": "gelu_pytorch_tanh"},
+    layer_norm=True,
+)
+CHATGLM = Architecture("GlmForCausalLM", flags={"attention_bias": QKV_BIAS}, partial_rotary=True)
+GLM4 = replace(CHATGLM, name="Glm4ForCausalLM", layer={**ATTENTION, **GLM4_NORMS})
+GLM4_MOE = Architecture(
+    "Glm4MoeForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, **SECOND_POST_NORM, **NEXTN},
+    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    optional=(*SHARED, "attn_q_norm.weight", "attn_k_norm.weight", *(f"{name}.weight" for name in NEXTN.values())),
+    flags={"attention_bias": QKV_BIAS, "use_qk_norm": ("attn_q_norm.weight", "attn_k_norm.weight")},
+    read=_deepseek_experts,
+    partial_rotary=True,
+)
+DOTS1 = Architecture(
+    "Dots1ForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
+    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    optional=SHARED,
+    flags={"attention_bias": ATTENTION_BIAS},
+    read=_deepseek_experts,
+)
+DEEPSEEK_V2 = Architecture(
+    "DeepseekV2ForCausalLM",
+    layer={**LATENT, **PRE_NORMS, **NEXTN},
+    experts=_experts(shared="shared_experts"),
+    optional=(
+        *("attn_q.weight", "attn_q_a.weight", "attn_q_a_norm.weight", "attn_q_b.weight", *SHARED),
+        *(f"{name}.weight" for name in NEXTN.values()),
+    ),
+    read=_all_of(_latent, _deepseek_v2),
+    rope=_deepseek_rope,
+    latent=True,
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    name="DeepseekV3ForCausalLM",
+    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    constants={"rope_interleave": True},
+    read=_all_of(_latent, _deepseek_experts),
+)
+SMOLLM3 = replace(
+    LLAMA,
+    name="SmolLM3ForCausalLM",
+    constants={"no_rope_layer_interval": 4, "no_rope_layers": None},
+    windows=None,
+)
+SEED_OSS = Architecture(
+    "SeedOssForCausalLM",
+    layer={**ATTENTION, **SECOND_POST_NORM},
+    flags={"attention_bias": QKV_BIAS, "attention_out_bias": ("attn_output.bias",), "mlp_bias": MLP_BIAS},
+)
+EXAONE4 = Architecture("Exaone4ForCausalLM", layer={**ATTENTION, **QK_NORMS, **POST_NORMS}, windows=4)
+ERNIE4_5 = Architecture("Ernie4_5ForCausalLM", flags={"use_bias": (*ATTENTION_BIAS, *MLP_BIAS)})
+ERNIE4_5_MOE = Architecture(
+    "Ernie4_5_MoeForCausalLM",
+    experts=_experts(shared="shared_experts", bias=f"moe_statics.{E_SCORE}"),
+    optional=SHARED,
+    read=_ernie_moe,
+)
+HUNYUAN = Architecture(
+    "HunYuanDenseV1ForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
+    flags={"attention_bias": ATTENTION_BIAS},
+)
+HUNYUAN_MOE = replace(
+    HUNYUAN,
+    name="HunYuanMoEV1ForCausalLM",
+    experts=_experts(router="gate.wg", shared="shared_mlp"),
+    read=_hunyuan_moe,
+)
+MINIMAX_M2 = Architecture(
+    "MiniMaxM2ForCausalLM",
+    layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
+    experts=_experts("block_sparse_moe", projections=("w1", "w3", "w2"), bias=E_SCORE),
+    read=_local_experts,
+    partial_rotary=True,
+)
+MISTRAL3 = replace(LLAMA, name="Ministral3ForCausalLM", rope=_mistral3_rope)
+LLAMA4 = Architecture(
+    "Llama4ForCausalLM",
+    mlp=LLAMA4_MLP,
+    experts=_experts("feed_forward", "router", shared="shared_expert"),
+    flags={"attention_bias": ATTENTION_BIAS},
+    read=_llama4,
+)
+INTERNLM2 = replace(LLAMA, windows=None)
+
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen2moe": QWEN2_MOE,
+    "qwen3moe": QWEN3_MOE,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi3": PHI3,
+    "mistral3": MISTRAL3,
+    "deepseek2": DEEPSEEK_V2,
+    "gpt-oss": GPT_OSS,
+    "olmo2": OLMO2,
+    "olmoe": OLMOE,
+    "granite": GRANITE,
+    "granitemoe": GRANITE_MOE,
+    "command-r": COMMAND_R,
+    "cohere2": COHERE2,
+    "starcoder2": STARCODER2,
+    "chatglm": CHATGLM,
+    "glm4": GLM4,
+    "glm4moe": GLM4_MOE,
+    "dots1": DOTS1,
+    "smollm3": SMOLLM3,
+    "seed_oss": SEED_OSS,
+    "exaone4": EXAONE4,
+    "ernie4_5": ERNIE4_5,
+    "ernie4_5-moe": ERNIE4_5_MOE,
+    "hunyuan-dense": HUNYUAN,
+    "hunyuan-moe": HUNYUAN_MOE,
+    "minimax-m2": MINIMAX_M2,
+    "llama4": LLAMA4,
+    "internlm2": INTERNLM2,
+}
+"""By ``general.architecture``."""
+SIGMOID = 2
+"""``expert_gating_func`` of routers whose scores are sigmoids."""
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """The architecture of a file, of those that share a name the one that its metadata and tensors ask for.
+
+    Raises ``PenstockError`` (``unsupported``) for one that is not known.
+    """
+    if (name := metadata.architecture) not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        words = f"{metadata.file.path} has a model of architecture {name!r}; {known} are served"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    match name:
+        case "llama" if metadata.size("expert_count", 0):
+            return MIXTRAL
+        case "llama" if metadata.size("attention.sliding_window", 0):
+            return MISTRAL
+        case "olmo2" if metadata.size("attention.sliding_window", 0):
+            return OLMO3
+        case "deepseek2" if metadata.size("expert_gating_func", 0) == SIGMOID or metadata.has_any(ROUTER_BIAS):
+            return DEEPSEEK_V3
+    return ARCHITECTURES[name]

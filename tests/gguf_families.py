@@ -1,0 +1,164 @@
+"""Checkpoints of every family that llama.cpp's converter takes, with what GGUF files can express.
+
+A file does not have every field of ``config.json``: activations, windows of Mistral and Qwen, Gemma's attention scale
+and the layers of its windows. So configurations have what such files mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from checkpoints import save
+from families import FAMILIES, WITH_EXPERTS
+from transformers import PreTrainedConfig, PreTrainedModel
+
+VERSION = "0.3.36"
+"""Of llama-cpp-python, whose source package has the converter."""
+FULL = "full_attention"
+EXPERTS_ONLY = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+FIXED: dict[str, dict[str, Any]] = {
+    "Llama": {"hidden_act": "silu"},
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {"use_sliding_window": False, "sliding_window": None},
+    "Gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0, "sliding_window": 24},
+    "Gemma3": {"sliding_window": 24},
+    "Cohere2": {"attention_bias": False, "num_hidden_layers": 4, "rotary_pct": 1.0},
+    "SmolLM3": {"use_sliding_window": False, "no_rope_layer_interval": 4, "num_hidden_layers": 4},
+    "Starcoder2": {"sliding_window": None},
+    "Glm": {"rms_norm_eps": 1e-5, "seq_length": 512},
+    "DeepseekV2": {"attention_bias": False, "topk_method": "group_limited_greedy"},
+    "DeepseekV3": {"attention_bias": False},
+    "Qwen3Moe": {"hidden_act": "silu", "norm_topk_prob": True, "use_sliding_window": False, **EXPERTS_ONLY},
+    "Qwen2Moe": {"norm_topk_prob": False, "use_sliding_window": False, **EXPERTS_ONLY},
+    "Mixtral": {"sliding_window": None},
+    "Olmoe": {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    "Dots1": {"sliding_window": None},
+    "Llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True},
+}
+"""Fields of the families' configurations, as files mean them."""
+
+
+def config_of(family: str, seed: int) -> PreTrainedConfig:
+    """A configuration of a family that a GGUF file can have."""
+    config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
+    config.vocab_size = 3584  # that of the demo's tokenizer
+    for name, value in FIXED.get(family, {}).items():
+        setattr(config, name, value)
+    layers = config.num_hidden_layers
+    if family in ("Gemma2", "Gemma3"):
+        pattern = 2 if family == "Gemma2" else 6
+        config.num_hidden_layers = layers = 4 if family == "Gemma2" else 7
+        config.layer_types = [FULL if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
+        config.query_pre_attn_scalar = config.head_dim
+        config.tie_word_embeddings = True
+    if family == "Gemma":
+        config.tie_word_embeddings = True
+    if family in ("Cohere", "Cohere2"):
+        config.tie_word_embeddings = True
+    if family in ("Qwen2", "SmolLM3", "Dots1", "Qwen3Moe", "Qwen2Moe"):
+        config.layer_types = [FULL] * layers
+    if family == "SmolLM3":
+        config.no_rope_layers = [int((layer + 1) % 4 != 0) for layer in range(layers)]
+    if family == "Cohere2":
+        config.layer_types = ["sliding_attention"] * 3 + [FULL]
+    if family == "Glm":
+        config.head_dim = config.hidden_size // config.num_attention_heads
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": 10_000.0}
+    if family == "Phi3":
+        config.rope_parameters.setdefault("original_max_position_embeddings", 512)
+    if family == "HunYuanDenseV1" and config.rope_parameters["rope_type"] == "dynamic":
+        config.max_position_embeddings = 32_768
+    if family == "Llama4":
+        config.no_rope_layers = [int((layer + 1) % 4 != 0) for layer in range(layers)]
+        config.layer_types = ["chunked_attention" if each else FULL for each in config.no_rope_layers]
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+    return config
+
+
+def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> PreTrainedModel:
+    """Write a checkpoint of random weights.
+
+    Args:
+        ternary: matrices have three values, which ``Q8_0`` and ``F16`` have without rounding, whichever way they lie.
+    """
+    model = save(config_of(family, seed), folder)
+    if ternary:
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    weight.copy_(torch.randint(-1, 2, weight.shape) * 127 / 1024)
+        model.save_pretrained(folder)
+    if family != "Llama4":  # which has one implementation
+        model.set_experts_implementation("eager")  # others do not compute in float32 throughout
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if family == "HunYuanMoEV1":  # whose published files have a number for each layer
+        layers, top_k = config["num_hidden_layers"], config["moe_topk"]
+        config["moe_topk"] = top_k if isinstance(top_k, list) else [top_k] * layers
+        config |= {"moe_intermediate_size": [config["intermediate_size"]] * layers, "num_shared_expert": [1] * layers}
+    if family == "DeepseekV3":
+        config |= {"scoring_func": "sigmoid"}
+    path.write_text(json.dumps(config))
+    return model
+
+
+def converter(cache: Path) -> Path:
+    """The folder of llama.cpp's converter, fetched once from the package index. Raises ``RuntimeError`` where it cannot
+    be reached."""
+    folder = cache / f"llama-cpp-python-{VERSION}"
+    if not folder.is_dir():
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "--dest", cache]
+        done = subprocess.run([*command, f"llama-cpp-python=={VERSION}"], capture_output=True, text=True, check=False)
+        archives = list(cache.glob(f"llama_cpp_python-{VERSION}.tar.gz"))
+        if done.returncode or not archives:
+            raise RuntimeError(f"llama-cpp-python {VERSION} cannot be fetched: {done.stderr[-300:]}")
+        with tarfile.open(archives[0]) as archive:
+            root = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+            wanted = [file for file in archive.getmembers() if file.name.startswith(root) and file.name.endswith(".py")]
+            archive.extractall(folder, wanted, filter="data")
+        archives[0].unlink()
+    return folder / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
+
+
+CONVERT = """
+import sys
+import traceback
+from pathlib import Path
+root, *rest = sys.argv[1:]
+sys.path[:0] = [root, str(Path(root, "gguf-py"))]
+import torch
+import gguf
+from conversion import ModelBase, TextModel, get_model_class
+
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"  # checkpoints have the demo's, which it does not know
+
+for model, out, kind in zip(rest[::3], rest[1::3], rest[2::3]):
+    try:
+        chosen = get_model_class(ModelBase.load_hparams(Path(model), False)["architectures"][0])
+        chosen.set_vocab = TextModel._set_vocab_gpt2
+        with torch.inference_mode():
+            chosen(Path(model), getattr(gguf.LlamaFileType, kind), Path(out)).write()
+    except Exception:
+        Path(out).with_suffix(".error").write_text(traceback.format_exc()[-3000:])
+"""
+"""Calls the converter for checkpoints, each with the file to write and its type; where it fails, its words are in a
+file ``.error``."""
+
+
+def convert(converter: Path, *files: tuple[Path, Path, str]) -> None:
+    """Convert checkpoints.
+
+    Args:
+        files: folder of each checkpoint, file to write, and name of its type in ``gguf.LlamaFileType``.
+    """
+    arguments = [str(each) for file in files for each in file]
+    command = [sys.executable, "-c", CONVERT, str(converter), *arguments]
+    subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONPATH": ""})
