@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ PROMPTS = [
     "水 means water, 火 means",
 ]
 LIMIT = 1e-4
+"""Largest difference of log probabilities from those of transformers."""
 SENTENCES = ["A dog runs in the park.", "A puppy is running outside.", "The stock market fell.", "dogs " * 300, "x"]
 
 
@@ -73,15 +73,6 @@ def test_greedy_tokens_and_logprobs_against_transformers(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert [output.prompt_token_ids for output in outputs] == [tokenizer(prompt).input_ids for prompt in PROMPTS]
     check(outputs, library, LIMIT)
-    greedy = partial(library.generate, max_new_tokens=40, min_new_tokens=40, do_sample=False)
-    same = 0
-    for output in outputs:
-        ids = torch.tensor([output.prompt_token_ids])
-        same += (
-            greedy(ids, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist() == output.outputs[0].token_ids
-        )
-    print(f"{name}: {same} of {len(outputs)} answers have the tokens of transformers' generate()")
-    assert same == len(outputs)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
                 raise invalid("revision", f"is for models on a hub, and {scheme}:// has no revisions")
             return ModelName(scheme, f"{scheme}://{uri[2].rstrip('/')}")
         if scheme not in HUBS:
-            known = ", ".join(f"{name}://" for name in ("hf", "modelscope", PACKAGES, *OBJECT_STORES, *WEB, "file"))
+            known = ", ".join(f"{name}://" for name in ("hf", "modelscope", *OBJECT_STORES, *WEB, "file", PACKAGES))
             raise invalid("model", f"{scheme}:// is not supported; {known} are")
         hub, text = HUBS[scheme], uri[2].rstrip("/")
     found = HUB_NAME.fullmatch(text)
