@@ -163,7 +163,30 @@ void pack_plain(const Pack& a, int64_t number) {
   }
 }
 
-// Rounds to nearest. 8 bits use -127 to 127; 4 bits use all of -8 to 7, with the largest magnitude as -8.
+// The scale of least squared error for 4 bits, as ops/scale_search.py defines it to the bit; with `base` the largest magnitude
+// becomes -8.
+template <class T>
+inline float search_scale(const T* weight, int64_t count, float base) {
+  constexpr int kCandidates = 6;
+  const float inverse = 1.0f / base;
+  float best = 0.0f, ratio = 1.0f;
+  for (int number = 0; number < kCandidates; number++) {
+    const float factor = 1.0f + number / 16.0f;
+    f32x16 products = {}, squares = {};
+    for (int64_t i = 0; i < count; i += 16) {
+      const f32x16 value = load_some(weight + i, count - i) * inverse;
+      const f32x16 rounded = convert<f32x16>(to_nibbles(value * factor));
+      products += rounded * value;
+      squares += rounded * rounded;
+    }
+    const float product = sum(products), square = sum(squares), gain = product * product / square;
+    if (gain > best) best = gain, ratio = product / square;
+  }
+  const uint32_t bits = as<uint32_t>(base * ratio);  // rounded to the precision of float16
+  return as<float>((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
+}
+
+// Rounds to nearest: to -127 to 127 with the largest magnitude as 127, or to -8 to 7 with a scale that is searched.
 template <class F, class T>
 void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales) {
   for (int64_t begin = 0; begin < m.in; begin += m.group, scales += kPanel) {
@@ -175,14 +198,18 @@ void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales)
           extreme = -extreme;
           break;
         }
-    const float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f), inverse = 1.0f / scale;
+    if (!(extreme > kNothing || -extreme > kNothing)) {
+      *scales = extreme * 0.0f;  // `out` is zero; a scale that is no number says so
+      continue;
+    }
+    float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f);
+    if (F::kBits == 4) scale = search_scale(weight + begin, end - begin, scale);
     *scales = scale;
-    if (!(extreme > kNothing || -extreme > kNothing)) continue;  // `out` is zero; a scale that is no number says so
+    const float inverse = 1.0f / scale;
     for (int64_t i = begin; i < end; i += 16) {
       const int64_t count = end - i < 16 ? end - i : 16;
-      i32x16 q = to_integers((count < 16 ? load_part(weight + i, count) : load(weight + i)) * inverse);
-      if (F::kBits == 4) q = choose(q > 7, i32x16{} + 7, q);
-      const i8x16 narrow = convert<i8x16>(q);
+      const f32x16 value = (count < 16 ? load_part(weight + i, count) : load(weight + i)) * inverse;
+      const i8x16 narrow = convert<i8x16>(F::kBits == 4 ? to_nibbles(value) : to_integers(value));
       memcpy(out + i, &narrow, count);
     }
   }

@@ -16,6 +16,12 @@ inline i32x16 to_integers(f32x16 v) {
   return as<i32x16>(v + magic) - as<i32x16>(magic);
 }
 
+// The same, within 4 bits.
+inline i32x16 to_nibbles(f32x16 v) {
+  const i32x16 q = to_integers(v), low = choose(q < -8, i32x16{} - 8, q);
+  return choose(low > 7, i32x16{} + 7, low);
+}
+
 // The largest magnitude; NaN where something is none, or infinite.
 template <class T>
 inline float magnitude(const T* x, int64_t count) {

@@ -284,9 +284,13 @@ def test_a_run_that_could_not_begin_holds_nothing_up(small: Path, tmp_path: Path
     (tmp_path / "texts.jsonl").write_text('{"words": "none"}')
     with pytest.raises(PenstockError, match=r"record 1 of .* has none of text"):
         quantized(small, tmp_path / "made", "wint8", calib_dataset=str(tmp_path / "texts.jsonl"))
-    with pytest.raises(PenstockError, match="128 does not divide"):
-        quantized(small, tmp_path / "made", "wint4")
     quantized(small, tmp_path / "made", "wint8")
+
+
+def test_group_size_falls_back_to_a_power_of_two_that_divides_all_inputs(small: Path, tmp_path: Path) -> None:
+    quantized(small, tmp_path / "made", "wint4")  # whose inputs are multiples of 32, not of 128
+    config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
 
 
 def test_a_run_does_not_go_on_with_other_texts(small: Path, tmp_path: Path) -> None:
@@ -363,7 +367,6 @@ def test_the_report_is_one_page(small: Path, tmp_path: Path, capsys: pytest.Capt
         ("--method gptq --bits 3", "--bits: gptq has 4 or 8"),
         ("--method w8a8 --group-size 128", "--group-size: w8a8 has one scale an output: leave it out"),
         ("--method wint4 --group-size 12", "--group-size: must be a multiple of 8, or -1, is 12"),
-        ("--method wint4 --group-size 40", "--group-size: 40 does not divide the 256 inputs of model.layers.0."),
         ("--method awq --calib-size 0", "--calib-size: must be at least 1, is 0"),
         ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: must be from 0 to 1, is 2.0"),
         ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: there is no cnn_dailymail: give a file"),

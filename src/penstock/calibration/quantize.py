@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,8 @@ from .statistics import InputObserver
 from .texts import read_samples, split_samples, texts_digest
 from .threads import torch_threads
 from .writer import CheckpointWriter, encode_layer, read_tensors
+
+logger = logging.getLogger(__name__)
 
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
 """Streams of hidden states: of the samples to calibrate on, and of those to measure on in both models."""
@@ -80,6 +84,7 @@ def quantize(
         words = f"{model} has all experts of a layer in one tensor"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
     _check_ignored(options, checkpoint)
+    options = _with_fitting_groups(options, checkpoint)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
@@ -121,6 +126,25 @@ def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
         if not any(is_ignored(name, [pattern]) for name in names):
             words = f"{pattern} is no matrix, nor the end of its name from a dot on, as down_proj or 'layers.0.*'"
             raise invalid("--ignore", words)
+
+
+def _with_fitting_groups(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
+    """Options with a group size that divides the inputs of all matrices: where the given one does not, the largest
+    power of two below it that does, since kernels take these. Sizes that leave no group of 8 stay for ``check_shape``.
+    """
+    wanted = options.format.group_size
+    names = [name for name in checkpoint.names if name.startswith("model.layers.") and name.endswith(".weight")]
+    shapes = [
+        checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)
+    ]
+    inputs = [shape[1] for shape in shapes if len(shape) == 2]
+    if not wanted or not any(size % wanted for size in inputs):
+        return options
+    fitting = math.gcd(*inputs, 1 << (wanted.bit_length() - 1))
+    if fitting % 8:
+        return options
+    logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
+    return msgspec.structs.replace(options, group_size=fitting)
 
 
 class _Run:

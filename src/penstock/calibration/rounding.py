@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.core.quantization import MAX_FP8, Format
 from penstock.ops import QuantizedWeight
+from penstock.ops.scale_search import search_scales
 
 MIN_MAGNITUDE = 1e-30
 """Groups whose largest magnitude is not above this become zeros, as in ``ops.reference``."""
@@ -31,11 +32,12 @@ def to_groups(weight: Tensor, format: Format) -> Tensor:
 
 
 def symmetric_scales(groups: Tensor, bits: int) -> Tensor:
-    """The scales ``[...]`` of groups ``[..., group_size]``: the largest magnitude becomes 127, or -8 of 4 bits."""
+    """The scales ``[...]`` of groups ``[..., group_size]``: the largest magnitude becomes 127; of 4 bits they are
+    searched (``ops.scale_search``)."""
     maximum = groups.abs().amax(-1)
     if bits == 8:
         return maximum / 127
-    return torch.where((groups == maximum[..., None]).any(-1), -maximum, maximum) / 8
+    return torch.where(maximum > MIN_MAGNITUDE, search_scales(groups), maximum * 0)
 
 
 def round_symmetric(groups: Tensor, scales: Tensor, bits: int) -> Tensor:

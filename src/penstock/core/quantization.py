@@ -11,8 +11,8 @@ class Format:
     """Quantization of a matrix with one scale a group of inputs and output; or none.
 
     Penstock's own rounding is to nearest. 8-bit integers lie in [-127, 127], the largest magnitude of a group being
-    127; 4-bit integers lie in [-8, 7], the largest magnitude being -8; of 8-bit floating-point numbers it is
-    ``MAX_FP8``. Checkpoints' integers may be -128, too.
+    127; 4-bit integers lie in [-8, 7], with the scale of least squared error (``ops.scale_search``); the largest
+    magnitude of 8-bit floating-point numbers is ``MAX_FP8``. Checkpoints' integers may be -128, too.
     """
 
     bits: int = 0
@@ -74,6 +74,17 @@ class Scheme:
     head: Format = UNQUANTIZED
     """Format of embedding and language model head, which keep 8 bits where layers have 4: they are little of the work
     and much of the quality."""
+    sensitive: Format | None = None
+    """Format of those matrices of the layers that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
+
+    def format_of(self, name: str, num_layers: int) -> Format:
+        """The format of a layer's matrix.
+
+        Args:
+            name: in the checkpoint, without ``.weight``.
+            num_layers: of the model.
+        """
+        return self.sensitive if self.sensitive and is_sensitive(name, num_layers) else self.layers
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]

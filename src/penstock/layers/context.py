@@ -108,6 +108,8 @@ class BuildContext:
     expert_load: ExpertLoad | None = None
     """Counts the tokens of experts; None does not."""
     scheme: Scheme = field(default_factory=Scheme)
+    num_layers: int = 0
+    """Layers of the whole model, as ``Scheme.format_of`` asks for."""
     weight_cache: PackedWeights | None = None
     output: PackedOutput | None = None
     """Gets all weights. Layers then keep no matrices: the model is built to be written, and cannot compute."""
@@ -198,7 +200,12 @@ class BuildContext:
         return lora
 
     def matrix(
-        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
+        self,
+        names: list[str],
+        inputs: int,
+        shards: list[Shard],
+        format: Format | None = None,
+        bias: Tensor | None = None,
     ) -> Matrix:
         """Matrices of one input, stacked: this rank's outputs of each.
 
@@ -208,9 +215,10 @@ class BuildContext:
 
         Args:
             names: of the checkpoint's matrices, without ``.weight``.
-            format: to quantize the others to.
+            format: to quantize the others to; None is as the scheme says.
         """
-        formats = [self._format(name, shard, format) for name, shard in zip(names, shards, strict=True)]
+        wanted = [format or self.scheme.format_of(name, self.num_layers) for name in names]
+        formats = [self._format(*each) for each in zip(names, shards, wanted, strict=True)]
         if len(set(formats)) == 1 and (packed := self._pack(names, inputs, shards, *formats[0], bias)):
             return packed
         ends = list(accumulate(shard.size for shard in shards))
@@ -240,10 +248,7 @@ class BuildContext:
             first: the first expert's place.
         """
         shards = [shard] * len(names[0])
-        packed = [
-            self.matrix(list(own), inputs, shards, self.scheme.layers, bias)
-            for own, bias in zip(names, biases, strict=True)
-        ]
+        packed = [self.matrix(list(own), inputs, shards, bias=bias) for own, bias in zip(names, biases, strict=True)]
         return ExpertMatrices(self.ops, packed, first, self.dtype)
 
     def read_matrix(self, name: str, inputs: int, shard: Shard) -> Tensor:

@@ -82,6 +82,7 @@ class EngineSource:
                     group=SingleRank(rank, config.tensor_parallel_size),
                     layers=range(first, first + count),
                     scheme=SCHEMES[config.quantization],
+                    num_layers=model.num_layers,
                     weight_cache=weights,
                     rows=rows,
                 )
@@ -108,7 +109,12 @@ class _UnpackContext(BuildContext):
         return tensor
 
     def matrix(
-        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
+        self,
+        names: list[str],
+        inputs: int,
+        shards: list[Shard],
+        format: Format | None = None,
+        bias: Tensor | None = None,
     ) -> Matrix:
         matrix = super().matrix(names, inputs, shards, format, bias)
         assert isinstance(matrix, PackedMatrix)  # which those of one format are

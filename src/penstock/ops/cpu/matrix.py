@@ -16,6 +16,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from .. import _kernels, pages
 from ..quantized_weight import QuantizedWeight
+from ..scale_search import fits_half
 from .dtypes import DTYPE_CODES, dtype_code
 from .elementwise import ACTIVATION_CODES, activation_and_mul
 from .graph import contiguous, empty
@@ -68,6 +69,9 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
         part = part.contiguous()  # bound to a name, so that it lives until it is packed
         _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
         first += part.shape[0]
+    if format.bits == 4 and fits_half(matrix.tensors["scales"]):
+        tensors = packed_tensors(matrix) | {"scales": matrix.tensors["scales"].half()}
+        return make_matrix(tensors, inputs, outputs, dtype, bias, format)
     return matrix
 
 
@@ -90,9 +94,7 @@ def _by_panels(parts: Sequence[Tensor]) -> Tensor:
     """``[out, groups]``, stacked, as ``[panels, groups, 64]``, flat, and filled up with zeros: in float16 where that
     has them all exactly, in its normal range."""
     groups = torch.cat(list(parts))
-    half = groups.half()
-    if bool(((half.float() == groups) & ((half.abs() >= torch.finfo(half.dtype).tiny) | (half == 0))).all()):
-        groups = half
+    groups = groups.half() if fits_half(groups) else groups
     padded = pad(groups, (0, 0, 0, -len(groups) % _kernels.PANEL))
     return padded.view(-1, _kernels.PANEL, groups.shape[1]).transpose(1, 2).flatten()
 

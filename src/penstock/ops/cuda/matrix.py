@@ -16,6 +16,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
 from ..quantized_weight import QuantizedWeight
+from ..scale_search import search_scales
 from .elementwise import activation_and_mul
 from .kernels import matrix as kernels
 from .launch import MIN_FP8, architecture, launch, sm_count
@@ -100,8 +101,8 @@ def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: 
     if format.floating:
         quantized = (groups * _inverse(maximum, largest / maximum)).clamp(-MAX_FP8, MAX_FP8).to(FP8).view(torch.int8)
     elif format.bits == 4:
-        scale = torch.where((groups == maximum).any(-1, keepdim=True), -maximum, maximum) / 8
-        quantized = (groups * _inverse(maximum, 1 / scale)).round().clamp(max=7).to(torch.int8)
+        scale = torch.where(maximum > MIN_MAGNITUDE, search_scales(groups)[..., None], maximum * 0)
+        quantized = (groups * _inverse(maximum, 1 / scale)).round().clamp(-8, 7).to(torch.int8)
     else:
         quantized = (groups * _inverse(maximum, 1 / scale)).round().to(torch.int8)
     _put_values(tensors["values"], quantized.view(-1, size)[:outputs], first, format)

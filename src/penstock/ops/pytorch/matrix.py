@@ -13,6 +13,7 @@ from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
 from ..activations import activation_and_mul
 from ..quantized_weight import QuantizedWeight
+from ..scale_search import search_scales
 from .logits import apply_bitmask
 
 LAYOUT = "reference-1"
@@ -84,11 +85,11 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
     if len(groups) > 1:
         return torch.cat([_quantize_dequantize(group, replace(format, group_size=0)) for group in groups], 1)
     maximum = weight.abs().amax(1, keepdim=True)
-    scale = maximum / 127
-    if format.bits == 4:
-        scale = torch.where((weight == maximum).any(1, keepdim=True), -maximum, maximum) / 8
+    scale = search_scales(weight)[:, None] if format.bits == 4 else maximum / 127
+    scale = torch.where(maximum > MIN_MAGNITUDE, scale, maximum * 0)
     inverse = torch.where(maximum > MIN_MAGNITUDE, 1 / scale, 0)
-    return (weight * inverse).round().clamp(max=7 if format.bits == 4 else 127) * scale
+    lowest, highest = (-8, 7) if format.bits == 4 else (-127, 127)
+    return (weight * inverse).round().clamp(lowest, highest) * scale
 
 
 def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
