@@ -3,6 +3,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "hadamard.h"
 #include "product.h"
 #include "rounding.h"
 
@@ -103,8 +104,7 @@ void gated_block(const Linear& given, int64_t task) {
 }
 
 template <class T>
-void quantize_row(const Quantize& a, int64_t row) {
-  const T* x = (const T*)a.x + row * a.in;
+void quantize_values(const Quantize& a, int64_t row, const T* x) {
   int8_t* out = a.out + row * a.padded;
   const float most = magnitude(x, a.in);
   const int64_t groups = ceil_div(a.in, a.group);
@@ -120,6 +120,22 @@ void quantize_row(const Quantize& a, int64_t row) {
     const int64_t begin = group * a.group, end = begin + a.group < a.in ? begin + a.group : a.in;
     a.sums[row * groups + group] = round_run(x + begin, end - begin, inverse, out + begin);
   }
+}
+
+template <class T>
+void quantize_row(const Quantize& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.in;
+  if (a.rotation > 1)
+    quantize_values(a, row, rotated(x, a.in, a.rotation));
+  else
+    quantize_values(a, row, x);
+}
+
+template <class T>
+void rotate_row(const Rotate& a, int64_t row) {
+  const float* x = rotated((const T*)a.x + row * a.in, a.in, a.rotation);
+  T* out = (T*)a.out + row * a.in;
+  by_sixteen(a.in, [&](int64_t i, auto n) { put(out + i, get(x + i, n), n); });
 }
 
 template <class T>
@@ -144,6 +160,14 @@ void gather_row(const Gather& a, int64_t row) {
   const int64_t scales = number * groups_of(m) * kPanel;
   T* out = (T*)a.out + row * m.in;
   with_format(m, [&]<class F>() {
+    if (m.rotation > 1) {  // the rotation is its own inverse, but for a factor that the weights have already
+      thread_local std::vector<float> weights;
+      if (int64_t(weights.size()) < m.in) weights.resize(m.in);
+      for (int64_t i = 0; i < m.in; i++) weights[i] = F::get(m, panel, scales, output, i);
+      const float* values = rotated(weights.data(), m.in, m.rotation);
+      by_sixteen(m.in, [&](int64_t i, auto n) { put(out + i, get(values + i, n), n); });
+      return;
+    }
     for (int64_t i = 0; i < m.in; i++) narrow(out + (m.order ? m.order[i] : i), F::get(m, panel, scales, output, i));
   });
 }
@@ -226,10 +250,18 @@ void pack_rounded(const Pack& a, int64_t number) {
   for (int64_t o = 0; o < count; o++) {
     const T* weight = (const T*)a.weight + (row + o) * m.in;
     int8_t* to = rounded.data() + o * padded;
-    if constexpr (std::is_same_v<T, int8_t>)
+    if constexpr (std::is_same_v<T, int8_t>) {
       memcpy(to, weight, m.in);
-    else
-      round_weights<F, T>(m, weight, to, (float*)m.scales.at + number * groups_of(m) * kPanel + o);
+    } else {
+      float* scales = (float*)m.scales.at + number * groups_of(m) * kPanel + o;
+      if (m.rotation > 1) {
+        float* values = rotated(weight, m.in, m.rotation);
+        for (int64_t i = 0; i < m.in; i++) values[i] *= 1.0f / float(m.rotation);
+        round_weights<F>(m, values, to, scales);
+      } else {
+        round_weights<F>(m, weight, to, scales);
+      }
+    }
   }
   auto* unit = (typename F::Unit::Bits*)((char*)m.panels + number * panel_bytes(m));
   for (int64_t i = 0; i < padded; i += n)

@@ -151,7 +151,7 @@ def products(whole: bool) -> Calls:
 
 
 def embeddings(whole: bool) -> Calls:
-    for format in FORMATS.values() if whole else (Format(), Format(8)):
+    for format in FORMATS.values() if whole else (Format(), SCHEMES["w8a8"].head):
         for model in MODELS:
             table = packed(model.vocab, model.hidden, format)
             label = " fp8" * (format.floating and format.bits == 8)
@@ -178,6 +178,7 @@ def rows(whole: bool) -> Calls:
         yield "rms_norm", lambda x=x, wide=wide: elementwise.rms_norm(x, wide, 1e-6)
         yield "layer_norm", lambda x=x, wide=wide: elementwise.layer_norm(x, wide, wide, 1e-6)
         yield "scale", lambda x=x: elementwise.scale(x, 2.0, 30.0)
+        yield "rotate", lambda x=x: matrix.rotate(x, 64)
         for name in ACTIVATIONS:
             yield name, lambda x=x, name=name: elementwise.activation(x, name)
         yield "gelu_and_mul", lambda gate_up=gate_up: elementwise.activation_and_mul(gate_up, "gelu_tanh")
