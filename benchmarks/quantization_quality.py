@@ -251,7 +251,7 @@ def share_right(variant: Variant, count: int) -> float:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| weights | quantized | KV cache | perplexity | of bf16's | KL, nats | same top token | right answers | bits |",
+        "| weights | quantized | KV cache | perplexity | of bf16's | KL, nats | same top token | right | bits |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found:

@@ -84,7 +84,7 @@ def quantize(
         words = f"{model} has all experts of a layer in one tensor"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
     _check_ignored(options, checkpoint)
-    options = _with_fitting_groups(options, checkpoint)
+    options = _fitted(options, checkpoint)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
@@ -128,19 +128,19 @@ def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
             raise invalid("--ignore", words)
 
 
-def _with_fitting_groups(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
-    """Options with a group size that divides the inputs of all matrices: where the given one does not, the largest
-    power of two below it that does, since kernels take these. Sizes that leave no group of 8 stay for ``check_shape``.
-    """
-    wanted = options.format.group_size
+def _fitted(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
+    """Options with groups and rotated blocks that divide the inputs of all matrices: where the given sizes do not, the
+    largest power of two below that does, since kernels take these. Groups of less than 8 stay for ``check_shape``."""
     names = [name for name in checkpoint.names if name.startswith("model.layers.") and name.endswith(".weight")]
-    shapes = [
-        checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)
-    ]
-    inputs = [shape[1] for shape in shapes if len(shape) == 2]
-    if not wanted or not any(size % wanted for size in inputs):
+    shapes = [checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)]
+    common = math.gcd(*(shape[1] for shape in shapes if len(shape) == 2))
+    if options.rotation:
+        block = math.gcd(options.rotation, common)
+        options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
+    wanted = options.format.group_size
+    if not wanted or common % wanted == 0:
         return options
-    fitting = math.gcd(*inputs, 1 << (wanted.bit_length() - 1))
+    fitting = math.gcd(common, 1 << (wanted.bit_length() - 1))
     if fitting % 8:
         return options
     logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
@@ -220,7 +220,7 @@ class _Run:
             del stage
             head = self._build(number, self._ops, QuantizedLayer())  # one for both, since backends round differently
             found["quality"] = compare(head, after[ORIGINAL], after[QUANTIZED], self._samples[ORIGINAL])
-        tensors = encode_layer(layer, stored, self._method.file_format)
+        tensors = encode_layer(layer, stored, self._options.file_format)
         self._state.write(self._state.layer_tensors(number), partial(save_file, tensors))
         self._state.finish_layer(number, found)
 
@@ -238,7 +238,7 @@ class _Run:
         for name in (name for names in observer.statistics for name in names):
             if not is_ignored(name, self._options.ignore):
                 outputs, inputs = self._checkpoint.shape(f"{name}.weight")
-                check_shape(name, outputs, inputs, self._options.format, self._method.file_format)
+                check_shape(name, outputs, inputs, self._options.format, self._options.file_format)
         discards = observed == CALIBRATION and self._method.sequential
         run_stage(stage, self._ops, before[observed], None if discards else after[observed], "", progress)
         observer.finish()

@@ -89,7 +89,7 @@ class Scheme:
     """Format of embedding and language model head, which keep 8 bits where layers have 4: they are little of the work
     and much of the quality."""
     sensitive: Format | None = None
-    """Format of those matrices of the layers that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
+    """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
 
     def format_of(self, name: str, num_layers: int) -> Format:
         """The format of a layer's matrix.
@@ -99,6 +99,10 @@ class Scheme:
             num_layers: of the model.
         """
         return self.sensitive if self.sensitive and is_sensitive(name, num_layers) else self.layers
+
+
+def is_sensitive(name: str, num_layers: int) -> bool:
+    return name.endswith("v_proj")
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -219,18 +219,21 @@ class BuildContext:
         """
         wanted = [format or self.scheme.format_of(name, self.num_layers) for name in names]
         formats = [self._format(*each) for each in zip(names, shards, wanted, strict=True)]
-        if len(set(formats)) == 1 and (packed := self._pack(names, inputs, shards, *formats[0], bias)):
-            return packed
-        ends = list(accumulate(shard.size for shard in shards))
-        biases = [
-            None if bias is None else bias[end - shard.size : end] for shard, end in zip(shards, ends, strict=True)
-        ]
-        parts = [
-            self._pack([name], inputs, [shard], *own, own_bias)
-            for name, shard, own, own_bias in zip(names, shards, formats, biases, strict=True)
-        ]
-        outputs = [shard.size for shard in shards]
-        return StackedMatrix(self.ops, [part for part in parts if part], outputs, self.dtype)
+        parts, outputs, end = list[PackedMatrix](), list[int](), 0
+        for chosen, run in groupby(zip(names, shards, formats, strict=True), lambda each: each[2]):
+            own_names, own_shards = [list(each) for each in list(zip(*run, strict=True))[:2]]
+            sizes = [shard.size for shard in own_shards]
+            first, end = end, end + sum(sizes)
+            biases = None if bias is None else bias[first:end]
+            if packed := self._pack(own_names, inputs, own_shards, *chosen, biases):
+                parts, outputs = [*parts, packed], [*outputs, sum(sizes)]
+                continue
+            each_bias = [None] * len(sizes) if biases is None else biases.split(sizes)
+            for name, shard, own_bias in zip(own_names, own_shards, each_bias, strict=True):
+                single = self._pack([name], inputs, [shard], *chosen, own_bias)
+                assert single
+                parts, outputs = [*parts, single], [*outputs, shard.size]
+        return parts[0] if len(parts) == 1 else StackedMatrix(self.ops, parts, outputs, self.dtype)
 
     def unquantized_matrix(self, name: str, inputs: int, shard: Shard, bias: Tensor | None = None) -> Matrix:
         """A matrix that no format quantizes, as a router's."""
