@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal, get_args
@@ -101,8 +102,31 @@ class Scheme:
         return self.sensitive if self.sensitive and is_sensitive(name, num_layers) else self.layers
 
 
+VALUE, DOWN = ("v_proj",), ("down_proj", "w2")
+"""Ends of the names of value projections, and of down projections of MLPs and experts."""
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
 def is_sensitive(name: str, num_layers: int) -> bool:
-    return name.endswith("v_proj")
+    """Whether a matrix of the layers loses so much quality in 4 bits that it gets 8: value projections, which are few,
+    and down projections of the ``outer_layers``.
+
+    Args:
+        name: in the checkpoint, without ``.weight``.
+        num_layers: of the model.
+    """
+    if name.endswith(VALUE):
+        return True
+    found = _LAYER.search(name)
+    if not found or not name.endswith(DOWN):
+        return False
+    layer, each = int(found[1]), outer_layers(num_layers) // 2
+    return layer < each or layer >= num_layers - each
+
+
+def outer_layers(num_layers: int) -> int:
+    """Number of a model's first and last layers whose down projections get 8 bits: an eighth of all at either end."""
+    return 2 * (num_layers // 8)
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]
@@ -116,11 +140,11 @@ _W8A8, _WINT8 = Format(8, activation_bits=8, rotation=ROTATION), Format(8)
 SCHEMES: dict[str, Scheme] = {
     "none": Scheme(),
     "w8a8": Scheme(_W8A8, _W8A8),
-    "w4a8": Scheme(Format(4, 128, 8, rotation=ROTATION), _W8A8),
-    "w4a8-g32": Scheme(Format(4, 32, 8, rotation=ROTATION), _W8A8),
+    "w4a8": Scheme(Format(4, 64, 8, rotation=ROTATION), _W8A8, sensitive=_W8A8),
+    "w4a8-g32": Scheme(Format(4, 32, 8, rotation=ROTATION), _W8A8, sensitive=_W8A8),
     "wint8": Scheme(_WINT8, _WINT8),
-    "wint4": Scheme(Format(4, 128), _WINT8),
-    "wint4-g32": Scheme(Format(4, 32), _WINT8),
+    "wint4": Scheme(Format(4, 64, rotation=ROTATION), _WINT8, sensitive=_WINT8),
+    "wint4-g32": Scheme(Format(4, 32, rotation=ROTATION), _WINT8, sensitive=_WINT8),
     "fp8": Scheme(Format(8, activation_bits=8, floating=True)),
 }
 """The scheme of each name."""
