@@ -108,8 +108,8 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def is_sensitive(name: str, num_layers: int) -> bool:
-    """Whether a matrix of the layers loses so much quality in 4 bits that it gets 8: value projections, which are few,
-    and down projections of the ``outer_layers``.
+    """Whether a matrix of the layers gets 8 bits where others have 4, as it loses the most: value projections, which
+    are few, and the down projections of ``is_sensitive_layer``.
 
     Args:
         name: in the checkpoint, without ``.weight``.
@@ -117,16 +117,15 @@ def is_sensitive(name: str, num_layers: int) -> bool:
     """
     if name.endswith(VALUE):
         return True
-    found = _LAYER.search(name)
-    if not found or not name.endswith(DOWN):
-        return False
-    layer, each = int(found[1]), outer_layers(num_layers) // 2
-    return layer < each or layer >= num_layers - each
+    found = _LAYER.search(name) if name.endswith(DOWN) else None
+    return bool(found) and is_sensitive_layer(int(found[1]), num_layers)
 
 
-def outer_layers(num_layers: int) -> int:
-    """Number of a model's first and last layers whose down projections get 8 bits: an eighth of all at either end."""
-    return 2 * (num_layers // 8)
+def is_sensitive_layer(layer: int, num_layers: int) -> bool:
+    """Whether the down projections of a layer get 8 bits: those of the first and last eighth of the layers, and of
+    every third between, as in llama.cpp's Q4_K_M (``use_more_bits``)."""
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, outer_layers
+from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, is_sensitive_layer
 
 from .kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from .model_size import ModelSize
@@ -69,8 +69,9 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
 
 def sensitive_share(size: ModelSize) -> float:
     """Share of the layers' weights in matrices that are ``is_sensitive``."""
-    outer = outer_layers(size.num_layers) / size.num_layers
-    return (size.value_weights + outer * size.down_weights) / max(size.layer_weights, 1)
+    layers = sum(is_sensitive_layer(layer, size.num_layers) for layer in range(size.num_layers))
+    weights = size.value_weights + size.down_weights * layers / size.num_layers
+    return weights / max(size.layer_weights, 1)
 
 
 def _kept(wanted: Format, stored: Format) -> Format:
