@@ -110,7 +110,7 @@ def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("method", "rounded"), [("awq", "wint4"), ("gptq", "wint4"), ("smoothquant", "w8a8")], ids=str)
 def test_it_beats_rounding_where_there_are_outliers(planted: Path, tmp_path: Path, method: str, rounded: str) -> None:
     ours, plain = (quantized(planted, tmp_path / name, name, calib_seq_len=256) for name in (method, rounded))
-    assert ours["kl_divergence"] < 0.5 * plain["kl_divergence"]
+    assert ours["kl_divergence"] < 0.6 * plain["kl_divergence"]
     assert ours["layers"][-1]["error"] < 0.5 * plain["layers"][-1]["error"]
     assert ours["top1_agreement"] > plain["top1_agreement"]
 
