@@ -124,7 +124,7 @@ def products(whole: bool) -> Calls:
     formats with some of them, inputs in 8 bits and weights in 4 with two; and the extreme tiles gated, and with float32
     outputs."""
     some = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
-    some |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # () as groups of 128
+    some |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # () as groups of 64
     some |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:

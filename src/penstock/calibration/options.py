@@ -120,7 +120,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
         if self.method in UNROTATED:
             raise invalid("--rotation", f"{self.method} has none: take gptq or a method that rounds to integers")
         if self.method == "gptq" and self.act_order == "group":
-            raise invalid("--act-order", "group is none of rotated weights: take static", "static")
+            raise invalid("--act-order", "group is none of rotated weights: take static")
 
     def check(self) -> None:
         """Raises ``PenstockError`` (``invalid``) for a value out of its range."""

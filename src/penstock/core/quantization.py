@@ -118,7 +118,7 @@ def is_sensitive(name: str, num_layers: int) -> bool:
     if name.endswith(VALUE):
         return True
     found = _LAYER.search(name) if name.endswith(DOWN) else None
-    return bool(found) and is_sensitive_layer(int(found[1]), num_layers)
+    return found is not None and is_sensitive_layer(int(found[1]), num_layers)
 
 
 def is_sensitive_layer(layer: int, num_layers: int) -> bool:

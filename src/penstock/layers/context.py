@@ -220,17 +220,18 @@ class BuildContext:
         wanted = [format or self.scheme.format_of(name, self.num_layers) for name in names]
         formats = [self._format(*each) for each in zip(names, shards, wanted, strict=True)]
         parts, outputs, end = list[PackedMatrix](), list[int](), 0
-        for chosen, run in groupby(zip(names, shards, formats, strict=True), lambda each: each[2]):
-            own_names, own_shards = [list(each) for each in list(zip(*run, strict=True))[:2]]
+        for (chosen, as_stored), run in groupby(zip(names, shards, formats, strict=True), lambda each: each[2]):
+            of_run = list(run)
+            own_names, own_shards = [name for name, _, _ in of_run], [shard for _, shard, _ in of_run]
             sizes = [shard.size for shard in own_shards]
             first, end = end, end + sum(sizes)
             biases = None if bias is None else bias[first:end]
-            if packed := self._pack(own_names, inputs, own_shards, *chosen, biases):
+            if packed := self._pack(own_names, inputs, own_shards, chosen, as_stored, biases):
                 parts, outputs = [*parts, packed], [*outputs, sum(sizes)]
                 continue
             each_bias = [None] * len(sizes) if biases is None else biases.split(sizes)
             for name, shard, own_bias in zip(own_names, own_shards, each_bias, strict=True):
-                single = self._pack([name], inputs, [shard], *chosen, own_bias)
+                single = self._pack([name], inputs, [shard], chosen, as_stored, own_bias)
                 assert single
                 parts, outputs = [*parts, single], [*outputs, shard.size]
         return parts[0] if len(parts) == 1 else StackedMatrix(self.ops, parts, outputs, self.dtype)
