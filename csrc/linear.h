@@ -3,6 +3,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "hadamard.h"
 #include "product.h"
 #include "rounding.h"
 
@@ -103,8 +104,7 @@ void gated_block(const Linear& given, int64_t task) {
 }
 
 template <class T>
-void quantize_row(const Quantize& a, int64_t row) {
-  const T* x = (const T*)a.x + row * a.in;
+void quantize_values(const Quantize& a, int64_t row, const T* x) {
   int8_t* out = a.out + row * a.padded;
   const float most = magnitude(x, a.in);
   const int64_t groups = ceil_div(a.in, a.group);
@@ -120,6 +120,22 @@ void quantize_row(const Quantize& a, int64_t row) {
     const int64_t begin = group * a.group, end = begin + a.group < a.in ? begin + a.group : a.in;
     a.sums[row * groups + group] = round_run(x + begin, end - begin, inverse, out + begin);
   }
+}
+
+template <class T>
+void quantize_row(const Quantize& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.in;
+  if (a.rotation > 1)
+    quantize_values(a, row, rotated(x, a.in, a.rotation));
+  else
+    quantize_values(a, row, x);
+}
+
+template <class T>
+void rotate_row(const Rotate& a, int64_t row) {
+  const float* x = rotated((const T*)a.x + row * a.in, a.in, a.rotation);
+  T* out = (T*)a.out + row * a.in;
+  by_sixteen(a.in, [&](int64_t i, auto n) { put(out + i, get(x + i, n), n); });
 }
 
 template <class T>
@@ -144,6 +160,14 @@ void gather_row(const Gather& a, int64_t row) {
   const int64_t scales = number * groups_of(m) * kPanel;
   T* out = (T*)a.out + row * m.in;
   with_format(m, [&]<class F>() {
+    if (m.rotation > 1) {  // the rotation is its own inverse, but for a factor that the weights have already
+      thread_local std::vector<float> weights;
+      if (int64_t(weights.size()) < m.in) weights.resize(m.in);
+      for (int64_t i = 0; i < m.in; i++) weights[i] = F::get(m, panel, scales, output, i);
+      const float* values = rotated(weights.data(), m.in, m.rotation);
+      by_sixteen(m.in, [&](int64_t i, auto n) { put(out + i, get(values + i, n), n); });
+      return;
+    }
     for (int64_t i = 0; i < m.in; i++) narrow(out + (m.order ? m.order[i] : i), F::get(m, panel, scales, output, i));
   });
 }
@@ -163,7 +187,30 @@ void pack_plain(const Pack& a, int64_t number) {
   }
 }
 
-// Rounds to nearest. 8 bits use -127 to 127; 4 bits use all of -8 to 7, with the largest magnitude as -8.
+// The scale of least squared error for 4 bits, as ops/scale_search.py defines it to the bit; with `base` the largest magnitude
+// becomes -8.
+template <class T>
+inline float search_scale(const T* weight, int64_t count, float base) {
+  constexpr int kCandidates = 6;
+  const float inverse = 1.0f / base;
+  float best = 0.0f, ratio = 1.0f;
+  for (int number = 0; number < kCandidates; number++) {
+    const float factor = 1.0f + number / 16.0f;
+    f32x16 products = {}, squares = {};
+    for (int64_t i = 0; i < count; i += 16) {
+      const f32x16 value = load_some(weight + i, count - i) * inverse;
+      const f32x16 rounded = convert<f32x16>(to_nibbles(value * factor));
+      products += rounded * value;
+      squares += rounded * rounded;
+    }
+    const float product = sum(products), square = sum(squares), gain = product * product / square;
+    if (gain > best) best = gain, ratio = product / square;
+  }
+  const uint32_t bits = as<uint32_t>(base * ratio);  // rounded to the precision of float16
+  return as<float>((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
+}
+
+// Rounds to nearest: to -127 to 127 with the largest magnitude as 127, or to -8 to 7 with a scale that is searched.
 template <class F, class T>
 void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales) {
   for (int64_t begin = 0; begin < m.in; begin += m.group, scales += kPanel) {
@@ -175,14 +222,18 @@ void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales)
           extreme = -extreme;
           break;
         }
-    const float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f), inverse = 1.0f / scale;
+    if (!(extreme > kNothing || -extreme > kNothing)) {
+      *scales = extreme * 0.0f;  // `out` is zero; a scale that is no number says so
+      continue;
+    }
+    float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f);
+    if (F::kBits == 4) scale = search_scale(weight + begin, end - begin, scale);
     *scales = scale;
-    if (!(extreme > kNothing || -extreme > kNothing)) continue;  // `out` is zero; a scale that is no number says so
+    const float inverse = 1.0f / scale;
     for (int64_t i = begin; i < end; i += 16) {
       const int64_t count = end - i < 16 ? end - i : 16;
-      i32x16 q = to_integers((count < 16 ? load_part(weight + i, count) : load(weight + i)) * inverse);
-      if (F::kBits == 4) q = choose(q > 7, i32x16{} + 7, q);
-      const i8x16 narrow = convert<i8x16>(q);
+      const f32x16 value = (count < 16 ? load_part(weight + i, count) : load(weight + i)) * inverse;
+      const i8x16 narrow = convert<i8x16>(F::kBits == 4 ? to_nibbles(value) : to_integers(value));
       memcpy(out + i, &narrow, count);
     }
   }
@@ -199,10 +250,18 @@ void pack_rounded(const Pack& a, int64_t number) {
   for (int64_t o = 0; o < count; o++) {
     const T* weight = (const T*)a.weight + (row + o) * m.in;
     int8_t* to = rounded.data() + o * padded;
-    if constexpr (std::is_same_v<T, int8_t>)
+    if constexpr (std::is_same_v<T, int8_t>) {
       memcpy(to, weight, m.in);
-    else
-      round_weights<F, T>(m, weight, to, (float*)m.scales.at + number * groups_of(m) * kPanel + o);
+    } else {
+      float* scales = (float*)m.scales.at + number * groups_of(m) * kPanel + o;
+      if (m.rotation > 1) {
+        float* values = rotated(weight, m.in, m.rotation);
+        for (int64_t i = 0; i < m.in; i++) values[i] *= 1.0f / float(m.rotation);
+        round_weights<F>(m, values, to, scales);
+      } else {
+        round_weights<F>(m, weight, to, scales);
+      }
+    }
   }
   auto* unit = (typename F::Unit::Bits*)((char*)m.panels + number * panel_bytes(m));
   for (int64_t i = 0; i < padded; i += n)

@@ -420,9 +420,14 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
 
 // Of `rows` tokens with `each` rows.
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t each, int64_t in, int64_t padded,
-              int64_t group, int type) {
+              int64_t group, int64_t rotation, int type) {
   make_rows(rows, each, &Kernels::quantize,
-            Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, Type(type)});
+            Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, rotation,
+                     Type(type)});
+}
+
+void rotate(Address x, Address out, int64_t rows, int64_t each, int64_t in, int64_t rotation, int type) {
+  make_rows(rows, each, &Kernels::rotate, Rotate{at<void>(x), at<void>(out), in, rotation, Type(type)});
 }
 
 void sum_groups(Address x, Address sums, int64_t rows, int64_t each, int64_t in, int64_t group, int type) {
@@ -684,9 +689,10 @@ NB_MODULE(_kernels, m) {
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
            [](Matrix* self, Address panels, Address scales, bool half_scales, Address offsets, bool half_offsets,
-              Address bias, Address order, int64_t in, int64_t outputs, int64_t group, int format, int type) {
+              Address bias, Address order, int64_t in, int64_t outputs, int64_t group, int64_t rotation, int format, int type) {
              new (self) Matrix{at<void>(panels), {at<void>(scales), half_scales}, {at<void>(offsets), half_offsets},
-                               at<float>(bias), at<int32_t>(order), in, outputs, group, Format(format), Type(type)};
+                               at<float>(bias), at<int32_t>(order), in, outputs, group, rotation, Format(format),
+                               Type(type)};
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Tape>(m, "Tape")
@@ -735,6 +741,7 @@ NB_MODULE(_kernels, m) {
   m.def("sketch", &sketch, free);
   m.def("likeliest_by_sketch", &likeliest_by_sketch, free);
   m.def("quantize", &quantize, free);
+  m.def("rotate", &rotate, free);
   m.def("time_read", &time_read, free);
   m.def("dot_rate", &dot_rate, free);
   m.def("gather", &gather, free);

@@ -124,7 +124,7 @@ def products(whole: bool) -> Calls:
     formats with some of them, inputs in 8 bits and weights in 4 with two; and the extreme tiles gated, and with float32
     outputs."""
     some = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
-    some |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # () as groups of 128
+    some |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # () as groups of 64
     some |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
@@ -151,7 +151,7 @@ def products(whole: bool) -> Calls:
 
 
 def embeddings(whole: bool) -> Calls:
-    for format in FORMATS.values() if whole else (Format(), Format(8)):
+    for format in FORMATS.values() if whole else (Format(), SCHEMES["w8a8"].head):
         for model in MODELS:
             table = packed(model.vocab, model.hidden, format)
             label = " fp8" * (format.floating and format.bits == 8)
@@ -178,6 +178,7 @@ def rows(whole: bool) -> Calls:
         yield "rms_norm", lambda x=x, wide=wide: elementwise.rms_norm(x, wide, 1e-6)
         yield "layer_norm", lambda x=x, wide=wide: elementwise.layer_norm(x, wide, wide, 1e-6)
         yield "scale", lambda x=x: elementwise.scale(x, 2.0, 30.0)
+        yield "rotate", lambda x=x: matrix.rotate(x, 64)
         for name in ACTIVATIONS:
             yield name, lambda x=x, name=name: elementwise.activation(x, name)
         yield "gelu_and_mul", lambda gate_up=gate_up: elementwise.activation_and_mul(gate_up, "gelu_tanh")

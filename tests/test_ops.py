@@ -20,6 +20,7 @@ from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, QuantizedWeight, backend, reference
 from penstock.ops.activations import ACTIVATIONS, GATES
+from penstock.ops.hadamard import hadamard
 from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -27,7 +28,10 @@ kernels: Any = cpu._kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-FORMATS = sorted({scheme.layers for scheme in SCHEMES.values() if not scheme.layers.floating} - {Format()}, key=str)
+FORMATS = sorted(
+    {scheme.layers for scheme in SCHEMES.values() if not scheme.layers.floating} - {Format()} | {Format(4, 128)},
+    key=str,
+)
 KEPT = ("", "int8")
 """What the kernels keep keys and values in."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -186,10 +190,40 @@ def test_rounded_linear(
     assert torch.equal(got, torch.cat([cpu.linear(x[:cut], ours, out_float32), cpu.linear(x[cut:], ours, out_float32)]))
 
 
+@pytest.mark.parametrize("block", [1, 2, 8, 64])
+def test_hadamard_is_the_product_with_the_matrix(block: int) -> None:
+    x, matrix = torch.randint(-50, 50, (3, 192)).float(), torch.ones(1, 1)
+    while len(matrix) < block:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    assert torch.equal(hadamard(x, block), (x.unflatten(1, (-1, block)) @ matrix).flatten(1))
+
+
+def test_rotation_reduces_the_error_of_rounded_activations_with_outliers() -> None:
+    x, weight = randn(0, 40, 192), randn(1, 100, 192)
+    x[:, 5] *= 100
+    weight[:, 5] /= 100
+    exact = x.double() @ weight.double().T
+
+    def error(format: Format) -> float:
+        return float((cpu.linear(x, cpu.pack([weight], None, format)) - exact).square().mean())
+
+    assert error(Format(8, activation_bits=8, rotation=64)) < 0.1 * error(Format(8, activation_bits=8))
+
+
+def test_searched_scales_have_less_error_than_the_largest_magnitude() -> None:
+    weight = randn(0, 64, 256, dtype=torch.float32)
+    rows = torch.arange(64)
+    rounded = cpu.embedding(rows, cpu.pack([weight], None, Format(4, 64, 8)))
+    largest = weight.view(64, 4, 64).abs().amax(-1, keepdim=True) / 7
+    plain = ((weight.view(64, 4, 64) / largest).round() * largest).view(64, 256)
+    assert (rounded - weight).square().sum() < 0.85 * (plain - weight).square().sum()
+
+
 def draw_quantized(rng: Random, outputs: int, inputs: int, format: Format, ordered: bool) -> QuantizedWeight:
     """Integers of a checkpoint in the whole range of the format."""
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
     groups, most = -(-inputs // (format.group_size or inputs)), 1 << (format.bits - 1)
+    ordered = ordered and not format.rotation
     values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
     scales, offsets = (torch.randn(outputs, groups, generator=generator) for _ in range(2))
     if rng.random() < 0.5:
@@ -204,6 +238,7 @@ quantized = st.builds(
     group_size=st.sampled_from([0, 8, 16, 32, 40, 64, 128]),
     activation_bits=st.sampled_from([0, 8]),
     asymmetric=st.booleans(),
+    rotation=st.sampled_from([0, 0, 64]),
 ) | st.just(Format(4, 32, floating=True))
 """Formats of checkpoints."""
 

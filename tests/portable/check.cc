@@ -135,7 +135,7 @@ struct Inputs {
     integers.resize(rows * padded);
     scales.resize(rows);
     sums.resize(rows * groups);
-    const Quantize quantize{x.at(0), integers.data(), scales.data(), sums.data(), m.in, padded, m.group, type};
+    const Quantize quantize{x.at(0), integers.data(), scales.data(), sums.data(), m.in, padded, m.group, 1, type};
     for (int64_t row = 0; row < rows; row++) {
       kernels.quantize(quantize, row);
       std::vector<int64_t> expected(groups);
@@ -216,6 +216,46 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
     const double expected = gate / (1 + std::exp(-gate)) * up;
     close(name + " gated", i, gated[i], expected, 1e-6 * std::fabs(expected) + 1e-30);
   }
+}
+
+// Blocks of a row by the Hadamard matrix of 1 and -1.
+void rotate(std::vector<double>& x, int64_t block) {
+  for (int64_t half = 1; half < block; half *= 2)
+    for (int64_t i = 0; i < int64_t(x.size()); i++)
+      if (!(i & half)) {
+        const double sum = x[i] + x[i + half];
+        x[i + half] = x[i] - x[i + half], x[i] = sum;
+      }
+}
+
+void check_rotation(Format format, Type type, int64_t in, int64_t group) {
+  const int64_t block = std::min(in & -in, int64_t(64)), padded = ceil_div(in, 8) * 8, groups = ceil_div(in, group);
+  Numbers x = Numbers::drawn(type, in), out(type, in);
+  std::vector<double> expected(in);
+  for (int64_t i = 0; i < in; i++) expected[i] = x[i];
+  rotate(expected, block);
+  std::vector<int8_t> integers(padded);
+  std::vector<int32_t> sums(groups);
+  float scale;
+  kernels.quantize({x.at(0), integers.data(), &scale, sums.data(), in, padded, group, block, type}, 0);
+  kernels.rotate({x.at(0), out.at(0), in, block, type}, 0);
+  for (int64_t i = 0; i < in; i++) {
+    close("quantize, rotated", i, integers[i] * double(scale), expected[i], scale * 0.501);
+    close("rotate", i, out[i], expected[i], out.step(expected[i]) + 1e-5);
+  }
+
+  Matrix m{};
+  m.in = in, m.outputs = 1, m.group = group, m.rotation = block, m.format = format, m.type = type;
+  std::vector<char> panels(panel_bytes(m));
+  std::vector<float> scales(groups * kPanel);
+  m.panels = panels.data(), m.scales = {scales.data(), false};
+  kernels.pack({m, x.at(0), 0, 1}, 0);
+  const int64_t id = 0;
+  kernels.gather({m, &id, out.at(0), 0}, 0);
+  double largest = 0;
+  for (int64_t i = 0; i < groups; i++) largest = std::max(largest, std::fabs(double(scales[i * kPanel])));
+  for (int64_t i = 0; i < in; i++)
+    close(name_of(format, type) + " rotated", i, out[i], x[i], double(block) * largest * 1.01 + out.step(x[i]));
 }
 
 // --- Element-wise kernels --------------------------------------------------------------------------------------------
@@ -384,6 +424,9 @@ void check_all() {
       check_linear(format, type, kernels.linear_rows + 3, draw(1, 40), draw(1, 2 * kPanel), group);  // several tasks
       check_linear(format, type, 19, 1000 + draw(0, 50), 20, group);                                // several pieces
     }
+  for (const auto& [format, type] : kept)
+    for (int64_t in : {64, 192, 96, 40, 37})
+      if (format != Format::plain) check_rotation(format, type, in, in % 32 ? in : 32);
   for (Type type : {Type::float32, Type::bfloat16}) {
     for (int64_t size : {1, 16, 40, 200}) {
       check_norm(type, 5, size, false);

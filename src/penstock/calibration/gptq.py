@@ -9,9 +9,10 @@ from torch import Tensor
 
 from penstock.core.quantization import Format
 from penstock.ops import QuantizedWeight
+from penstock.ops.hadamard import hadamard
 
 from .options import ActOrder
-from .rounding import round_symmetric, symmetric_scales, to_groups, to_half
+from .rounding import rotate, round_symmetric, symmetric_scales, to_groups, to_half
 
 DAMPING = 0.01
 """Share of the Hessian's mean diagonal that is added to the diagonal."""
@@ -54,12 +55,19 @@ def factorize(hessian: Tensor, by_activation: bool) -> Factor:
         damping *= 10
 
 
+def rotated_hessian(hessian: Tensor, format: Format) -> Tensor:
+    """The Hessian ``[in, in]`` of inputs that the format rotates."""
+    block = format.rotation_block(len(hessian))
+    return hadamard(hadamard(hessian, block).T.contiguous(), block)
+
+
 def round_compensating(weight: Tensor, factor: Factor, format: Format, act_order: ActOrder) -> QuantizedWeight:
     """Round ``[out, in]`` float32 symmetrically, with scales in float16.
 
     Args:
-        factor: made by activation unless ``act_order`` is ``none``.
+        factor: made by activation unless ``act_order`` is ``none``; of the rotated Hessian where the format rotates.
     """
+    weight = rotate(weight, format)
     group_size = format.group_size or weight.shape[1]
     weight = torch.where(factor.is_used, weight, 0.0)
     scales = to_half(symmetric_scales(to_groups(weight, format), format.bits))

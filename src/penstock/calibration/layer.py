@@ -140,7 +140,8 @@ class LayerQuantizer:
             chosen, factor = self._chosen(names), None
             if chosen and statistics.hessian is not None and statistics.seen:
                 with torch_threads(self._threads):  # a few large operations, whose sums depend on their number
-                    factor = gptq.factorize(statistics.hessian, self._options.act_order != "none")
+                    hessian = gptq.rotated_hessian(statistics.hessian, self._format)
+                    factor = gptq.factorize(hessian, self._options.act_order != "none")
             rounding = partial(self._round, statistics, factor)
             for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self._threads), strict=True):
                 weight = self.tensors[f"{name}.weight"]

@@ -49,6 +49,11 @@ METHODS: dict[str, Method] = {
 """By name. Embedding and language model head are never quantized."""
 
 
+ROTATIONS = (2, 4, 8, 16, 32, 64)
+UNROTATED = ("fp8", "awq", "smoothquant")
+"""Methods whose weights are not rotated: floating-point numbers, and those that scale inputs, which rotations mix."""
+
+
 class QuantizeOptions(msgspec.Struct, frozen=True):
     """Options of a quantization. All of them decide the bytes that are written."""
 
@@ -58,6 +63,9 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
     """Bits of a weight, where the method has a choice; 0 is its first."""
     group_size: int = 0
     """Inputs that share a scale, in methods of 4 bits and ``gptq``; 0 is 128, -1 is all of them."""
+    rotation: int = 0
+    """Inputs of the Hadamard blocks by which weights and activations are rotated (``ops.hadamard``), a power of two up
+    to 64; 0: not rotated. Rotated integers are written as compressed-tensors with a ``transform_config``."""
     act_order: ActOrder = "static"
     """Order in which GPTQ quantizes inputs: as they are, or largest activations first, with groups of neighbours
     (``static``) or of inputs that follow each other in that order (``group``: ``desc_act`` in ``config.json``)."""
@@ -96,7 +104,23 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
             group_size = max(self.group_size, 0)
             if self.group_size < -1 or group_size % 8:
                 raise invalid("--group-size", f"must be a multiple of 8, or -1, is {self.group_size}", 8)
-        return replace(method.format, bits=bits, group_size=group_size)
+        if self.rotation:
+            self._check_rotation()
+        return replace(method.format, bits=bits, group_size=group_size, rotation=self.rotation)
+
+    @property
+    def file_format(self) -> FileFormat:
+        """``quant_method`` of the written checkpoint."""
+        return "compressed-tensors" if self.rotation else METHODS[self.method].file_format
+
+    def _check_rotation(self) -> None:
+        """Raises ``PenstockError`` (``invalid``) for what cannot be rotated."""
+        if self.rotation not in ROTATIONS:
+            raise invalid("--rotation", f"must be a power of two from 2 to 64, or 0, is {self.rotation}", 64)
+        if self.method in UNROTATED:
+            raise invalid("--rotation", f"{self.method} has none: take gptq or a method that rounds to integers")
+        if self.method == "gptq" and self.act_order == "group":
+            raise invalid("--act-order", "group is none of rotated weights: take static")
 
     def check(self) -> None:
         """Raises ``PenstockError`` (``invalid``) for a value out of its range."""

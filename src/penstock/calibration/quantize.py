@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,8 @@ from .statistics import InputObserver
 from .texts import read_samples, split_samples, texts_digest
 from .threads import torch_threads
 from .writer import CheckpointWriter, encode_layer, read_tensors
+
+logger = logging.getLogger(__name__)
 
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
 """Streams of hidden states: of the samples to calibrate on, and of those to measure on in both models."""
@@ -80,6 +84,7 @@ def quantize(
         words = f"{model} has all experts of a layer in one tensor"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
     _check_ignored(options, checkpoint)
+    options = _fitted(options, checkpoint)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
@@ -121,6 +126,25 @@ def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
         if not any(is_ignored(name, [pattern]) for name in names):
             words = f"{pattern} is no matrix, nor the end of its name from a dot on, as down_proj or 'layers.0.*'"
             raise invalid("--ignore", words)
+
+
+def _fitted(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
+    """Options with groups and rotated blocks that divide the inputs of all matrices: where the given sizes do not, the
+    largest power of two below that does, since kernels take these. Groups of less than 8 stay for ``check_shape``."""
+    names = [name for name in checkpoint.names if name.startswith("model.layers.") and name.endswith(".weight")]
+    shapes = [checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)]
+    common = math.gcd(*(shape[1] for shape in shapes if len(shape) == 2))
+    if options.rotation:
+        block = math.gcd(options.rotation, common)
+        options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
+    wanted = options.format.group_size
+    if not wanted or common % wanted == 0:
+        return options
+    fitting = math.gcd(common, 1 << (wanted.bit_length() - 1))
+    if fitting % 8:
+        return options
+    logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
+    return msgspec.structs.replace(options, group_size=fitting)
 
 
 class _Run:
@@ -196,7 +220,7 @@ class _Run:
             del stage
             head = self._build(number, self._ops, QuantizedLayer())  # one for both, since backends round differently
             found["quality"] = compare(head, after[ORIGINAL], after[QUANTIZED], self._samples[ORIGINAL])
-        tensors = encode_layer(layer, stored, self._method.file_format)
+        tensors = encode_layer(layer, stored, self._options.file_format)
         self._state.write(self._state.layer_tensors(number), partial(save_file, tensors))
         self._state.finish_layer(number, found)
 
@@ -214,7 +238,7 @@ class _Run:
         for name in (name for names in observer.statistics for name in names):
             if not is_ignored(name, self._options.ignore):
                 outputs, inputs = self._checkpoint.shape(f"{name}.weight")
-                check_shape(name, outputs, inputs, self._options.format, self._method.file_format)
+                check_shape(name, outputs, inputs, self._options.format, self._options.file_format)
         discards = observed == CALIBRATION and self._method.sequential
         run_stage(stage, self._ops, before[observed], None if discards else after[observed], "", progress)
         observer.finish()

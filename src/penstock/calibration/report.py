@@ -81,13 +81,14 @@ def render(report: Mapping[str, Any]) -> str:
     """The page."""
     job, layers = report["job"], report["layers"]
     method = METHODS[job["method"]]
+    file_format = "compressed-tensors" if job.get("rotation") else method.file_format
     options = {name: value for name, value in job.items() if value not in ("", 0, [], "auto")}
     kinds = sorted({_kind(name) for layer in layers for name in layer["matrices"]})
     lines = {kind: [_of_kind(layer["matrices"], kind) for layer in layers] for kind in kinds}
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'>",
         f"<title>Quantization: {escape(job['method'])}</title><style>{STYLE}</style>",
-        f"<h1>{escape(job['method'])}</h1><p>{escape(method.about)}, written as {method.file_format}. "
+        f"<h1>{escape(job['method'])}</h1><p>{escape(method.about)}, written as {file_format}. "
         f"Calibrated on {report['calibration_samples']} samples of {report['sample_tokens']} tokens, measured on "
         f"{report['measured_samples']} others.</p>",
         _table(("", ""), _figures(report), numbers=False),

@@ -7,9 +7,17 @@ from torch import Tensor
 
 from penstock.core.quantization import MAX_FP8, Format
 from penstock.ops import QuantizedWeight
+from penstock.ops.hadamard import hadamard
+from penstock.ops.scale_search import search_scales
 
 MIN_MAGNITUDE = 1e-30
 """Groups whose largest magnitude is not above this become zeros, as in ``ops.reference``."""
+
+
+def rotate(weight: Tensor, format: Format) -> Tensor:
+    """``[out, in]`` float32 as the format rotates it, for inputs that ``hadamard`` rotates."""
+    block = format.rotation_block(weight.shape[1])
+    return hadamard(weight, block) / block
 
 
 def round_to_nearest(weight: Tensor, format: Format) -> QuantizedWeight:
@@ -19,7 +27,7 @@ def round_to_nearest(weight: Tensor, format: Format) -> QuantizedWeight:
         inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, MAX_FP8) / maximum, 0)
         values = (weight * inverse).clamp(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
         return QuantizedWeight(values, maximum / MAX_FP8, format)
-    groups = to_groups(weight, format)
+    groups = to_groups(rotate(weight, format), format)
     scales = symmetric_scales(groups, format.bits)
     return QuantizedWeight(round_symmetric(groups, scales, format.bits).flatten(1), scales, format)
 
@@ -31,11 +39,12 @@ def to_groups(weight: Tensor, format: Format) -> Tensor:
 
 
 def symmetric_scales(groups: Tensor, bits: int) -> Tensor:
-    """The scales ``[...]`` of groups ``[..., group_size]``: the largest magnitude becomes 127, or -8 of 4 bits."""
+    """The scales ``[...]`` of groups ``[..., group_size]``: the largest magnitude becomes 127; of 4 bits they are
+    searched (``ops.scale_search``)."""
     maximum = groups.abs().amax(-1)
     if bits == 8:
         return maximum / 127
-    return torch.where((groups == maximum[..., None]).any(-1), -maximum, maximum) / 8
+    return torch.where(maximum > MIN_MAGNITUDE, search_scales(groups), maximum * 0)
 
 
 def round_symmetric(groups: Tensor, scales: Tensor, bits: int) -> Tensor:

@@ -121,7 +121,12 @@ class ObservingContext(BuildContext):
     observer: Observer = field(kw_only=True)
 
     def matrix(
-        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
+        self,
+        names: list[str],
+        inputs: int,
+        shards: list[Shard],
+        format: Format | None = None,
+        bias: Tensor | None = None,
     ) -> Matrix:
         matrix = super().matrix(names, inputs, shards, format, bias)
         self.observer.register(tuple(names), inputs)
@@ -135,7 +140,7 @@ class ObservingContext(BuildContext):
     ) -> ExpertMatrices:
         shards, own = [shard] * len(names[0]), [tuple(each) for each in names]
         packed = [
-            super(ObservingContext, self).matrix(list(each), inputs, shards, self.scheme.layers, bias)
+            super(ObservingContext, self).matrix(list(each), inputs, shards, bias=bias)
             for each, bias in zip(own, biases, strict=True)
         ]
         for each in own:

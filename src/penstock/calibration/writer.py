@@ -27,7 +27,7 @@ from penstock.quant import awq, compressed_tensors, gptq
 
 from .gptq import DAMPING
 from .layer import QuantizedLayer
-from .options import METHODS, FileFormat, QuantizeOptions
+from .options import FileFormat, QuantizeOptions
 from .state import CONFIG, RunState
 
 SINGLE = "model.safetensors"
@@ -109,11 +109,12 @@ def _encode_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _encode_compressed(weight: QuantizedWeight) -> dict[str, Tensor]:
+    scales = weight.scales * weight.format.rotation_block(weight.values.shape[1]) ** 0.5  # of normalized rotations
     if not _is_packed(weight.format):
-        return {"weight": weight.values, "weight_scale": weight.scales}
+        return {"weight": weight.values, "weight_scale": scales}
     return {
         "weight_packed": compressed_tensors.pack(weight.values, weight.format.bits),
-        "weight_scale": weight.scales,
+        "weight_scale": scales,
         "weight_shape": torch.tensor(weight.values.shape),
     }
 
@@ -225,9 +226,9 @@ class CheckpointWriter:
 
     def _quantization_config(self) -> dict[str, Any]:
         options, ignored = self._options, ["lm_head", *self._unquantized]
-        format, method = options.format, METHODS[options.method]
+        format = options.format
         group_size = format.group_size or -1
-        match method.file_format:
+        match options.file_format:
             case "awq":
                 return {
                     "quant_method": "awq",
@@ -272,14 +273,25 @@ def _compressed_config(format: Format, ignored: list[str]) -> dict[str, Any]:
         "output_activations": None,
         "format": layout,
     }
+    rotation = {"transform_config": _transform_config(format.rotation, ignored)} if format.rotation else {}
     return {
         "quant_method": "compressed-tensors",
+        **rotation,
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ignored,
         "kv_cache_scheme": None,
     }
+
+
+def _transform_config(block: int, ignored: list[str]) -> dict[str, Any]:
+    """Hadamard rotation of inputs, and of weights, which are stored rotated."""
+    apply = [
+        {"targets": ["Linear"], "location": location, "inverse": inverse, "ignore": ignored}
+        for location, inverse in (("input", False), ("weight_input", True))
+    ]
+    return {"config_groups": {"inputs": {"type": "hadamard", "head_dim": block, "apply": apply}}}
 
 
 def _arguments(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:

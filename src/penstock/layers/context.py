@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -108,6 +108,8 @@ class BuildContext:
     expert_load: ExpertLoad | None = None
     """Counts the tokens of experts; None does not."""
     scheme: Scheme = field(default_factory=Scheme)
+    num_layers: int = 0
+    """Layers of the whole model, as ``Scheme.format_of`` asks for."""
     weight_cache: PackedWeights | None = None
     output: PackedOutput | None = None
     """Gets all weights. Layers then keep no matrices: the model is built to be written, and cannot compute."""
@@ -198,7 +200,12 @@ class BuildContext:
         return lora
 
     def matrix(
-        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
+        self,
+        names: list[str],
+        inputs: int,
+        shards: list[Shard],
+        format: Format | None = None,
+        bias: Tensor | None = None,
     ) -> Matrix:
         """Matrices of one input, stacked: this rank's outputs of each.
 
@@ -208,21 +215,26 @@ class BuildContext:
 
         Args:
             names: of the checkpoint's matrices, without ``.weight``.
-            format: to quantize the others to.
+            format: to quantize the others to; None is as the scheme says.
         """
-        formats = [self._format(name, shard, format) for name, shard in zip(names, shards, strict=True)]
-        if len(set(formats)) == 1 and (packed := self._pack(names, inputs, shards, *formats[0], bias)):
-            return packed
-        ends = list(accumulate(shard.size for shard in shards))
-        biases = [
-            None if bias is None else bias[end - shard.size : end] for shard, end in zip(shards, ends, strict=True)
-        ]
-        parts = [
-            self._pack([name], inputs, [shard], *own, own_bias)
-            for name, shard, own, own_bias in zip(names, shards, formats, biases, strict=True)
-        ]
-        outputs = [shard.size for shard in shards]
-        return StackedMatrix(self.ops, [part for part in parts if part], outputs, self.dtype)
+        wanted = [format or self.scheme.format_of(name, self.num_layers) for name in names]
+        formats = [self._format(*each) for each in zip(names, shards, wanted, strict=True)]
+        parts, outputs, end = list[PackedMatrix](), list[int](), 0
+        for (chosen, as_stored), run in groupby(zip(names, shards, formats, strict=True), lambda each: each[2]):
+            of_run = list(run)
+            own_names, own_shards = [name for name, _, _ in of_run], [shard for _, shard, _ in of_run]
+            sizes = [shard.size for shard in own_shards]
+            first, end = end, end + sum(sizes)
+            biases = None if bias is None else bias[first:end]
+            if packed := self._pack(own_names, inputs, own_shards, chosen, as_stored, biases):
+                parts, outputs = [*parts, packed], [*outputs, sum(sizes)]
+                continue
+            each_bias = [None] * len(sizes) if biases is None else biases.split(sizes)
+            for name, shard, own_bias in zip(own_names, own_shards, each_bias, strict=True):
+                single = self._pack([name], inputs, [shard], chosen, as_stored, own_bias)
+                assert single
+                parts, outputs = [*parts, single], [*outputs, shard.size]
+        return parts[0] if len(parts) == 1 else StackedMatrix(self.ops, parts, outputs, self.dtype)
 
     def unquantized_matrix(self, name: str, inputs: int, shard: Shard, bias: Tensor | None = None) -> Matrix:
         """A matrix that no format quantizes, as a router's."""
@@ -240,10 +252,7 @@ class BuildContext:
             first: the first expert's place.
         """
         shards = [shard] * len(names[0])
-        packed = [
-            self.matrix(list(own), inputs, shards, self.scheme.layers, bias)
-            for own, bias in zip(names, biases, strict=True)
-        ]
+        packed = [self.matrix(list(own), inputs, shards, bias=bias) for own, bias in zip(names, biases, strict=True)]
         return ExpertMatrices(self.ops, packed, first, self.dtype)
 
     def read_matrix(self, name: str, inputs: int, shard: Shard) -> Tensor:

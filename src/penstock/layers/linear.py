@@ -37,9 +37,7 @@ class ColumnParallelLinear:
         self._lora = context.lora(names, inputs, shards)
         matrices = zip(names, shards, strict=True)
         biases = [context.read_weight(f"{name}.bias", shard.total, rows=shard.rows) for name, shard in matrices if bias]
-        self._matrix = context.matrix(
-            names, inputs, shards, context.scheme.layers, torch.cat(biases) if biases else None
-        )
+        self._matrix = context.matrix(names, inputs, shards, bias=torch.cat(biases) if biases else None)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
         """``[tokens, in]`` to ``[tokens, out]``, of this rank's outputs unless they are gathered.

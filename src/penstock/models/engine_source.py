@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from penstock.core.quantization import SCHEMES, Format
 from penstock.layers import BuildContext
 from penstock.parallel import Shard, SingleRank
 from penstock.planning.engine_config import EngineConfig
-from penstock.quant import Matrix, PackedMatrix
+from penstock.quant import Matrix, PackedMatrix, StackedMatrix
 
 from .read_config import read_config
 from .registry import find_family
@@ -82,6 +83,7 @@ class EngineSource:
                     group=SingleRank(rank, config.tensor_parallel_size),
                     layers=range(first, first + count),
                     scheme=SCHEMES[config.quantization],
+                    num_layers=model.num_layers,
                     weight_cache=weights,
                     rows=rows,
                 )
@@ -108,11 +110,22 @@ class _UnpackContext(BuildContext):
         return tensor
 
     def matrix(
-        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
+        self,
+        names: list[str],
+        inputs: int,
+        shards: list[Shard],
+        format: Format | None = None,
+        bias: Tensor | None = None,
     ) -> Matrix:
         matrix = super().matrix(names, inputs, shards, format, bias)
-        assert isinstance(matrix, PackedMatrix)  # which those of one format are
-        self._unpack(matrix, names, inputs, shards)
+        if isinstance(matrix, StackedMatrix):
+            ends = [0, *accumulate(shard.size for shard in shards)]
+            for part, (first, end) in zip(matrix.parts, matrix.places, strict=True):
+                own = slice(ends.index(first), ends.index(end))
+                self._unpack(part, names[own], inputs, shards[own])
+        else:
+            assert isinstance(matrix, PackedMatrix)
+            self._unpack(matrix, names, inputs, shards)
         return matrix
 
     def vocabulary_matrix(self, name: str, inputs: int, shard: Shard) -> PackedMatrix:

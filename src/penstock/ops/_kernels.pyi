@@ -34,6 +34,7 @@ class Matrix:
         inputs: int,
         outputs: int,
         group: int,
+        rotation: int,
         format: int,
         type: int,
         /,
@@ -160,8 +161,20 @@ def combine(
     /,
 ) -> None: ...
 def quantize(
-    x: int, out: int, scales: int, sums: int, rows: int, each: int, inputs: int, padded: int, group: int, type: int, /
+    x: int,
+    out: int,
+    scales: int,
+    sums: int,
+    rows: int,
+    each: int,
+    inputs: int,
+    padded: int,
+    group: int,
+    rotation: int,
+    type: int,
+    /,
 ) -> None: ...
+def rotate(x: int, out: int, rows: int, each: int, inputs: int, rotation: int, type: int, /) -> None: ...
 def sum_groups(x: int, sums: int, rows: int, each: int, inputs: int, group: int, type: int, /) -> None: ...
 def permute(x: int, matrix: Matrix, out: int, rows: int, type: int, /) -> None: ...
 def gather(ids: int, matrix: Matrix, out: int, first: int, rows: int, /) -> None: ...

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from penstock.core.quantization import Format
 
+from .hadamard import hadamard
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The 4-bit floating-point numbers of mxfp4 by their code: a sign, two bits of exponent, and one of mantissa."""
 
@@ -17,7 +19,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 class QuantizedWeight:
     """``[out, in]`` in integers or floating-point numbers of 8 or 4 bits, with scales.
 
-    A weight is ``values * scale + offset``, of its output and group of inputs.
+    A weight is ``values * scale + offset``, of its output and group of inputs; where the format rotates, this is the
+    rotated weight.
     """
 
     values: Tensor
@@ -31,8 +34,16 @@ class QuantizedWeight:
     order: Tensor | None = None
     """``[in]`` int64: column ``j`` of ``values`` is input ``order[j]`` (GPTQ's act-order); None is as they come."""
 
+    def __post_init__(self) -> None:
+        if self.format.rotation and self.order is not None:
+            raise ValueError("rotated weights have no order of inputs")
+
     def dequantize(self) -> Tensor:
-        """``[out, in]`` float32, inputs as they come."""
+        """``[out, in]`` float32, inputs as they come and not rotated."""
+        return hadamard(self.dequantize_rotated(), self.format.rotation_block(self.values.shape[1]))
+
+    def dequantize_rotated(self) -> Tensor:
+        """As ``dequantize``, but rotated where the format rotates."""
         outputs, inputs = self.values.shape
         rows = min(self.format.rows_per_scale or outputs, outputs)
         columns = min(self.format.group_size or inputs, inputs)

@@ -9,13 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format
+from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, is_sensitive_layer
 
 from .kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from .model_size import ModelSize
 
-MX_SCALE_BYTES = 2
-"""Of a scale of mxfp4, as kernels have it."""
+HALF_BYTES = 2
+"""Of a scale of symmetric integers of 4 bits, and of mxfp4, as the CPU kernels have them."""
 MAX_SEQS = 128
 """Largest number of running sequences in both documents."""
 PROMPT_MARGIN = 128
@@ -47,10 +47,11 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
 
     def weight(format: Format) -> float:
         if format.is_mxfp4:
-            return format.bits / 8 + MX_SCALE_BYTES / format.group_size
+            return format.bits / 8 + HALF_BYTES / format.group_size
         if not format.bits or format == Format(4, format.group_size, floating=True):  # which is dequantized
             return ITEM_BYTES[computed]
-        scales = SCALE_BYTES * (2 if format.asymmetric else 1) / (format.rows_per_scale or size.hidden_size)
+        each = HALF_BYTES if format.bits == 4 and not format.asymmetric else SCALE_BYTES * (1 + format.asymmetric)
+        scales = each / (format.rows_per_scale or size.hidden_size)
         return format.bits / 8 + scales / (format.group_size or size.hidden_size)
 
     def mean(wanted: Format, stored: Mapping[Format, float]) -> float:
@@ -58,8 +59,19 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
 
     layers, head = size.gguf_layers or {size.stored: 1.0}, size.gguf_head or {UNQUANTIZED: 1.0}
     plain = size.unquantized_weights / max(size.layer_weights, 1)
-    layer = plain * ITEM_BYTES[computed] + (1 - plain) * mean(scheme.layers, layers)
+    rounded = mean(scheme.layers, layers)
+    if scheme.sensitive:
+        share = sensitive_share(size)
+        rounded = (1 - share) * rounded + share * mean(scheme.sensitive, layers)
+    layer = plain * ITEM_BYTES[computed] + (1 - plain) * rounded
     return layer, mean(scheme.head, head)
+
+
+def sensitive_share(size: ModelSize) -> float:
+    """Share of the layers' weights in matrices that are ``is_sensitive``."""
+    layers = sum(is_sensitive_layer(layer, size.num_layers) for layer in range(size.num_layers))
+    weights = size.value_weights + size.down_weights * layers / size.num_layers
+    return weights / max(size.layer_weights, 1)
 
 
 def _kept(wanted: Format, stored: Format) -> Format:

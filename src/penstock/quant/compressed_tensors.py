@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,8 +64,7 @@ class CompressedTensors:
     numbers as they are (``weight``), with ``weight_scale``, and perhaps ``weight_zero_point`` and ``weight_g_idx``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        if transforms := config.get("transform_config"):
-            raise unsupported(f"compressed-tensors with transform_config {transforms!r:.60}")
+        self._rotation = _read_rotation(config)
         sparsity = mapping(config.get("sparsity_config") or {}, "sparsity_config").get("format") or "dense"
         if sparsity != "dense":
             raise unsupported(f"compressed-tensors in the sparse format {sparsity!r}")
@@ -82,7 +81,7 @@ class CompressedTensors:
         """As ``CheckpointFormat.format_of``: what the checkpoint has scales of is quantized."""
         if not source.has(f"{name}.weight_scale") and not source.has(f"{name}.weight_packed"):
             return UNQUANTIZED
-        return self._scheme_of(name).format
+        return replace(self._scheme_of(name).format, rotation=self._rotation)
 
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
@@ -102,7 +101,12 @@ class CompressedTensors:
         groups = num_groups(inputs, format.group_size)
         scales = _by_output(source, f"{name}.weight_scale", outputs, groups, FLOATS)[first:end]
         zeros = None if scheme.symmetric else self._read_zeros(source, name, outputs, groups, scheme)[first:end]
-        return from_unsigned(values, zeros, scales, bits, format, self._order(source, name, inputs, format.group_size))
+        order = self._order(source, name, inputs, format.group_size)
+        if self._rotation:
+            if order is not None:
+                raise unsupported("compressed-tensors with transform_config and weight_g_idx")
+            format, scales = replace(format, rotation=self._rotation), scales / self._rotation**0.5
+        return from_unsigned(values, zeros, scales, bits, format, order)
 
     def _read_packed(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int], bits: int
@@ -165,6 +169,27 @@ def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme
         raise unsupported(f"compressed-tensors with weights of type {kind!r:.40}")
     format = by_kind[kind](weights, bits, strategy, _activation_bits(group, kind))
     return _Scheme(format, bits, layout == PACKED, bool(weights.get("symmetric", True)), parsed)
+
+
+def _read_rotation(config: Mapping[str, Any]) -> int:
+    """Inputs of the Hadamard blocks by which all quantized matrices and their inputs are rotated; 0 for none.
+
+    Raises ``PenstockError`` (``unsupported``) for any other ``transform_config``.
+    """
+    transforms = config.get("transform_config")
+    if not transforms:
+        return 0
+    groups = list(mapping(mapping(transforms, "transform_config").get("config_groups") or {}, "config_groups").values())
+    group = mapping(groups[0], "config_groups") if len(groups) == 1 else {}
+    block, ignored = group.get("head_dim"), config.get("ignore") or []
+    expected = [
+        {"targets": ["Linear"], "location": location, "inverse": inverse, "ignore": ignored}
+        for location, inverse in (("input", False), ("weight_input", True))
+    ]
+    is_plain = group.get("type") == "hadamard" and not group.get("randomize") and group.get("apply") == expected
+    if not is_plain or block not in (2, 4, 8, 16, 32, 64):
+        raise unsupported(f"compressed-tensors with transform_config {transforms!r:.60}")
+    return int(block)
 
 
 def _activation_bits(group: Mapping[str, Any], kind: str) -> int:

@@ -99,7 +99,7 @@ def pack_linears(context: BuildContext, model: nn.Module, head: nn.Module | None
                 at = next(name for name, module in model.named_modules() if module is embedding)
                 model.set_submodule(at, PackedEmbedding(matrix))
         else:
-            format = context.scheme.head if is_head else context.scheme.layers
+            format = context.scheme.head if is_head else None
             packed = context.matrix([name], inputs, [shard], format, bias)
             assert isinstance(packed, PackedMatrix)  # as one matrix is
             matrix = packed

@@ -16,11 +16,12 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from .. import _kernels, pages
 from ..quantized_weight import QuantizedWeight
+from ..scale_search import fits_half
 from .dtypes import DTYPE_CODES, dtype_code
 from .elementwise import ACTIVATION_CODES, activation_and_mul
 from .graph import contiguous, empty
 
-LAYOUT = "cpu-1"
+LAYOUT = "cpu-2"
 """Version of the packed layout, which is the same for every instruction set."""
 FORMAT_CODES = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
 """The kernels' number of a format, by ``bits`` and ``activation_bits``."""
@@ -68,6 +69,9 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
         part = part.contiguous()  # bound to a name, so that it lives until it is packed
         _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
         first += part.shape[0]
+    if format.bits == 4 and fits_half(matrix.tensors["scales"]):
+        tensors = packed_tensors(matrix) | {"scales": matrix.tensors["scales"].half()}
+        return make_matrix(tensors, inputs, outputs, dtype, bias, format)
     return matrix
 
 
@@ -90,9 +94,7 @@ def _by_panels(parts: Sequence[Tensor]) -> Tensor:
     """``[out, groups]``, stacked, as ``[panels, groups, 64]``, flat, and filled up with zeros: in float16 where that
     has them all exactly, in its normal range."""
     groups = torch.cat(list(parts))
-    half = groups.half()
-    if bool(((half.float() == groups) & ((half.abs() >= torch.finfo(half.dtype).tiny) | (half == 0))).all()):
-        groups = half
+    groups = groups.half() if fits_half(groups) else groups
     padded = pad(groups, (0, 0, 0, -len(groups) % _kernels.PANEL))
     return padded.view(-1, _kernels.PANEL, groups.shape[1]).transpose(1, 2).flatten()
 
@@ -185,21 +187,18 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
         inputs,
         outputs,
         format.group_size or inputs,
+        format.rotation_block(inputs),
         MXFP4_CODE if format.is_mxfp4 else FORMAT_CODES[format.bits, format.activation_bits],
         dtype_code(dtype),
     )
 
 
-def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
+def quantize(x: Tensor, format: Format) -> QuantizedRows:
     """Quantize rows ``[tokens, in]``, or ``[tokens, rows, in]``, to 8 bits with one scale each, the largest magnitude
-    being 127.
-
-    Args:
-        group_size: values that each of ``sums`` is over; 0 is the whole row.
-    """
+    being 127, after they were rotated where the format says so."""
     x = contiguous(x)
     (*each, inputs), rows = x.shape, prod(x.shape[:-1])
-    padded, group_size = -(-inputs // 8) * 8, group_size or inputs
+    padded, group_size = -(-inputs // 8) * 8, format.group_size or inputs
     groups = -(-inputs // group_size)
     out = QuantizedRows(
         empty((rows, padded), torch.int8), empty((rows,), torch.float32), empty((rows, groups), torch.int32)
@@ -214,8 +213,17 @@ def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
         inputs,
         padded,
         group_size,
+        format.rotation_block(inputs),
         DTYPE_CODES[x.dtype],
     )
+    return out
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Rows ``[tokens, in]``, or ``[tokens, rows, in]``, rotated in blocks of inputs, in the same dtype."""
+    x, out, (*each, inputs) = contiguous(x), empty(x.shape, x.dtype), x.shape
+    code = DTYPE_CODES[x.dtype]
+    _kernels.rotate(x.data_ptr(), out.data_ptr(), each[0], prod(each[1:]), inputs, block, code)
     return out
 
 
@@ -246,9 +254,11 @@ def rounded_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[
     """As ``product_input``, in the order that the inputs ``[tokens, in]`` or ``[tokens, rows, in]`` come in."""
     format = matrix.format
     if format.activation_bits:
-        rows = quantize(x, format.group_size)
+        rows = quantize(x, format)
         tensors = rows.values, rows.scales, rows.sums
         return tensors, (rows.values.data_ptr(), rows.scales.data_ptr(), rows.sums.data_ptr())
+    if (block := format.rotation_block(x.shape[-1])) > 1:
+        x = rotate(x, block)
     if format.asymmetric:
         sums = sum_groups(x, format.group_size)
         return (x, sums), (x.data_ptr(), 0, sums.data_ptr())

@@ -15,16 +15,20 @@ from torch.nn.functional import pad
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
+from ..hadamard import hadamard
 from ..quantized_weight import QuantizedWeight
+from ..scale_search import search_scales
 from .elementwise import activation_and_mul
 from .kernels import matrix as kernels
 from .launch import MIN_FP8, architecture, launch, sm_count
 from .tiles import Tile, choose_tile
 
-LAYOUT = "cuda-1"
+LAYOUT = "cuda-2"
 """Version of the packed layout."""
 PANEL, BLOCK = 64, 128
 """Outputs of a panel, and inputs of a block of 8-bit weights."""
+COLUMNS = 1024
+"""Inputs of a row that a program copies or rotates."""
 CHUNK = 128 * PANEL
 """Outputs that are quantized at a time, to need little memory."""
 MIN_MAGNITUDE = 1e-30
@@ -91,6 +95,8 @@ def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: 
     blocks = tensors["values"].shape[1]
     size = blocks * (2 * format.group_size if format.bits == 4 else BLOCK)
     rows, columns = (format.rows_per_scale, format.group_size) if format.group_size else (1, size)
+    if (block := format.rotation_block(inputs)) > 1:
+        weight = hadamard(weight, block) / block
     groups = pad(weight, (0, size - inputs, 0, -outputs % rows)).view(-1, rows, size // columns, columns)
     maximum = groups.abs().amax((1, 3), keepdim=True)
     if whole is not None:
@@ -100,8 +106,8 @@ def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: 
     if format.floating:
         quantized = (groups * _inverse(maximum, largest / maximum)).clamp(-MAX_FP8, MAX_FP8).to(FP8).view(torch.int8)
     elif format.bits == 4:
-        scale = torch.where((groups == maximum).any(-1, keepdim=True), -maximum, maximum) / 8
-        quantized = (groups * _inverse(maximum, 1 / scale)).round().clamp(max=7).to(torch.int8)
+        scale = torch.where(maximum > MIN_MAGNITUDE, search_scales(groups)[..., None], maximum * 0)
+        quantized = (groups * _inverse(maximum, 1 / scale)).round().clamp(-8, 7).to(torch.int8)
     else:
         quantized = (groups * _inverse(maximum, 1 / scale)).round().to(torch.int8)
     _put_values(tensors["values"], quantized.view(-1, size)[:outputs], first, format)
@@ -217,8 +223,8 @@ def from_packed(
 
 
 def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Rows ``[tokens, in]`` in 8 bits, padded with zeros to whole blocks of inputs, and their scales: ``[tokens]``, or
-    ``[blocks, tokens]`` where the format has one scale a block and token."""
+    """Rows ``[tokens, in]`` in 8 bits, rotated if the format says so and padded with zeros to whole blocks of inputs,
+    and their scales: ``[tokens]``, or ``[blocks, tokens]`` where the format has one scale a block and token."""
     tokens, inputs = x.shape
     padding = max(BLOCK, 2 * format.group_size if format.bits == 4 else 0)
     padded = -(-inputs // padding) * padding
@@ -234,11 +240,20 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         MAX=MAX_FP8 if format.floating else 127.0,
         MIN=MIN_MAGNITUDE,
         GROUPED=grouped,
+        ROTATION=format.rotation_block(inputs),
         SIZE=size,
         ITEMS=BLOCK,
         num_warps=min(max(size // 8, 1), 16),
     )
     return values, scales
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Rows ``[tokens, in]``, rotated in blocks of inputs, in the same dtype."""
+    out = x.new_empty(x.shape)
+    arguments = x, out, x.shape[1], x.stride(0)
+    launch(kernels.rotate_rows, (len(x), -(-x.shape[1] // COLUMNS)), *arguments, ROTATION=block, COLUMNS=COLUMNS)
+    return out
 
 
 def sum_groups(x: Tensor, groups: int, group_size: int) -> Tensor:
@@ -311,6 +326,8 @@ def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Ch
     x = x if x.stride(1) == 1 else x.contiguous()
     if format.activation_bits:
         x, x_scales = quantize(x, format)
+    elif (block := format.rotation_block(matrix.inputs)) > 1:
+        x = rotate(x, block)
     offsets = matrix.tensors.get("offsets")
     x_sums = None if offsets is None else sum_groups(x, values.shape[1] * 2, format.group_size)
     if format.floating and format.bits == 8:
@@ -373,17 +390,17 @@ def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | N
     if format.floating and format.bits == 8:
         values = values.view(FP8)
     out = values.new_empty((tokens, matrix.inputs), dtype=matrix.dtype) if out is None else out
-    columns = 1024
     offsets, order = matrix.tensors.get("offsets"), matrix.tensors.get("order")
     arguments = token_ids, values, scales, offsets, order, out, first, matrix.outputs, matrix.inputs, out.stride(0)
     launch(
         kernels.gather_rows,
-        (tokens, -(-matrix.inputs // columns)),
+        (tokens, -(-matrix.inputs // COLUMNS)),
         *arguments,
         GROUP_SIZE=format.group_size,
         ROWS_PER_SCALE=format.rows_per_scale,
         BITS=format.bits,
         FLOATS=format.is_mxfp4,
-        COLUMNS=columns,
+        ROTATION=format.rotation_block(matrix.inputs),
+        COLUMNS=COLUMNS,
     )
     return out

@@ -12,10 +12,12 @@ from torch import Tensor
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
 from ..activations import activation_and_mul
+from ..hadamard import hadamard
 from ..quantized_weight import QuantizedWeight
+from ..scale_search import search_scales
 from .logits import apply_bitmask
 
-LAYOUT = "reference-1"
+LAYOUT = "reference-2"
 MIN_MAGNITUDE = 1e-30
 """Vectors whose largest magnitude is not above this are quantized to zeros."""
 
@@ -30,7 +32,7 @@ class Matrix:
     """A matrix ``[out, in]``, dequantized where it was quantized, and a bias ``[out]`` or none."""
 
     weight: Tensor
-    """In ``dtype``; float32 where the format quantizes."""
+    """In ``dtype``; float32 where the format quantizes, and rotated where it rotates."""
     bias: Tensor | None
     dtype: torch.dtype
     format: Format
@@ -47,8 +49,9 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     if not format.bits:
         return Matrix(weight, bias, weight.dtype, format)
-    bias = None if bias is None else bias.float()
-    return Matrix(_quantize_dequantize(weight.float(), format), bias, weight.dtype, format)
+    bias, block = None if bias is None else bias.float(), format.rotation_block(weight.shape[1])
+    rotated = hadamard(weight.float(), block) / block
+    return Matrix(_quantize_dequantize(rotated, format), bias, weight.dtype, format)
 
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
@@ -60,7 +63,7 @@ def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: T
         dtype: of products.
         bias: ``[out]``, added to each product.
     """
-    weight = torch.cat([part.dequantize() for part in parts])
+    weight = torch.cat([part.dequantize_rotated() for part in parts])
     return Matrix(weight, None if bias is None else bias.float(), dtype, parts[0].format)
 
 
@@ -84,11 +87,11 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
     if len(groups) > 1:
         return torch.cat([_quantize_dequantize(group, replace(format, group_size=0)) for group in groups], 1)
     maximum = weight.abs().amax(1, keepdim=True)
-    scale = maximum / 127
-    if format.bits == 4:
-        scale = torch.where((weight == maximum).any(1, keepdim=True), -maximum, maximum) / 8
+    scale = search_scales(weight)[:, None] if format.bits == 4 else maximum / 127
+    scale = torch.where(maximum > MIN_MAGNITUDE, scale, maximum * 0)
     inverse = torch.where(maximum > MIN_MAGNITUDE, 1 / scale, 0)
-    return (weight * inverse).round().clamp(max=7 if format.bits == 4 else 127) * scale
+    lowest, highest = (-8, 7) if format.bits == 4 else (-127, 127)
+    return (weight * inverse).round().clamp(lowest, highest) * scale
 
 
 def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
@@ -106,7 +109,8 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
     """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
 
     Where the format quantizes activations, each row is divided by its largest magnitude over 127 and rounded; or each
-    row, or row and group, to 8-bit floating-point numbers.
+    row, or row and group, to 8-bit floating-point numbers. Where it rotates, rows are rotated first; those that are not
+    quantized then are rounded to their dtype again.
 
     Args:
         out: where to write the result, which is returned; its rows are contiguous, and may lie apart. This holds for
@@ -115,7 +119,9 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
     if not matrix.format.bits:
         product = F.linear(x, matrix.weight, matrix.bias)
         return write(product.float() if out_float32 else product, out)
-    given = x.float()
+    given = hadamard(x.float(), matrix.format.rotation_block(x.shape[1]))
+    if not matrix.format.activation_bits:
+        given = given.to(x.dtype).float()
     if matrix.format.floating and not matrix.format.is_mxfp4:
         given = _round_fp8(given, columns=matrix.format.group_size)
     elif matrix.format.activation_bits:
@@ -156,7 +162,14 @@ def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | N
             written.
     """
     if out is None:
-        return matrix.weight[token_ids - first].to(matrix.dtype)
+        return _rows(matrix, token_ids - first)
     own = (token_ids >= first) & (token_ids < first + len(matrix.weight))
-    out[own] = matrix.weight[token_ids[own] - first].to(matrix.dtype)
+    out[own] = _rows(matrix, token_ids[own] - first)
     return out
+
+
+def _rows(matrix: Matrix, numbers: Tensor) -> Tensor:
+    rows = matrix.weight[numbers]
+    if matrix.format.rotation:
+        rows = hadamard(rows, matrix.format.rotation_block(rows.shape[1]))
+    return rows.to(matrix.dtype)

@@ -494,6 +494,27 @@ def product_fp8_blocks(
 
 
 @triton.jit
+def _rotated(x, ROTATION: tl.constexpr):
+    """Blocks of ROTATION numbers, 64 at most, of what lies row by row in ``x``, in float32: as ``ops.hadamard``, to the
+    bit."""
+    for stage in tl.static_range(6):
+        if 2**stage < ROTATION:
+            pairs = tl.reshape(x, (x.numel // (2 * 2**stage), 2, 2**stage))
+            even, odd = tl.split(tl.permute(pairs, (0, 2, 1)))
+            x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), x.shape)
+    return x
+
+
+@triton.jit
+def rotate_rows(x, out, inputs, x_stride, ROTATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of activations, rotated in blocks of ROTATION inputs."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    given = tl.load(x + row * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
+    tl.store(out + row * inputs + at, _rotated(given, ROTATION).to(out.dtype.element_ty), mask=at < inputs)
+
+
+@triton.jit
 def quantize_rows(
     x,
     values,
@@ -504,14 +525,16 @@ def quantize_rows(
     MAX: tl.constexpr,
     MIN: tl.constexpr,
     GROUPED: tl.constexpr,
+    ROTATION: tl.constexpr,
     SIZE: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
     """A row of activations in 8 bits, zeros up to ``padded``: its largest magnitude, or that of each ITEMS with
-    GROUPED, is MAX. ``values`` are integers or floating-point numbers."""
+    GROUPED, is MAX. ``values`` are integers or floating-point numbers. Blocks of ROTATION inputs are rotated first."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)[:, None] * ITEMS + tl.arange(0, ITEMS)[None, :]
     given = tl.load(x + row * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
+    given = _rotated(given, ROTATION)
     # Rows with what is no number get an infinite scale, and so no finite product.
     magnitude = tl.where(given == given, tl.abs(given), float("inf"))
     maximum = tl.max(magnitude, 1)
@@ -560,10 +583,11 @@ def gather_rows(
     ROWS_PER_SCALE: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
+    ROTATION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Row ``ids[program]`` of a matrix; nothing is written for ids of none of its rows. BITS is 0 where it is
-    row-major."""
+    row-major. What is rotated in blocks of ROTATION is rotated back."""
     token = tl.program_id(0)
     row = tl.load(ids + token) - first
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -591,6 +615,8 @@ def gather_rows(
         values *= tl.load(scales + group * PANEL + row % PANEL, mask=inside, other=0.0)
         if offsets is not None:
             values += tl.load(offsets + group * PANEL + row % PANEL, mask=inside, other=0.0)
+    if ROTATION > 1:
+        values = _rotated(values, ROTATION)
     if order is not None:
         column = tl.load(order + column, mask=inside, other=0)
     tl.store(out + token.to(tl.int64) * out_stride + column, values.to(out.dtype.element_ty), mask=inside)
