@@ -39,7 +39,7 @@ OTHER: list[dict[str, Any]] = [
     {"dtype": "float32"},
     {"kv_cache_dtype": "int8"},
     {"ops": "reference"},
-    *({"quantization": name} for name in ("w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32")),
+    *({"quantization": name} for name in ("w8a8", "w4a8", "wint8", "wint4")),
 ]
 """Options that do."""
 

@@ -29,7 +29,8 @@ kernels: Any = cpu._kernels
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 FORMATS = sorted(
-    {scheme.layers for scheme in SCHEMES.values() if not scheme.layers.floating} - {Format()} | {Format(4, 128)},
+    {scheme.layers for scheme in SCHEMES.values() if not scheme.layers.floating} - {Format()}
+    | {Format(4, 128), Format(4, 64, 8, rotation=64)},
     key=str,
 )
 KEPT = ("", "int8")

@@ -92,14 +92,13 @@ class Scheme:
     sensitive: Format | None = None
     """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
 
-    def format_of(self, name: str, num_layers: int) -> Format:
+    def format_of(self, name: str) -> Format:
         """The format of a layer's matrix.
 
         Args:
             name: in the checkpoint, without ``.weight``.
-            num_layers: of the model.
         """
-        return self.sensitive if self.sensitive and is_sensitive(name, num_layers) else self.layers
+        return self.sensitive if self.sensitive and is_sensitive(name) else self.layers
 
 
 VALUE, DOWN = ("v_proj",), ("down_proj", "w2")
@@ -107,29 +106,26 @@ VALUE, DOWN = ("v_proj",), ("down_proj", "w2")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-def is_sensitive(name: str, num_layers: int) -> bool:
+def is_sensitive(name: str) -> bool:
     """Whether a matrix of the layers gets 8 bits where others have 4, as it loses the most: value projections, which
-    are few, and the down projections of ``is_sensitive_layer``.
+    are few, and the down projections of every third layer. A model then has 4.9 bits a weight or little more.
 
     Args:
         name: in the checkpoint, without ``.weight``.
-        num_layers: of the model.
     """
     if name.endswith(VALUE):
         return True
-    found = _LAYER.search(name) if name.endswith(DOWN) else None
-    return found is not None and is_sensitive_layer(int(found[1]), num_layers)
+    layer = _LAYER.search(name) if name.endswith(DOWN) else None
+    return layer is not None and is_sensitive_layer(int(layer[1]))
 
 
-def is_sensitive_layer(layer: int, num_layers: int) -> bool:
-    """Whether the down projections of a layer get 8 bits: those of the first and last eighth of the layers, and of
-    every third between, as in llama.cpp's Q4_K_M (``use_more_bits``)."""
-    eighth = num_layers // 8
-    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+def is_sensitive_layer(layer: int) -> bool:
+    """Whether the down projections of a layer are sensitive."""
+    return layer % 3 == 2
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]
-"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); ``-g32``: groups of 32;
+"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); ``-g32`` is the same without;
 ``fp8``: floating-point weights and activations, on GPUs, with an unquantized head, as in vLLM."""
 
 ROTATION = 64
@@ -139,10 +135,10 @@ _W8A8, _WINT8 = Format(8, activation_bits=8, rotation=ROTATION), Format(8)
 SCHEMES: dict[str, Scheme] = {
     "none": Scheme(),
     "w8a8": Scheme(_W8A8, _W8A8),
-    "w4a8": Scheme(Format(4, 64, 8, rotation=ROTATION), _W8A8, sensitive=_W8A8),
+    "w4a8": Scheme(Format(4, 32, 8, rotation=ROTATION), _W8A8, sensitive=_W8A8),
     "w4a8-g32": Scheme(Format(4, 32, 8, rotation=ROTATION), _W8A8, sensitive=_W8A8),
     "wint8": Scheme(_WINT8, _WINT8),
-    "wint4": Scheme(Format(4, 64, rotation=ROTATION), _WINT8, sensitive=_WINT8),
+    "wint4": Scheme(Format(4, 32, rotation=ROTATION), _WINT8, sensitive=_WINT8),
     "wint4-g32": Scheme(Format(4, 32, rotation=ROTATION), _WINT8, sensitive=_WINT8),
     "fp8": Scheme(Format(8, activation_bits=8, floating=True)),
 }

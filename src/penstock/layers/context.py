@@ -108,8 +108,6 @@ class BuildContext:
     expert_load: ExpertLoad | None = None
     """Counts the tokens of experts; None does not."""
     scheme: Scheme = field(default_factory=Scheme)
-    num_layers: int = 0
-    """Layers of the whole model, as ``Scheme.format_of`` asks for."""
     weight_cache: PackedWeights | None = None
     output: PackedOutput | None = None
     """Gets all weights. Layers then keep no matrices: the model is built to be written, and cannot compute."""
@@ -217,7 +215,7 @@ class BuildContext:
             names: of the checkpoint's matrices, without ``.weight``.
             format: to quantize the others to; None is as the scheme says.
         """
-        wanted = [format or self.scheme.format_of(name, self.num_layers) for name in names]
+        wanted = [format or self.scheme.format_of(name) for name in names]
         formats = [self._format(*each) for each in zip(names, shards, wanted, strict=True)]
         parts, outputs, end = list[PackedMatrix](), list[int](), 0
         for (chosen, as_stored), run in groupby(zip(names, shards, formats, strict=True), lambda each: each[2]):

@@ -271,7 +271,6 @@ def load_model(
         num_redundant_experts=num_redundant_experts,
         expert_load=expert_load,
         scheme=scheme,
-        num_layers=config.num_layers,
         weight_cache=cache,
         output=output(weights) if output else None,
         check_finite=check_finite,

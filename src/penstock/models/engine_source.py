@@ -83,7 +83,6 @@ class EngineSource:
                     group=SingleRank(rank, config.tensor_parallel_size),
                     layers=range(first, first + count),
                     scheme=SCHEMES[config.quantization],
-                    num_layers=model.num_layers,
                     weight_cache=weights,
                     rows=rows,
                 )

@@ -69,7 +69,7 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
 
 def sensitive_share(size: ModelSize) -> float:
     """Share of the layers' weights in matrices that are ``is_sensitive``."""
-    layers = sum(is_sensitive_layer(layer, size.num_layers) for layer in range(size.num_layers))
+    layers = sum(is_sensitive_layer(layer) for layer in range(size.num_layers))
     weights = size.value_weights + size.down_weights * layers / size.num_layers
     return weights / max(size.layer_weights, 1)
 
