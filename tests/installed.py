@@ -304,7 +304,7 @@ def test_commands_run_as_printed(full: Clean, served: Served) -> None:
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": asked}
     (full.home / "requests.jsonl").write_text(json.dumps(line) + "\n")
     lines = [line for block in snippets("sh") for line in block.splitlines() if line.strip()]
-    elsewhere = r"make |.*pip install|\.venv/bin/penstock (chat|bench|download|quantize|top) "
+    elsewhere = r"make |.*pip install|\.venv/bin/penstock (chat|bench|download|quantize|top|serve pypi:) ?"
     skipped = [line for line in lines if re.match(elsewhere, line)]
     run = [line for line in lines if line not in skipped]
     assert any(line.startswith("curl") for line in run) and any("penstock run-batch" in line for line in run)

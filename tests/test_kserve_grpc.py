@@ -353,6 +353,12 @@ def test_probes_are_answered_where_there_is_no_memory_for_requests(served: Serve
                 await call(b"\x0a\x80\x80\x04" + b"x" * 2**16, timeout=40)
             for each in waiting:
                 each.cancel()
+            status = grpc.StatusCode.RESOURCE_EXHAUSTED
+            while status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # until the server has seen that they left
+                with pytest.raises(grpc.RpcError) as refused:
+                    await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(b"\xff\xff", timeout=40)
+                status = refused.value.code()
+            assert status is grpc.StatusCode.INVALID_ARGUMENT
 
     asyncio.run(run())
 

@@ -108,9 +108,10 @@ struct Layer {
       }
       const double scale = scales[(output / kPanel * groups + input / matrix.group) * kPanel + output % kPanel];
       const double integer = std::rint(kept[i] / scale);
-      const bool eight = format == Format::w8a8 || format == Format::wint8, cut = !eight && integer == 7;
+      const bool eight = format == Format::w8a8 || format == Format::wint8;
+      const bool cut = !eight && (integer == 7 || integer == -8);  // by a scale that was searched
       weights[i] = integer * scale;
-      close(name, i, weights[i], weight[i], std::fabs(scale) * (cut ? 1.001 : 0.501));
+      close(name, i, weights[i], weight[i], std::fabs(scale) * (cut ? 4 : 0.501));
     }
   }
 };

