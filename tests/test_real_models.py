@@ -22,7 +22,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from penstock import LLM, PenstockError, SamplingParams
+from penstock import LLM, SamplingParams
 from penstock.frontend.outputs import RequestOutput
 
 pytestmark = [pytest.mark.thorough]
@@ -75,10 +75,7 @@ def test_greedy_tokens_and_logprobs_against_transformers(name: str) -> None:
     check(outputs, library, LIMIT)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["smollm2", pytest.param("gemma3", marks=pytest.mark.xfail(raises=PenstockError, reason="GGUF files of Gemma 3"))],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_gguf_file_against_its_conversion_by_transformers(name: str) -> None:
     model = MODELS[name]()
     llm = LLM(model.gguf, **OPTIONS)

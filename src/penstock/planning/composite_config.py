@@ -69,9 +69,15 @@ def _vision(given: Mapping[str, Any] | None, known: ConfigClass) -> dict[str, An
     return with_defaults({**vision, "model_type": kind}, class_named(kind))
 
 
+OWN_FIELD_ONLY = ("qwen3_vl", "qwen3_vl_moe")
+"""Models whose class in transformers never reads ``tie_word_embeddings`` of ``text_config``."""
+
+
 def _tied(config: Mapping[str, Any], text: Mapping[str, Any], known: ConfigClass) -> bool:
     """Whether embeddings are tied: the model's own field decides, and then that of ``text_config``."""
     top, nested = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
+    if known.model_type in OWN_FIELD_ONLY:
+        nested = None
     if not known.fields["tie_word_embeddings"] and nested:  # as the library forwards it
         return True
     return bool(next((value for value in (top, nested) if value is not None), known.fields["tie_word_embeddings"]))
