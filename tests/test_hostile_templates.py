@@ -46,11 +46,9 @@ ROUTES: dict[str, Any] = {
     "/v1/responses": lambda text: {"input": text},
     "/v1/messages": lambda text: {"messages": _user(text), "max_tokens": 5},
     "/v1/messages/count_tokens": lambda text: {"messages": _user(text)},
-    "/api/chat": lambda text: {"messages": _user(text)},
+    "/api/chat": lambda text: {"model": "default", "messages": _user(text), "stream": False},
     "/apply-template": lambda text: {"messages": _user(text)},
     "/tokenize": lambda text: {"messages": _user(text)},
-    "/chat_tokenize": lambda text: {"messages": _user(text)},
-    "/v1/chat/completions/render": lambda text: {"messages": _user(text)},
 }
 """Paths that render a chat, with the body for a message."""
 
