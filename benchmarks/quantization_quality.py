@@ -70,7 +70,7 @@ WRITTEN = {
 
 
 REAL_METHODS = ("wint4", "awq -g32", "gptq", "gptq -g32")
-"""Of ``WRITTEN``, those that real models are quantized by unless others are asked for."""
+"""Methods of ``WRITTEN`` that are measured on real models by default."""
 
 
 @dataclass(frozen=True)

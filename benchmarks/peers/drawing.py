@@ -16,7 +16,7 @@ COLOURS = {
 }
 
 FRONTIER_COLOURS = {OURS: "#0b7285", "OpenVINO": "#e8590c", "llama.cpp": "#495057", "ik_llama.cpp": "#862e9c"}
-"""Of points, which are small: darker than those of bars."""
+"""Colours of the frontier's points by system."""
 
 
 def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> None:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 MEASURED: list[Work] = [(1, 512, 1), (1, 16, 64), (8, 16, 64)]
 """Prefill 512, decode 1 and decode 8."""
-OURS_FORMATS = ("none", "wint8", "w8a8", "wint4-g32", "wint4", "w4a8-g32", "w4a8")
+OURS_FORMATS = ("none", "wint8", "w8a8", "wint4", "w4a8")
 LLAMA_TYPES = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q4_0", "q3_k_m", "q2_k")
 IK_TYPES = ("bf16", "q8_0", "q6_k", "q4_k_m", "iq4_k", "iq4_ks", "q4_0")
 OPENVINO_WEIGHTS = {

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def perplexity(folder: str, options: dict[str, int], text: str, count: int) -> float:
-    """Of the model by itself, with the pipeline's precision."""
+    """Perplexity of the exported model, in the precision of the pipeline."""
     tokenizer = openvino_genai.Tokenizer(folder)
 
     def encode(text: str, special: bool) -> list[int]:

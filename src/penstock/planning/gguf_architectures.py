@@ -113,7 +113,7 @@ class Architecture:
     mlp: Mapping[str, str] = field(default_factory=lambda: MLP)
     """MLP of layers without experts."""
     experts: Mapping[str, str] = field(default_factory=dict)
-    """Of layers with experts."""
+    """Tensor names of layers with experts."""
     optional: tuple[str, ...] = ()
     """Tensors of a layer that a model may lack."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What rows hear: keys and values of their audio, in a KV cache of its own, and the times of their tokens in it."""
+"""Encoded audio of rows: its keys and values, in a separate KV cache, and the times of tokens."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ CLOSING = "\"'.。,，!！?？:：”)]}、"
 """Punctuation that belongs to the word before it."""
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 INCOMPLETE = "\ufffd"
-"""What bytes are decoded to that are not a whole character."""
+"""Character to which incomplete UTF-8 is decoded."""
 
 
 class TokenWord(NamedTuple):
