@@ -17,14 +17,14 @@ inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
   thread_local std::vector<Line> x;
   thread_local std::vector<float> scales, sums;
   const Matrix& m = a.matrix;
-  const int64_t rows = end - first, groups = groups_of(m);
+  const int64_t rows = end - first, groups = groups_of(m), stride = sums_of(m);
   Linear near{m, nullptr, nullptr, nullptr, nullptr, 0, rows, a.panels, a.out_type, a.activation};
   with_format(m, [&]<class F>() {
     using X = typename F::Step::X;
     const int64_t width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
     if (const int64_t needed = ceil_div(rows * width * sizeof(X), sizeof(Line)); int64_t(x.size()) < needed) x.resize(needed);
     if (int64_t(scales.size()) < rows) scales.resize(rows);
-    if (int64_t(sums.size()) < rows * groups) sums.resize(rows * groups);
+    if (int64_t(sums.size()) < rows * stride) sums.resize(rows * stride);
     static_assert(sizeof(int32_t) == sizeof(float));
     auto* const of_groups = (int32_t*)sums.data();  // or floats
     for (int64_t i = 0; i < rows; i++) {
@@ -34,7 +34,7 @@ inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
       if (F::kIntegers) scales[i] = a.x_scales[row];
       if (!m.order) {
         memcpy(to, from, width * sizeof(X));
-        if (a.x_sums) memcpy(of_groups + i * groups, (const int32_t*)a.x_sums + row * groups, groups * sizeof(int32_t));
+        if (a.x_sums) memcpy(of_groups + i * stride, (const int32_t*)a.x_sums + row * stride, stride * sizeof(int32_t));
         continue;
       }
       for (int64_t j = 0; j < m.in; j++) to[j] = from[m.order[j]];

@@ -32,18 +32,25 @@ PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][G], float* kept) {
     PENSTOCK_UNROLL for (int g = 0; g < G; g++) store_bits(kept + r * kPanel + g * kWidth, sums[r][g]);
 }
 
-// Numbers of a group and G vectors of columns, from the `at`-th on.
+// Integers of a group and some columns, from the `at`-th on.
+template <int n>
+inline Vector<int32_t, n> load_integers(const OfGroups& from, int64_t at) {
+  return convert<Vector<int32_t, n>>(load_bits<Vector<int8_t, n>>((const int8_t*)from.at + at));
+}
+
+// Floats of a group and G vectors of columns, from the `at`-th on.
 template <class V, int G>
 PENSTOCK_INLINE inline void load_groups(const OfGroups& from, int64_t at, V (&to)[G]) {
   constexpr int n = kLanesOf<V>;
-  if (from.half)
+  if (from.type == GroupType::float16)
     PENSTOCK_UNROLL for (int g = 0; g < G; g++)
       to[g] = widen_half(load_bits<Vector<uint16_t, n>>((const uint16_t*)from.at + at + g * n));
   else
     PENSTOCK_UNROLL for (int g = 0; g < G; g++) to[g] = load_bits<V>((const float*)from.at + at + g * n);
 }
 inline float get_group(const OfGroups& from, int64_t at) {
-  return from.half ? widen_half(((const uint16_t*)from.at)[at]) : ((const float*)from.at)[at];
+  if (from.type == GroupType::int8) return ((const int8_t*)from.at)[at];
+  return from.type == GroupType::float16 ? widen_half(((const uint16_t*)from.at)[at]) : ((const float*)from.at)[at];
 }
 
 // Bytes from one of a panel's steps to the next.
@@ -91,6 +98,7 @@ struct Rounded {
   using Unit = U;
   static constexpr bool kIntegers = sizeof(X) == 1;
   static constexpr int kBits = Bits, kZero = Zero, kRows = Rows;
+  static constexpr bool kHasIntegerScales = kIntegers && Bits == 4;
   static constexpr int groups(int rows) { return Groups ? Groups : groups_of_rows(rows); }
   // What kMany rows and more are multiplied with: integers as bfloat16, made once for all of them; or, where groups are
   // summed by themselves, fewer columns at a time, so that both the groups' sums and the outputs stay in registers.
@@ -103,15 +111,18 @@ struct Rounded {
     const auto unit = ((const typename U::Bits*)panel)[input / S::kInputs * kPanel + output];
     const int64_t at = scales + input / m.group * kPanel + output;
     const float value = float(U::get(unit, input % S::kInputs)) * get_group(m.scales, at);
+    if (m.output_scales) return value * m.output_scales[scales / groups_of(m) + output];
     return m.offsets.at ? value + get_group(m.offsets, at) : value;
   }
 
-  // With one group its sums are kept between pieces, and become outputs after the last; else the outputs so far. Rows'
-  // scales are left to `complete`. The panel's own scales begin with the `scales`-th of the matrix.
+  // With one group its sums are kept between pieces, and become outputs after the last; else the outputs so far. Scales of
+  // rows and outputs are left to `complete`. The panel's own scales begin with the `scales`-th of the matrix.
   template <int R, int G>
   PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, int64_t scales, Piece piece,
                                       Soon soon, float* kept) {
     const Matrix& m = a.matrix;
+    if constexpr (kHasIntegerScales)
+      if (m.output_scales) return product_of_integers<R, G>(a, row, panel, scales, piece, soon, kept);
     if (m.group >= m.in) {
       typename S::Sum sums[R][G];
       resume(piece.begin == 0, kept, sums);
@@ -144,6 +155,36 @@ struct Rounded {
       if (m.offsets.at) add_offsets(a, scales, x_sums, groups, out);
     }
     keep(out, kept);
+  }
+
+  // The same where scales of groups are integers, and so are the sums of all groups. A group has up to 32 inputs, so that
+  // its sum is one of 16 bits.
+  template <int R, int G>
+  PENSTOCK_INLINE static void product_of_integers(const Linear& a, int64_t row, const char* panel, int64_t scales,
+                                                  Piece piece, Soon soon, float* kept) {
+    const Matrix& m = a.matrix;
+    i32xw out[R][G];
+    resume(piece.begin == 0, kept, out);
+    const int64_t stride = sums_of(m), first = piece.begin / m.group;
+    int64_t x_sums = row * stride + first;
+    scales += first * kPanel;
+    for (int64_t begin = piece.begin, end; begin < piece.end; begin = end, scales += kPanel, x_sums++) {
+      end = begin + m.group < m.in ? begin + m.group : m.in;
+      i32xw sums[R][G];
+      resume(true, kept, sums);
+      shift(a, x_sums, stride, sums);
+      add(a, row, panel, {begin, end}, soon, sums);
+      soon.at += m.group / S::kInputs * soon.lines * 64;
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+        const u32xw scale = as<u32xw>(load_integers<kWidth>(m.scales, scales + g * kWidth)) & 0xffff;
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = add_pairs(out[r][g], as<u32xw>(sums[r][g]), scale);
+      }
+    }
+    if (piece.end < m.in) return keep(out, kept);
+    f32xw found[R][G];
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) found[r][g] = as_float(out[r][g]);
+    keep(found, kept);
   }
 
   // The sum of a group of a row's inputs, as rows are rounded.
@@ -253,6 +294,112 @@ const char* widen(const char* panel, int64_t steps, int64_t ahead = 0) {
     }
   return to;
 }
+
+#if defined(PENSTOCK_QUADS)
+// Integer scales of a group and G vectors of columns, which make weights of 4 bits such of 8 bits with 128 added.
+template <int G>
+struct IntegerScales {
+  using Words = Vector<uint16_t, 2 * kWidth>;
+  u32xw flip[G], factor[G], added[G];
+
+  // (q - 8) * s + 128 is q * s + (128 - 8 * s), or of a negative s (15 - q) * -s + (128 + 7 * s): each byte is below 256.
+  PENSTOCK_INLINE IntegerScales(const OfGroups& scales, int64_t at) {
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+      const i32xw scale = load_integers<kWidth>(scales, at + g * kWidth), sign = scale >> 31;
+      const i32xw size = (scale ^ sign) - sign;
+      flip[g] = as<u32xw>(sign & 0x0f0f0f0f);
+      factor[g] = as<u32xw>(size | size << 16);
+      added[g] = first_bytes(as<u32xw>(128 - (size << 3) + (size & sign)));
+    }
+  }
+  // Four inputs of the g-th vector of columns, each being the low half of a byte.
+  PENSTOCK_INLINE u32xw scaled(const u32xw& weights, int g) const {
+#if defined(__AVX512F__)
+    const auto nibbles = (u32xw)_mm512_ternarylogic_epi32((__m512i)weights, _mm512_set1_epi32(0x0f0f0f0f), (__m512i)flip[g],
+                                                          0x6a);  // (a & b) ^ c
+#else
+    const u32xw nibbles = (weights & 0x0f0f0f0f) ^ flip[g];
+#endif
+    return as<u32xw>(as<Words>(nibbles) * as<Words>(factor[g])) + added[g];
+  }
+
+ private:
+  // The first byte of each lane four times.
+  PENSTOCK_INLINE static u32xw first_bytes(const u32xw& v) {
+#if defined(__AVX512F__)
+    return (u32xw)_mm512_shuffle_epi8((__m512i)v, _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
+#else
+    return (u32xw)_mm256_shuffle_epi8((__m256i)v, _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404,
+                                                                     0x08080808, 0x0c0c0c0c));
+#endif
+  }
+};
+
+// A panel of W4A8 whose scales are integers as one of W8A8, in memory of this thread's that lasts until the next call. What
+// lies kSoon bytes ahead is asked for.
+inline const char* widen_scaled(const Matrix& m, const char* panel, int64_t scales) {
+  constexpr int64_t n = OctetStep::kInputs;
+  constexpr int groups = kPanel / kWidth;
+  thread_local std::vector<Line> wide;
+  const int64_t steps = ceil_div(m.in, n), of_group = m.group / n;
+  if (int64_t(wide.size()) < steps * 2 * kPanel / 16) wide.resize(steps * 2 * kPanel / 16);
+  char* const to = wide[0].bytes;
+  for (int64_t begin = 0; begin < steps; begin += of_group, scales += kPanel) {
+    const IntegerScales<groups> of_columns(m.scales, scales);
+    const int64_t end = begin + of_group < steps ? begin + of_group : steps;
+    for (int64_t i = begin; i < end; i++)
+      PENSTOCK_UNROLL for (int g = 0; g < groups; g++) {
+        const char* from = panel + (i * groups + g) * OctetStep::kBytes;
+        __builtin_prefetch(from + kSoon, 0, 3);
+        const u32xw both = load_bits<u32xw>(from);
+        PENSTOCK_UNROLL for (int part = 0; part < 2; part++)
+          store_bits(to + ((i * 2 + part) * groups + g) * sizeof(u32xw), of_columns.scaled(both >> 4 * part, g));
+      }
+  }
+  return to;
+}
+
+// W4A8 with integer scales by some rows: weights get 8 bits in registers, so that groups need no sums of their own.
+struct ScaledW4A8 : Rounded<OctetStep, 4, 8, OctetUnit, 8, 2> {
+  using Many = ScaledW4A8;
+
+  template <int R, int G>
+  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, int64_t scales, Piece piece,
+                                      Soon soon, float* kept) {
+    const Matrix& m = a.matrix;
+    const int64_t stride = sums_of(m), width = (m.in + 7) / 8 * 8;
+    const int8_t* const x = (const int8_t*)a.x + row * width;
+    i32xw sums[R][G];
+    resume(piece.begin == 0, kept, sums);
+    if (piece.begin == 0)
+      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= 128 * x_sum(a, (row + r + 1) * stride - 1);
+    scales += piece.begin / m.group * kPanel;
+    for (int64_t begin = piece.begin, end; begin < piece.end; begin = end, scales += kPanel) {
+      end = begin + m.group < m.in ? begin + m.group : m.in;
+      const IntegerScales<G> of_columns(m.scales, scales);
+      for (int64_t i = begin; i < end; i += 8) {
+        ask_for(soon);
+        u32xw weights[2][G];
+        PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+          const auto both = load_bits<u32xw>(panel + i / 8 * kStride<OctetStep> + g * OctetStep::kBytes);
+          PENSTOCK_UNROLL for (int part = 0; part < 2; part++) weights[part][g] = of_columns.scaled(both >> 4 * part, g);
+        }
+        PENSTOCK_UNROLL for (int part = 0; part < 2; part++)
+          PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
+            const u32xw input = QuadStep::input(x + r * width + i + 4 * part);
+            PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = add_quads(sums[r][g], weights[part][g], input);
+          }
+      }
+    }
+    if (piece.end < m.in) return keep(sums, kept);
+    f32xw found[R][G];
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) found[r][g] = as_float(sums[r][g]);
+    keep(found, kept);
+  }
+};
+#endif
 
 // What tiles are multiplied with in place of a step.
 template <class Step>

@@ -25,17 +25,20 @@ enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, swigluoai }
 // that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
 constexpr int64_t kPanel = 64;
 
-// A number for each group and output, [panels][groups][64]: float32, or float16 that are zero or normal.
+// A number for each group and output, [panels][groups][64]: float32, float16 that are zero or normal, or int8.
+enum class GroupType : int32_t { float32, float16, int8 };
 struct OfGroups {
   const void* at;  // null: there are none
-  bool half;
+  GroupType type;
 };
 
-// A packed [outputs, in]. A weight of integers is q * scale + offset.
+// A packed [outputs, in]. A weight of integers is q * scale + offset. Where scales are int8, it is q * scale times the
+// output's scale: an integer of 8 bits, too, so that products in integers need no floats before their last sum.
 struct Matrix {
   const void* panels;
   OfGroups scales, offsets;
-  const float* bias;     // [outputs]; null: none
+  const float* output_scales;  // [panels][64]; null: scales are no integers
+  const float* bias;           // [outputs]; null: none
   const int32_t* order;  // [in]: which input a column of the panels is; null: they lie as inputs come
   int64_t in, outputs, group;
   int64_t rotation;  // inputs of a Hadamard block (hadamard.h); 1: weights are not rotated
@@ -48,7 +51,7 @@ struct Linear {
   Matrix matrix;
   const void* x;          // of the matrix's type; for a8 formats int8, each row padded with zeros; in the matrix's order
   const float* x_scales;  // [rows], for a8 formats
-  const void* x_sums;     // [rows, groups]: int32 for a8 formats; float32 for others with offsets
+  const void* x_sums;     // [rows, sums_of(matrix)]: int32 for a8 formats; float32 for others with offsets
   void* out;
   int64_t out_stride;  // elements from one row to the next
   int64_t rows;
@@ -114,8 +117,9 @@ struct Quantize {
   const void* x;  // [rows, in]
   int8_t* out;    // [rows, padded]
   float* scales;  // [rows]
-  int32_t* sums;  // [rows, groups]
+  int32_t* sums;  // [rows, groups]; with `has_total` [rows, groups + 1], the last of which is a whole row's
   int64_t in, padded, group, rotation;
+  bool has_total;
   Type type;
 };
 
@@ -413,5 +417,8 @@ inline int64_t panel_bytes(const Matrix& m) {
   return ceil_div(m.in, step_of(m.format, m.type)) * step_bytes(m.format) * (kPanel / 16);
 }
 inline int64_t groups_of(const Matrix& m) { return ceil_div(m.in, m.group); }
+
+// Sums of a row's inputs that products need: of each group, and where scales are integers of the whole row after them.
+inline int64_t sums_of(const Matrix& m) { return groups_of(m) + (m.output_scales ? 1 : 0); }
 
 }  // namespace penstock

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cmath>
+
 #include "elementwise.h"
 #include "hadamard.h"
 #include "product.h"
@@ -107,19 +109,23 @@ template <class T>
 void quantize_values(const Quantize& a, int64_t row, const T* x) {
   int8_t* out = a.out + row * a.padded;
   const float most = magnitude(x, a.in);
-  const int64_t groups = ceil_div(a.in, a.group);
+  const int64_t groups = ceil_div(a.in, a.group), stride = groups + (a.has_total ? 1 : 0);
+  int32_t* const sums = a.sums + row * stride;
   a.scales[row] = most / 127.0f;
   if (!(most > kNothing)) {  // or not a number, as the scale then says
     memset(out, 0, a.padded);
-    memset(a.sums + row * groups, 0, groups * sizeof(int32_t));
+    memset(sums, 0, stride * sizeof(int32_t));
     return;
   }
   const float inverse = 127.0f / most;
   memset(out + a.in, 0, a.padded - a.in);
   for (int64_t group = 0; group < groups; group++) {
     const int64_t begin = group * a.group, end = begin + a.group < a.in ? begin + a.group : a.in;
-    a.sums[row * groups + group] = round_run(x + begin, end - begin, inverse, out + begin);
+    sums[group] = round_run(x + begin, end - begin, inverse, out + begin);
   }
+  if (!a.has_total) return;
+  sums[groups] = 0;
+  for (int64_t group = 0; group < groups; group++) sums[groups] += sums[group];
 }
 
 template <class T>
@@ -210,32 +216,81 @@ inline float search_scale(const T* weight, int64_t count, float base) {
   return as<float>((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
 }
 
-// Rounds to nearest: to -127 to 127 with the largest magnitude as 127, or to -8 to 7 with a scale that is searched.
+// A group's scale: the largest magnitude becomes 127 of 8 bits; of 4 bits it is searched. 0 for a group of nothing, and no
+// number for one with something that is none.
+template <class F, class T>
+float scale_of(const T* weight, int64_t count) {
+  const float most = magnitude(weight, count);
+  if (!(most > kNothing)) return most * 0.0f;
+  if (F::kBits == 8) return most / 127.0f;
+  bool has_most = false;
+  for (int64_t i = 0; i < count; i++) has_most |= widen(weight[i]) == most;
+  return search_scale(weight, count, (has_most ? -most : most) / 8.0f);
+}
+
+template <class F, class T>
+void round_group(const T* weight, int64_t count, float scale, int8_t* out) {
+  const float inverse = 1.0f / scale;
+  for (int64_t i = 0; i < count; i += 16) {
+    const int64_t some = count - i < 16 ? count - i : 16;
+    const f32x16 value = (some < 16 ? load_part(weight + i, some) : load(weight + i)) * inverse;
+    const i8x16 narrow = convert<i8x16>(F::kBits == 4 ? to_nibbles(value) : to_integers(value));
+    memcpy(out + i, &narrow, some);
+  }
+}
+
+// Rounds to nearest: to -127 to 127, or to -8 to 7. What has no scale is zero in `out` already.
 template <class F, class T>
 void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales) {
   for (int64_t begin = 0; begin < m.in; begin += m.group, scales += kPanel) {
-    const int64_t end = begin + m.group < m.in ? begin + m.group : m.in;
-    float extreme = magnitude(weight + begin, end - begin);
-    if (F::kBits == 4)
-      for (int64_t i = begin; i < end; i++)
-        if (widen(weight[i]) == extreme) {
-          extreme = -extreme;
-          break;
-        }
-    if (!(extreme > kNothing || -extreme > kNothing)) {
-      *scales = extreme * 0.0f;  // `out` is zero; a scale that is no number says so
-      continue;
+    const int64_t count = begin + m.group < m.in ? m.group : m.in - begin;
+    const float scale = *scales = scale_of<F>(weight + begin, count);
+    if (scale < 0.0f || scale > 0.0f) round_group<F>(weight + begin, count, scale, out + begin);
+  }
+}
+
+// The error of rounding with a scale, less the weights' squares, as ops/scale_search.py defines it to the bit.
+template <class T>
+inline float rounding_error(const T* weight, int64_t count, float scale) {
+  const float inverse = 1.0f / scale;
+  f32x16 products = {}, squares = {};
+  for (int64_t i = 0; i < count; i += 16) {
+    const f32x16 value = load_some(weight + i, count - i) * inverse, rounded = convert<f32x16>(to_nibbles(value));
+    products += rounded * value;
+    squares += rounded * rounded;
+  }
+  return (sum(squares) - 2.0f * sum(products)) * (scale * scale);
+}
+
+// The same with integer scales of groups (search_integer_scales of ops/scale_search.py), and the output's scale.
+template <class F, class T>
+void round_weights_by_integers(const Matrix& m, const T* weight, int8_t* out, int8_t* scales, float* output_scale) {
+  constexpr float kMost = 15.0f;
+  thread_local std::vector<float> found;
+  const int64_t groups = groups_of(m);
+  if (int64_t(found.size()) < groups) found.resize(groups);
+  auto count = [&](int64_t group) { return (group + 1) * m.group < m.in ? m.group : m.in - group * m.group; };
+  float most = 0.0f, spoiled = 0.0f;
+  for (int64_t group = 0; group < groups; group++) {
+    const float scale = found[group] = scale_of<F>(weight + group * m.group, count(group)), size = std::fabs(scale);
+    most = size > most ? size : most;
+    spoiled += scale * 0.0f;
+  }
+  *output_scale = most / kMost + spoiled;
+  if (spoiled != 0.0f || most == 0.0f) return;  // `scales` are zero, too
+  const float unit = *output_scale, inverse = kMost / most;
+  for (int64_t group = 0; group < groups; group++, scales += kPanel) {
+    if (found[group] == 0.0f) continue;
+    const T* const some = weight + group * m.group;
+    const float exact = std::fabs(found[group]) * inverse, sign = found[group] < 0.0f ? -1.0f : 1.0f;
+    float best = 0.0f, least = 0.0f;
+    for (const float near : {std::floor(exact), std::floor(exact) + 1.0f}) {
+      const float size = near < 1.0f ? 1.0f : near > kMost ? kMost : near;
+      const float error = rounding_error(some, count(group), sign * size * unit);
+      if (best == 0.0f || error < least) best = sign * size, least = error;
     }
-    float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f);
-    if (F::kBits == 4) scale = search_scale(weight + begin, end - begin, scale);
-    *scales = scale;
-    const float inverse = 1.0f / scale;
-    for (int64_t i = begin; i < end; i += 16) {
-      const int64_t count = end - i < 16 ? end - i : 16;
-      const f32x16 value = (count < 16 ? load_part(weight + i, count) : load(weight + i)) * inverse;
-      const i8x16 narrow = convert<i8x16>(F::kBits == 4 ? to_nibbles(value) : to_integers(value));
-      memcpy(out + i, &narrow, count);
-    }
+    *scales = int8_t(best);
+    round_group<F>(some, count(group), best * unit, out + group * m.group);
   }
 }
 
@@ -253,13 +308,17 @@ void pack_rounded(const Pack& a, int64_t number) {
     if constexpr (std::is_same_v<T, int8_t>) {
       memcpy(to, weight, m.in);
     } else {
-      float* scales = (float*)m.scales.at + number * groups_of(m) * kPanel + o;
+      const int64_t at = number * groups_of(m) * kPanel + o;
+      auto round = [&](const auto* values) {
+        if (!m.output_scales) return round_weights<F>(m, values, to, (float*)m.scales.at + at);
+        round_weights_by_integers<F>(m, values, to, (int8_t*)m.scales.at + at, (float*)m.output_scales + number * kPanel + o);
+      };
       if (m.rotation > 1) {
         float* values = rotated(weight, m.in, m.rotation);
         for (int64_t i = 0; i < m.in; i++) values[i] *= 1.0f / float(m.rotation);
-        round_weights<F>(m, values, to, scales);
+        round(values);
       } else {
-        round_weights<F>(m, weight, to, scales);
+        round(weight);
       }
     }
   }

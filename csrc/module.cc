@@ -420,10 +420,10 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
 
 // Of `rows` tokens with `each` rows.
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t each, int64_t in, int64_t padded,
-              int64_t group, int64_t rotation, int type) {
+              int64_t group, int64_t rotation, bool has_total, int type) {
   make_rows(rows, each, &Kernels::quantize,
             Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, rotation,
-                     Type(type)});
+                     has_total, Type(type)});
 }
 
 void rotate(Address x, Address out, int64_t rows, int64_t each, int64_t in, int64_t rotation, int type) {
@@ -688,11 +688,14 @@ NB_MODULE(_kernels, m) {
   }, nb::arg("threads"));
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
-           [](Matrix* self, Address panels, Address scales, bool half_scales, Address offsets, bool half_offsets,
-              Address bias, Address order, int64_t in, int64_t outputs, int64_t group, int64_t rotation, int format, int type) {
-             new (self) Matrix{at<void>(panels), {at<void>(scales), half_scales}, {at<void>(offsets), half_offsets},
-                               at<float>(bias), at<int32_t>(order), in, outputs, group, rotation, Format(format),
-                               Type(type)};
+           [](Matrix* self, Address panels, Address scales, int scale_type, Address offsets, int offset_type,
+              Address output_scales, Address bias, Address order, int64_t in, int64_t outputs, int64_t group,
+              int64_t rotation, int format, int type) {
+             new (self) Matrix{at<void>(panels),
+                               {at<void>(scales), GroupType(scale_type)},
+                               {at<void>(offsets), GroupType(offset_type)},
+                               at<float>(output_scales), at<float>(bias), at<int32_t>(order), in, outputs, group,
+                               rotation, Format(format), Type(type)};
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Tape>(m, "Tape")

@@ -41,14 +41,16 @@ __attribute__((noinline)) void multiply_tile(const Linear& a, int64_t row, int64
                               {soon.at, soon.at < until ? soon.lines : 0}, kept + c);
 }
 
-// What is left to do once everything is summed up: the scales of inputs, and the bias.
+// What is left to do once everything is summed up: scales of outputs that have some of their own, those of inputs, and the
+// bias.
 template <class F>
 inline void complete(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t count, Outputs* values) {
-  const float* bias = a.matrix.bias;
+  const float *bias = a.matrix.bias, *scales = a.matrix.output_scales;
   if (!F::kIntegers && !bias) return;
   for (int g = 0; g < kPanel / 16; g++) {
     const f32x16 added = bias ? load_some(bias + column + g * 16, count - g * 16) : f32x16{};
     for (int64_t r = 0; r < rows; r++) {
+      if (scales) values[r][g] *= load(scales + column + g * 16);
       if (F::kIntegers) values[r][g] *= a.x_scales[row + r];
       if (bias) values[r][g] += added;
     }
@@ -212,6 +214,27 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
 
 // --- Of a format -----------------------------------------------------------------------------------------------------
 
+#if defined(PENSTOCK_QUADS)
+// Rows for which weights of 4 bits with integer scales are made weights of 8 bits: in registers, or first.
+constexpr int64_t kScaled = 5, kWidened = 9;
+
+// The product by a panel of W4A8 whose scales are integers as one of W8A8, which has the same bits. It lasts until the next
+// call on this thread.
+inline Linear as_w8a8(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, int64_t scales) {
+  thread_local int32_t sums[kRowBlock];
+  const int64_t groups = groups_of(a.matrix), stride = sums_of(a.matrix);
+  for (int64_t row = first; row < end; row++) sums[row - first] = ((const int32_t*)a.x_sums)[row * stride + groups];
+  Linear wide = a;
+  wide.x_sums = sums - first;
+  wide.matrix.scales = {a.matrix.output_scales, GroupType::float32};
+  wide.matrix.output_scales = nullptr;
+  wide.matrix.group = a.matrix.in;
+  wide.matrix.format = Format::w8a8;
+  wide.matrix.panels = widen_scaled(a.matrix, panel, scales) - column / kPanel * panel_bytes(wide.matrix);
+  return wide;
+}
+#endif
+
 template <class F>
 void multiply_format(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, const Sink& sink) {
   constexpr int64_t step = kStride<typename F::Step>;
@@ -220,6 +243,14 @@ void multiply_format(const Linear& a, int64_t first, int64_t end, int64_t column
   const int64_t scales = column * groups_of(m);  // where the panel's begin
   using From = typename F::Step;
   using Many = typename F::Many;
+#if defined(PENSTOCK_QUADS)  // else products of 4 bits are the faster ones
+  if constexpr (std::is_same_v<F, W4A8>) {
+    if (m.output_scales && end - first >= kScaled && end - first < kWidened)
+      return multiply_panel<ScaledW4A8, false>(a, first, end, column, panel(column), scales, {panel(next), step}, sink);
+    if (m.output_scales && end - first >= kWidened)
+      return multiply_format<W8A8>(as_w8a8(a, first, end, column, panel(column), scales), first, end, column, column, sink);
+  }
+#endif
   if constexpr (ByTiles<typename Tiled<From>::type>::value)
     if (by_tiles<F>(m, end - first))
       return multiply_panel_by_tiles<F>(a, first, end, column, panel(column), scales, panel(next), sink);

@@ -80,11 +80,15 @@ inline int32_t round_run(const T* x, int64_t count, float inverse, int8_t* out) 
     store_bytes(out + i, q);
   }
   i32x16 total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
-  for (; i < count; i += 16) {
-    const int64_t some = count - i < 16 ? count - i : 16;
-    const i32x16 q = to_integers((some < 16 ? load_part(x + i, some) : load(x + i)) * inverse);
+  for (; i + 16 <= count; i += 16) {
+    const i32x16 q = to_integers(load(x + i) * inverse);
+    store_bits(out + i, convert<i8x16>(q));
+    total += q;
+  }
+  if (i < count) {
+    const i32x16 q = to_integers(load_part(x + i, count - i) * inverse);
     const i8x16 narrow = convert<i8x16>(q);
-    memcpy(out + i, &narrow, some);
+    memcpy(out + i, &narrow, count - i);
     total += q;
   }
   return sum(total);

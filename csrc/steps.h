@@ -38,6 +38,11 @@ inline V add_pairs(const V& sum, const Vector<uint32_t, kLanesOf<V>>& x, const V
   if constexpr (IsTwo<V>::value) {
     return {add_pairs(sum.low, x.low, w.low), add_pairs(sum.high, x.high, w.high)};
   } else {
+#if defined(__AVX512VNNI__)
+    if constexpr (sizeof(V) == 64) return (V)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    if constexpr (sizeof(V) == 32) return (V)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#endif
 #if defined(__AVX512BW__)
     if constexpr (sizeof(V) == 64) return sum + (V)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #endif

@@ -32,6 +32,10 @@ class Format:
     asymmetric: bool = False
     """Whether groups have an offset, too: a weight is its integer times the scale plus the offset, as zero points of
     AWQ and GPTQ and minima of GGUF are. Such integers come from checkpoints; Penstock's own rounding is symmetric."""
+    integer_scales: bool = False
+    """Whether the scale of a group is an integer from -15 to 15 times the scale of its output, in groups of 8, 16 or 32
+    inputs. A weight is then an integer of 8 bits times the scale of its output, so that products with activations in 8
+    bits are sums of integers (QServe, Lin et al., 2024)."""
     rotation: int = 0
     """Inputs of a block, a power of two, whose weights and activations are rotated by a Hadamard matrix before they
     are rounded (``ops.hadamard``); 0: not rotated."""
@@ -45,6 +49,10 @@ class Format:
             raise ValueError("integers have a scale an output")
         if self.asymmetric and (self.floating or not self.bits):
             raise ValueError("only integers have offsets")
+        if self.integer_scales and (self.bits, self.activation_bits, self.floating or self.asymmetric) != (4, 8, False):
+            raise ValueError("only symmetric 4-bit integers with 8-bit activations have integer scales")
+        if self.integer_scales and self.group_size not in (8, 16, 32):
+            raise ValueError(f"groups of {self.group_size} inputs have no integer scales")
         if self.rotation not in (0, 1, 2, 4, 8, 16, 32, 64):
             raise ValueError(f"rotation {self.rotation} is not a power of two up to 64")
         if self.rotation and (self.floating or not self.bits):
@@ -59,6 +67,7 @@ class Format:
             text += f" in blocks of {self.rows_per_scale} by {self.group_size}"
         elif self.group_size:
             text += f" in groups of {self.group_size}"
+        text += " with integer scales" if self.integer_scales else ""
         text += " with offsets" if self.asymmetric else ""
         text += " and activations in 8 bits" if self.activation_bits else ""
         return text + (f", rotated by {self.rotation}" if self.rotation else "")
@@ -125,21 +134,24 @@ def is_sensitive_layer(layer: int) -> bool:
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]
-"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); ``-g32`` is the same without;
+"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); names with ``-g32`` are older
+ones of the same formats;
 ``fp8``: floating-point weights and activations, on GPUs, with an unquantized head, as in vLLM."""
 
 ROTATION = 64
 """Inputs of a rotated block in Penstock's own rounding, of which activations in 8 bits lose less. On real models, one
 scale a token then costs as little as one each 32 inputs."""
 _W8A8, _WINT8 = Format(8, activation_bits=8, rotation=ROTATION), Format(8)
+_W4A8 = Format(4, 16, 8, rotation=ROTATION, integer_scales=True)
+_WINT4 = Format(4, 32, rotation=ROTATION)
 SCHEMES: dict[str, Scheme] = {
     "none": Scheme(),
     "w8a8": Scheme(_W8A8, _W8A8),
-    "w4a8": Scheme(Format(4, 32, 8, rotation=ROTATION), _W8A8, sensitive=_W8A8),
-    "w4a8-g32": Scheme(Format(4, 32, 8, rotation=ROTATION), _W8A8, sensitive=_W8A8),
+    "w4a8": Scheme(_W4A8, _W8A8, sensitive=_W8A8),
+    "w4a8-g32": Scheme(_W4A8, _W8A8, sensitive=_W8A8),
     "wint8": Scheme(_WINT8, _WINT8),
-    "wint4": Scheme(Format(4, 32, rotation=ROTATION), _WINT8, sensitive=_WINT8),
-    "wint4-g32": Scheme(Format(4, 32, rotation=ROTATION), _WINT8, sensitive=_WINT8),
+    "wint4": Scheme(_WINT4, _WINT8, sensitive=_WINT8),
+    "wint4-g32": Scheme(_WINT4, _WINT8, sensitive=_WINT8),
     "fp8": Scheme(Format(8, activation_bits=8, floating=True)),
 }
 """The scheme of each name."""

@@ -8,6 +8,10 @@ from torch.nn.functional import pad
 
 CANDIDATES = 6
 """Scales that are tried for a group."""
+MAX_INTEGER = 15
+"""Largest integer scale of a group."""
+MIN_MAGNITUDE = 1e-30
+"""Groups whose largest magnitude is not above this become zeros."""
 LANES = 16
 """Sums are kept in so many lanes, which are added in a tree, as the kernels' vectors are."""
 
@@ -31,6 +35,35 @@ def search_scales(groups: Tensor) -> Tensor:
         is_better = gain > best
         best, ratio = torch.where(is_better, gain, best), torch.where(is_better, product / square, ratio)
     return round_scales(base * ratio)
+
+
+def search_integer_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Integer scales of groups ``[..., groups, size]`` float32, and the scale of all groups that they multiply.
+
+    The scale of all groups is a fifteenth of the largest that ``search_scales`` finds. Of the two integers next to a
+    group's scale, the one with less squared error is taken.
+
+    Returns:
+        Integers from -15 to 15 as float32, ``[..., groups]``, 0 for a group of zeros; and scales ``[...]`` float32,
+        which are not finite where some weight is not.
+    """
+    maximum = groups.abs().amax(-1)
+    exact = torch.where(maximum > MIN_MAGNITUDE, search_scales(groups), maximum * 0)
+    largest = exact.abs().amax(-1, keepdim=True)
+    unit = largest / MAX_INTEGER
+    sizes = exact.abs() * (torch.full_like(largest, MAX_INTEGER) / largest)
+    signs = torch.where(exact < 0, -1.0, 1.0)
+    low, high = (signs * (sizes.floor() + step).clamp(1, MAX_INTEGER) for step in (0, 1))
+    is_higher = _rounding_error(groups, high * unit) < _rounding_error(groups, low * unit)
+    integers = torch.where(is_higher, high, low)
+    return torch.where((exact != 0) & unit.isfinite(), integers, 0.0), unit[..., 0]
+
+
+def _rounding_error(groups: Tensor, scales: Tensor) -> Tensor:
+    """Squared errors ``[...]`` of groups ``[..., size]`` that are rounded with scales, less the squares of weights."""
+    values = groups * (1 / scales)[..., None]
+    rounded = values.round().clamp(-8, 7)
+    return (_sum(rounded * rounded) - 2 * _sum(rounded * values)) * (scales * scales)
 
 
 def round_scales(scales: Tensor) -> Tensor:

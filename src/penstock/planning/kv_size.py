@@ -51,6 +51,7 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
         if not format.bits or format == Format(4, format.group_size, floating=True):  # which is dequantized
             return ITEM_BYTES[computed]
         each = HALF_BYTES if format.bits == 4 and not format.asymmetric else SCALE_BYTES * (1 + format.asymmetric)
+        each = 1 if format.integer_scales else each
         scales = each / (format.rows_per_scale or size.hidden_size)
         return format.bits / 8 + scales / (format.group_size or size.hidden_size)
 

@@ -21,11 +21,13 @@ from .dtypes import DTYPE_CODES, dtype_code
 from .elementwise import ACTIVATION_CODES, activation_and_mul
 from .graph import contiguous, empty
 
-LAYOUT = "cpu-2"
+LAYOUT = "cpu-3"
 """Version of the packed layout, which is the same for every instruction set."""
 FORMAT_CODES = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
 """The kernels' number of a format, by ``bits`` and ``activation_bits``."""
 MXFP4_CODE = 5
+GROUP_TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
+"""The kernels' number of a dtype of scales and offsets."""
 
 
 @dataclass(eq=False)
@@ -35,7 +37,7 @@ class Matrix:
     native: Any
     tensors: dict[str, Tensor]
     """Owners of the memory that ``native`` points to: ``values``, and where there are any ``scales``, ``offsets``,
-    ``order`` and ``bias``."""
+    ``output_scales``, ``order`` and ``bias``."""
     outputs: int
     inputs: int
     dtype: torch.dtype
@@ -54,7 +56,8 @@ class QuantizedRows:
     scales: Tensor
     """``[tokens]`` float32."""
     sums: Tensor
-    """``[tokens, groups]`` int32: sums of each group's values."""
+    """``[tokens, groups]`` int32: sums of each group's values; with integer scales ``[tokens, groups + 1]``, the last
+    being the sum of the whole row."""
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
@@ -69,7 +72,7 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
         part = part.contiguous()  # bound to a name, so that it lives until it is packed
         _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
         first += part.shape[0]
-    if format.bits == 4 and fits_half(matrix.tensors["scales"]):
+    if format.bits == 4 and not format.integer_scales and fits_half(matrix.tensors["scales"]):
         tensors = packed_tensors(matrix) | {"scales": matrix.tensors["scales"].half()}
         return make_matrix(tensors, inputs, outputs, dtype, bias, format)
     return matrix
@@ -102,7 +105,7 @@ def _by_panels(parts: Sequence[Tensor]) -> Tensor:
 def supports(format: Format, dtype: torch.dtype) -> bool:
     """As ``reference.supports``."""
     dtypes = DTYPE_CODES if format.activation_bits else (torch.bfloat16,)
-    if format.floating and (not format.is_mxfp4 or format.activation_bits):
+    if format.integer_scales or format.floating and (not format.is_mxfp4 or format.activation_bits):
         return False
     return bool(format.bits) and dtype in dtypes
 
@@ -131,7 +134,10 @@ def packed_sizes(inputs: int, outputs: int, dtype: torch.dtype, format: Format) 
     panels = -(-outputs // _kernels.PANEL)
     sizes = {"values": (panels * _native({}, inputs, outputs, dtype, format).panel_bytes, torch.uint8)}
     if format.bits:
-        sizes["scales"] = panels * -(-inputs // (format.group_size or inputs)) * _kernels.PANEL, torch.float32
+        kind = torch.int8 if format.integer_scales else torch.float32
+        sizes["scales"] = panels * -(-inputs // (format.group_size or inputs)) * _kernels.PANEL, kind
+    if format.integer_scales:
+        sizes["output_scales"] = panels * _kernels.PANEL, torch.float32
     if format.asymmetric:
         sizes["offsets"] = sizes["scales"]
     return sizes
@@ -159,7 +165,7 @@ def make_matrix(
     if (order := packed.get("order")) is not None:
         expected["order"] = inputs, torch.int32
     for name in {"scales", "offsets"} & packed.keys() & expected.keys():
-        if packed[name].dtype is torch.float16:
+        if packed[name].dtype is torch.float16 and not format.integer_scales:
             expected[name] = expected[name][0], torch.float16
     if {name: (tensor.numel(), tensor.dtype) for name, tensor in packed.items()} != expected:
         raise PenstockError(Code.INTERNAL, "packed weights have another size")
@@ -173,15 +179,16 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
     def address(name: str) -> int:
         return tensors[name].data_ptr() if name in tensors else 0
 
-    def is_half(name: str) -> bool:
-        return name in tensors and tensors[name].dtype is torch.float16
+    def group_type(name: str) -> int:
+        return GROUP_TYPES[tensors[name].dtype] if name in tensors else 0
 
     return _kernels.Matrix(
         address("values"),
         address("scales"),
-        is_half("scales"),
+        group_type("scales"),
         address("offsets"),
-        is_half("offsets"),
+        group_type("offsets"),
+        address("output_scales"),
         address("bias"),
         address("order"),
         inputs,
@@ -199,9 +206,9 @@ def quantize(x: Tensor, format: Format) -> QuantizedRows:
     x = contiguous(x)
     (*each, inputs), rows = x.shape, prod(x.shape[:-1])
     padded, group_size = -(-inputs // 8) * 8, format.group_size or inputs
-    groups = -(-inputs // group_size)
+    sums = -(-inputs // group_size) + format.integer_scales
     out = QuantizedRows(
-        empty((rows, padded), torch.int8), empty((rows,), torch.float32), empty((rows, groups), torch.int32)
+        empty((rows, padded), torch.int8), empty((rows,), torch.float32), empty((rows, sums), torch.int32)
     )
     _kernels.quantize(
         x.data_ptr(),
@@ -214,6 +221,7 @@ def quantize(x: Tensor, format: Format) -> QuantizedRows:
         padded,
         group_size,
         format.rotation_block(inputs),
+        format.integer_scales,
         DTYPE_CODES[x.dtype],
     )
     return out

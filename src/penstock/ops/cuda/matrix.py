@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -66,7 +66,7 @@ class Matrix:
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
     """As ``reference.pack``. An unquantized matrix of one part is not copied."""
     dtype, inputs = parts[0].dtype, parts[0].shape[1]
-    outputs = sum(len(part) for part in parts)
+    outputs, format = sum(len(part) for part in parts), _own_format(format)
     _refuse(format, dtype, parts[0].device)
     if not format.bits:
         weight = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).contiguous()
@@ -160,6 +160,12 @@ def packed_shapes(
     return {"values": ((panels, blocks, PANEL, size), torch.int8)} | {name: (scales, kind) for name in names}
 
 
+def _own_format(format: Format) -> Format:
+    """The format that matrices have here: kernels have no integer scales, and a floating-point scale for 32 inputs
+    takes their place."""
+    return replace(format, group_size=32, integer_scales=False) if format.integer_scales else format
+
+
 def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ``PenstockError`` (``unsupported``) for what there are no kernels for."""
     if dtype not in DTYPES:
@@ -174,7 +180,7 @@ def _has_kernels(format: Format) -> bool:
     if format.bits == 4:
         if format.floating:
             return format.is_mxfp4 and not format.activation_bits
-        return format.group_size in (32, 64, 128)
+        return format.group_size in (32, 64, 128) and not format.integer_scales
     if format.floating:
         one_scale = not format.group_size and format.rows_per_scale in (0, 1)
         return bool(format.activation_bits) and (one_scale or format.group_size == format.rows_per_scale == BLOCK)
@@ -213,6 +219,7 @@ def from_packed(
     tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
     """As ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
+    format = _own_format(format)
     _refuse(format, dtype, tensors["values"].device)
     expected = packed_shapes(inputs, outputs, dtype, format)
     if "order" in tensors:

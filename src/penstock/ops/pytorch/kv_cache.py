@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
-from .matrix import MIN_MAGNITUDE
+from ..scale_search import MIN_MAGNITUDE
 
 KVCache = list[Tensor]
 """Keys and values of each layer: ``[vectors, blocks, block_size, kv_heads, head_dim]``, with ``KVSpec.vectors``.

@@ -14,17 +14,15 @@ from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 from ..activations import activation_and_mul
 from ..hadamard import hadamard
 from ..quantized_weight import QuantizedWeight
-from ..scale_search import search_scales
+from ..scale_search import MIN_MAGNITUDE, search_integer_scales, search_scales
 from .logits import apply_bitmask
 
 LAYOUT = "reference-2"
-MIN_MAGNITUDE = 1e-30
-"""Vectors whose largest magnitude is not above this are quantized to zeros."""
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
     """Whether ``pack_quantized`` takes weights of this format for products in this dtype."""
-    return format.bits == 8 if format.floating else True
+    return format.bits == 8 if format.floating else not format.integer_scales
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,8 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
     """Round to integers or 8-bit floating-point numbers, times scales; float32."""
     if format.floating:
         return _round_fp8(weight, format.rows_per_scale, format.group_size)
+    if format.integer_scales:
+        return _round_by_integer_scales(weight, format.group_size)
     groups = weight.split(format.group_size or weight.shape[1], 1)
     if len(groups) > 1:
         return torch.cat([_quantize_dequantize(group, replace(format, group_size=0)) for group in groups], 1)
@@ -92,6 +92,16 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
     inverse = torch.where(maximum > MIN_MAGNITUDE, 1 / scale, 0)
     lowest, highest = (-8, 7) if format.bits == 4 else (-127, 127)
     return (weight * inverse).round().clamp(lowest, highest) * scale
+
+
+def _round_by_integer_scales(weight: Tensor, group_size: int) -> Tensor:
+    """Round to 4-bit integers times integer scales of groups times scales of outputs; float32."""
+    inputs = weight.shape[1]
+    groups = F.pad(weight, (0, -inputs % group_size)).unflatten(1, (-1, group_size))
+    integers, scales = search_integer_scales(groups)
+    step = (integers * scales[:, None])[..., None]
+    rounded = (groups * torch.where(step != 0, 1 / step, 0)).round().clamp(-8, 7) * integers[..., None]
+    return (rounded * scales[:, None, None]).flatten(1)[:, :inputs]
 
 
 def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
