@@ -23,7 +23,8 @@ inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
     using X = typename F::Step::X;
     const int64_t width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
     if (const int64_t needed = ceil_div(rows * width * sizeof(X), sizeof(Line)); int64_t(x.size()) < needed) x.resize(needed);
-    if (int64_t(scales.size()) < rows) scales.resize(rows);
+    const int64_t of_row = m.x_in_groups ? groups : 1;
+    if (int64_t(scales.size()) < rows * of_row) scales.resize(rows * of_row);
     if (int64_t(sums.size()) < rows * stride) sums.resize(rows * stride);
     static_assert(sizeof(int32_t) == sizeof(float));
     auto* const of_groups = (int32_t*)sums.data();  // or floats
@@ -31,7 +32,7 @@ inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
       const int64_t row = a.choices[first + i] / a.choices_per_row;
       const X* from = (const X*)a.x + row * width;
       X* to = (X*)x.data() + i * width;
-      if (F::kIntegers) scales[i] = a.x_scales[row];
+      if (F::kIntegers) memcpy(scales.data() + i * of_row, a.x_scales + row * of_row, of_row * sizeof(float));
       if (!m.order) {
         memcpy(to, from, width * sizeof(X));
         if (a.x_sums) memcpy(of_groups + i * stride, (const int32_t*)a.x_sums + row * stride, stride * sizeof(int32_t));

@@ -151,7 +151,10 @@ struct Rounded {
       f32xw scale[G];
       load_groups(m.scales, scales, scale);
       PENSTOCK_UNROLL for (int g = 0; g < G; g++)
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale[g], out[r][g]);
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
+          const f32xw sum = as_float(sums[r][g]);
+          out[r][g] = fma(m.x_in_groups ? sum * a.x_scales[x_sums + r * groups] : sum, scale[g], out[r][g]);
+        }
       if (m.offsets.at) add_offsets(a, scales, x_sums, groups, out);
     }
     keep(out, kept);
@@ -207,7 +210,8 @@ struct Rounded {
     f32xw offsets[G];
     load_groups(a.matrix.offsets, scales, offsets);
     PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
-      const auto sum = all<f32xw>(float(x_sum(a, x_sums + r * stride)));
+      const float x_scale = a.matrix.x_in_groups ? a.x_scales[x_sums + r * stride] : 1.0f;
+      const auto sum = all<f32xw>(x_sum(a, x_sums + r * stride) * x_scale);
       PENSTOCK_UNROLL for (int g = 0; g < G; g++) out[r][g] = fma(sum, offsets[g], out[r][g]);
     }
   }

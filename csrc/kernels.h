@@ -42,6 +42,7 @@ struct Matrix {
   const int32_t* order;  // [in]: which input a column of the panels is; null: they lie as inputs come
   int64_t in, outputs, group;
   int64_t rotation;  // inputs of a Hadamard block (hadamard.h); 1: weights are not rotated
+  bool x_in_groups;  // whether rows of integers have a scale for each of several groups
   Format format;
   Type type;
 };
@@ -50,7 +51,7 @@ struct Matrix {
 struct Linear {
   Matrix matrix;
   const void* x;          // of the matrix's type; for a8 formats int8, each row padded with zeros; in the matrix's order
-  const float* x_scales;  // [rows], for a8 formats
+  const float* x_scales;  // for a8 formats: [rows], or [rows, groups]
   const void* x_sums;     // [rows, sums_of(matrix)]: int32 for a8 formats; float32 for others with offsets
   void* out;
   int64_t out_stride;  // elements from one row to the next
@@ -116,10 +117,10 @@ struct Combine {
 struct Quantize {
   const void* x;  // [rows, in]
   int8_t* out;    // [rows, padded]
-  float* scales;  // [rows]
+  float* scales;  // [rows], or with `in_groups` [rows, groups]
   int32_t* sums;  // [rows, groups]; with `has_total` [rows, groups + 1], the last of which is a whole row's
   int64_t in, padded, group, rotation;
-  bool has_total;
+  bool in_groups, has_total;
   Type type;
 };
 

@@ -108,9 +108,18 @@ void gated_block(const Linear& given, int64_t task) {
 template <class T>
 void quantize_values(const Quantize& a, int64_t row, const T* x) {
   int8_t* out = a.out + row * a.padded;
-  const float most = magnitude(x, a.in);
   const int64_t groups = ceil_div(a.in, a.group), stride = groups + (a.has_total ? 1 : 0);
   int32_t* const sums = a.sums + row * stride;
+  if (a.in_groups) {
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t begin = group * a.group, end = begin + a.group < a.in ? begin + a.group : a.in;
+      const Rounding found = round_row(x + begin, end - begin, out + begin);
+      a.scales[row * groups + group] = found.scale, sums[group] = found.sum;
+    }
+    memset(out + a.in, 0, a.padded - a.in);
+    return;
+  }
+  const float most = magnitude(x, a.in);
   a.scales[row] = most / 127.0f;
   if (!(most > kNothing)) {  // or not a number, as the scale then says
     memset(out, 0, a.padded);

@@ -420,10 +420,10 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
 
 // Of `rows` tokens with `each` rows.
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t each, int64_t in, int64_t padded,
-              int64_t group, int64_t rotation, bool has_total, int type) {
+              int64_t group, int64_t rotation, bool in_groups, bool has_total, int type) {
   make_rows(rows, each, &Kernels::quantize,
             Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, rotation,
-                     has_total, Type(type)});
+                     in_groups, has_total, Type(type)});
 }
 
 void rotate(Address x, Address out, int64_t rows, int64_t each, int64_t in, int64_t rotation, int type) {
@@ -690,12 +690,12 @@ NB_MODULE(_kernels, m) {
       .def("__init__",
            [](Matrix* self, Address panels, Address scales, int scale_type, Address offsets, int offset_type,
               Address output_scales, Address bias, Address order, int64_t in, int64_t outputs, int64_t group,
-              int64_t rotation, int format, int type) {
+              int64_t rotation, bool x_in_groups, int format, int type) {
              new (self) Matrix{at<void>(panels),
                                {at<void>(scales), GroupType(scale_type)},
                                {at<void>(offsets), GroupType(offset_type)},
                                at<float>(output_scales), at<float>(bias), at<int32_t>(order), in, outputs, group,
-                               rotation, Format(format), Type(type)};
+                               rotation, x_in_groups, Format(format), Type(type)};
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Tape>(m, "Tape")

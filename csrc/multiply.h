@@ -51,7 +51,7 @@ inline void complete(const Linear& a, int64_t row, int64_t rows, int64_t column,
     const f32x16 added = bias ? load_some(bias + column + g * 16, count - g * 16) : f32x16{};
     for (int64_t r = 0; r < rows; r++) {
       if (scales) values[r][g] *= load(scales + column + g * 16);
-      if (F::kIntegers) values[r][g] *= a.x_scales[row + r];
+      if (F::kIntegers && !a.matrix.x_in_groups) values[r][g] *= a.x_scales[row + r];
       if (bias) values[r][g] += added;
     }
   }
@@ -188,9 +188,10 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
               auto sum = load_bits<typename Step::Sum>(from + r * kPanel + g * 16);
               if constexpr (F::kIntegers) sum -= F::kZero * F::x_sum(a, (row + r) * groups + group);
               float* out = to + r * kPanel + g * 16;
+              const float x_scale = m.x_in_groups ? a.x_scales[(row + r) * groups + group] : 1.0f;
               f32x16 value = as_float(sum) * scale[g];
-              if (grouped) value = fma(as_float(sum), scale[g], group ? load(out) : f32x16{});
-              if (m.offsets.at) value = fma(all(float(F::x_sum(a, (row + r) * groups + group))), offset[g], value);
+              if (grouped) value = fma(as_float(sum) * x_scale, scale[g], group ? load(out) : f32x16{});
+              if (m.offsets.at) value = fma(all(F::x_sum(a, (row + r) * groups + group) * x_scale), offset[g], value);
               store(out, value);
             }
         }

@@ -472,7 +472,7 @@ def test_other_algorithms_write_a_checkpoint(
 
 @pytest.mark.row("bladellm", "blade_llm_split")
 def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
-    words = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-2\n"
+    words = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-3\n"
     for _ in range(2):
         command = f"blade_llm_split --tensor_parallel_size 2 --model {demo.CHAT} --output_dir split"
         assert shell.says(command) == words

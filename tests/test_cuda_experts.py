@@ -45,7 +45,8 @@ def compute(ops: Any, x: Tensor, matrices: Any, ids: Tensor, weights: Tensor, *s
     return result
 
 
-KINDS = {name: FORMATS[name] for name in ("none", "w8a8", "w4a8-g32", "wint8", "fp8", "fp8 blocks")}
+KINDS = {name: FORMATS[name] for name in ("none", "w8a8", "wint8", "fp8", "fp8 blocks")}
+KINDS |= {"4 bits, 8-bit activations, rotated": Format(4, 32, 8, rotation=64)}
 KINDS |= {f"stored, {name}": STORED[name] for name in ("4 bits, offsets", "4 bits", "fp8 per tensor", "mxfp4")}
 
 

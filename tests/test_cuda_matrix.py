@@ -52,7 +52,8 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         weight, bias = randn(seed + 1, outputs, inputs, dtype=dtype), randn(seed + 2, outputs, dtype=dtype)
         parts = [weight[: outputs // 3], weight[outputs // 3 :]]
         given = bias if seed % 2 else None
-        packed, expected = matrix.pack(parts, given, format), reference.pack(parts, given, format)
+        packed = matrix.pack(parts, given, format)
+        expected = reference.pack(parts, given, packed.format)
         out = torch.full((tokens, outputs + 9), 7, dtype=dtype)
         assert matrix.linear(x, packed, out=out[:, :outputs]) is not None and bool((out[:, outputs:] == 7).all())
         assert_close(out[:, :outputs], reference.linear(x, expected), tolerance(dtype))

@@ -127,7 +127,10 @@ def test_products(instruction_set: None, name: str, dtype: torch.dtype) -> None:
             assert torch.equal(part, got[rows])
 
 
-READY_MADE = Format(4, 32, asymmetric=True), Format(4, 32, 8, asymmetric=True), Format(8), Format(4, 32, floating=True)
+READY_MADE = (
+    *(Format(4, 32, asymmetric=True), Format(4, 32, 8, asymmetric=True), Format(8), Format(4, 32, floating=True)),
+    Format(4, 32, 8, asymmetric=True, activation_groups=True),
+)
 
 
 @pytest.mark.parametrize("format", READY_MADE, ids=str)

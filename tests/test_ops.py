@@ -30,7 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 FORMATS = sorted(
     {scheme.layers for scheme in SCHEMES.values() if not scheme.layers.floating} - {Format()}
-    | {Format(4, 128), Format(4, 64, 8, rotation=64)},
+    | {Format(4, 128), Format(4, 64, 8, rotation=64)}
+    | {Format(4, size, 8, integer_scales=True) for size in (8, 32)},
     key=str,
 )
 KEPT = ("", "int8")
@@ -233,14 +234,24 @@ def draw_quantized(rng: Random, outputs: int, inputs: int, format: Format, order
     return QuantizedWeight(values, scales / most, format, offsets if format.asymmetric else None, order)
 
 
-quantized = st.builds(
+GROUP_SIZES = [8, 16, 32, 40, 64, 128]
+integers = st.builds(
     Format,
     bits=st.sampled_from([4, 8]),
-    group_size=st.sampled_from([0, 8, 16, 32, 40, 64, 128]),
+    group_size=st.sampled_from([0, *GROUP_SIZES]),
     activation_bits=st.sampled_from([0, 8]),
     asymmetric=st.booleans(),
     rotation=st.sampled_from([0, 0, 64]),
-) | st.just(Format(4, 32, floating=True))
+)
+with_activation_groups = st.builds(
+    Format,
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from(GROUP_SIZES),
+    activation_bits=st.just(8),
+    asymmetric=st.booleans(),
+    activation_groups=st.just(True),
+)
+quantized = integers | with_activation_groups | st.just(Format(4, 32, floating=True))
 """Formats of checkpoints."""
 
 
@@ -260,7 +271,7 @@ def test_weights_as_checkpoints_have_them(
     rng = Random(seed)
     dtype = torch.bfloat16 if not format.activation_bits or seed % 2 else torch.float32
     assert cpu.supports(format, dtype)
-    weight = draw_quantized(rng, outputs, inputs, format, ordered)
+    weight = draw_quantized(rng, outputs, inputs, format, ordered and not format.activation_groups)
     x = randn(seed, rows, inputs, dtype=dtype)
     x[0] *= seed % 3  # a row of zeros, too
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None

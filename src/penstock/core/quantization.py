@@ -22,8 +22,8 @@ class Format:
     group_size: int = 0
     """Inputs that share a scale, a multiple of 8; 0 is one scale for all inputs of an output (per channel)."""
     activation_bits: int = 0
-    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or, where weights are
-    floating-point numbers in groups, one a row and group; 0 does not."""
+    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or one a row and group where
+    weights are floating-point numbers in groups or with ``activation_groups``; 0 does not."""
     floating: bool = False
     """Whether weights are floating-point numbers in place of integers: e4m3 in 8 bits, and of 4 bits in groups of
     ``MX_BLOCK`` e2m1 (mxfp4), which come from checkpoints. Others of 4 bits (nf4, fp4) are dequantized."""
@@ -36,6 +36,9 @@ class Format:
     """Whether the scale of a group is an integer from -15 to 15 times the scale of its output, in groups of 8, 16 or 32
     inputs. A weight is then an integer of 8 bits times the scale of its output, so that products with activations in 8
     bits are sums of integers (QServe, Lin et al., 2024)."""
+    activation_groups: bool = False
+    """Whether activations in 8 bits have a scale for each group of inputs, not one for all: as large activations are
+    rare, others lose less, and weights that a checkpoint gives in groups cannot be rotated."""
     rotation: int = 0
     """Inputs of a block, a power of two, whose weights and activations are rotated by a Hadamard matrix before they
     are rounded (``ops.hadamard``); 0: not rotated."""
@@ -51,6 +54,8 @@ class Format:
             raise ValueError("only integers have offsets")
         if self.integer_scales and (self.bits, self.activation_bits, self.floating or self.asymmetric) != (4, 8, False):
             raise ValueError("only symmetric 4-bit integers with 8-bit activations have integer scales")
+        if self.activation_groups and (self.activation_bits, bool(self.group_size), self.floating) != (8, True, False):
+            raise ValueError("only 8-bit activations of integers in groups have scales of groups")
         if self.integer_scales and self.group_size not in (8, 16, 32):
             raise ValueError(f"groups of {self.group_size} inputs have no integer scales")
         if self.rotation not in (0, 1, 2, 4, 8, 16, 32, 64):
@@ -70,6 +75,7 @@ class Format:
         text += " with integer scales" if self.integer_scales else ""
         text += " with offsets" if self.asymmetric else ""
         text += " and activations in 8 bits" if self.activation_bits else ""
+        text += " by groups" if self.activation_groups else ""
         return text + (f", rotated by {self.rotation}" if self.rotation else "")
 
     def rotation_block(self, inputs: int) -> int:

@@ -283,6 +283,9 @@ class BuildContext:
             return wanted, False
         if wanted.bits:
             stored = replace(stored, activation_bits=wanted.activation_bits)
+            grouped = bool(stored.activation_bits and stored.group_size and not stored.floating)
+            by_groups = replace(stored, activation_groups=grouped)
+            stored = by_groups if self.ops.supports(by_groups, self.dtype) else stored
         if not self.ops.supports(stored, self.dtype):
             return wanted, False
         if stored.rows_per_scale > 1 and shard.first % stored.rows_per_scale:
@@ -348,7 +351,7 @@ class BuildContext:
             return self._read_tensor(f"{name}.weight", shard.total, inputs, rows=shard.rows).to(self.device, self.dtype)
         weight = self.weights.read_quantized(name, shard.total, inputs, shard.rows)
         if isinstance(weight, QuantizedWeight):
-            weight = self._on_device(weight, name, 0).dequantize()
+            weight = self._on_device(weight, name, UNQUANTIZED).dequantize()
         if not is_finite(weight):
             raise invalid("model", f"{name} has values that are not finite numbers")
         weight = weight.to(self.device, self.dtype)
@@ -360,13 +363,13 @@ class BuildContext:
         activations."""
         weight = self.weights.read_quantized(name, shard.total, inputs, shard.rows)
         assert isinstance(weight, QuantizedWeight)
-        return self._on_device(weight, name, format.activation_bits)
+        return self._on_device(weight, name, format)
 
-    def _on_device(self, weight: QuantizedWeight, name: str, activation_bits: int) -> QuantizedWeight:
+    def _on_device(self, weight: QuantizedWeight, name: str, activations: Format) -> QuantizedWeight:
         scales = (weight.scales,) if weight.offsets is None else (weight.scales, weight.offsets)
         if not all(map(is_finite, scales)):
             raise invalid("model", f"the scales of {name} have values that are not finite numbers")
-        return weight.to(self.device, activation_bits)
+        return weight.to(self.device, activations)
 
 
 def _can_stack(weights: Sequence[QuantizedWeight]) -> bool:

@@ -73,9 +73,10 @@ class QuantizedWeight:
     def _in_order(self, weight: Tensor) -> Tensor:
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
-    def to(self, device: torch.device, activation_bits: int) -> QuantizedWeight:
-        """The same weights on a device, to multiply by such activations."""
-        format = replace(self.format, activation_bits=activation_bits)
+    def to(self, device: torch.device, activations: Format) -> QuantizedWeight:
+        """The same weights on a device, to multiply by activations of another format."""
+        bits, groups = activations.activation_bits, activations.activation_groups
+        format = replace(self.format, activation_bits=bits, activation_groups=groups)
         offsets, order = (None if each is None else each.to(device) for each in (self.offsets, self.order))
         return QuantizedWeight(self.values.to(device), self.scales.to(device), format, offsets, order)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -54,7 +54,7 @@ class QuantizedRows:
     values: Tensor
     """``[tokens, in]`` int8, padded with zeros to a multiple of 8."""
     scales: Tensor
-    """``[tokens]`` float32."""
+    """``[tokens]`` float32, or with ``activation_groups`` ``[tokens, groups]``."""
     sums: Tensor
     """``[tokens, groups]`` int32: sums of each group's values; with integer scales ``[tokens, groups + 1]``, the last
     being the sum of the whole row."""
@@ -171,6 +171,8 @@ def make_matrix(
         raise PenstockError(Code.INTERNAL, "packed weights have another size")
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
         raise PenstockError(Code.INTERNAL, "the order of packed weights is none of their inputs")
+    if order is not None:  # rows of experts are quantized before they are put into it
+        format = replace(format, activation_groups=False)
     tensors = dict(packed) | ({} if bias is None else {"bias": bias.float()})
     return Matrix(_native(tensors, inputs, outputs, dtype, format), tensors, outputs, inputs, dtype, format)
 
@@ -195,20 +197,23 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
         outputs,
         format.group_size or inputs,
         format.rotation_block(inputs),
+        format.activation_groups and format.group_size < inputs,
         MXFP4_CODE if format.is_mxfp4 else FORMAT_CODES[format.bits, format.activation_bits],
         dtype_code(dtype),
     )
 
 
 def quantize(x: Tensor, format: Format) -> QuantizedRows:
-    """Quantize rows ``[tokens, in]``, or ``[tokens, rows, in]``, to 8 bits with one scale each, the largest magnitude
-    being 127, after they were rotated where the format says so."""
+    """Quantize rows ``[tokens, in]``, or ``[tokens, rows, in]``, to 8 bits with one scale each, or one for each group,
+    the largest magnitude being 127, after they were rotated where the format says so."""
     x = contiguous(x)
     (*each, inputs), rows = x.shape, prod(x.shape[:-1])
     padded, group_size = -(-inputs // 8) * 8, format.group_size or inputs
-    sums = -(-inputs // group_size) + format.integer_scales
+    groups = -(-inputs // group_size)
     out = QuantizedRows(
-        empty((rows, padded), torch.int8), empty((rows,), torch.float32), empty((rows, sums), torch.int32)
+        empty((rows, padded), torch.int8),
+        empty((rows, groups) if format.activation_groups else (rows,), torch.float32),
+        empty((rows, groups + format.integer_scales), torch.int32),
     )
     _kernels.quantize(
         x.data_ptr(),
@@ -221,6 +226,7 @@ def quantize(x: Tensor, format: Format) -> QuantizedRows:
         padded,
         group_size,
         format.rotation_block(inputs),
+        format.activation_groups,
         format.integer_scales,
         DTYPE_CODES[x.dtype],
     )

@@ -177,6 +177,8 @@ def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _has_kernels(format: Format) -> bool:
+    if format.activation_groups:
+        return False
     if format.bits == 4:
         if format.floating:
             return format.is_mxfp4 and not format.activation_bits

@@ -104,6 +104,13 @@ def _round_by_integer_scales(weight: Tensor, group_size: int) -> Tensor:
     return (rounded * scales[:, None, None]).flatten(1)[:, :inputs]
 
 
+def _round_int8(x: Tensor) -> Tensor:
+    """Rows rounded to 8-bit integers times a scale."""
+    maximum = x.abs().amax(1, keepdim=True)
+    inverse = torch.full_like(maximum, 127) / maximum  # a Python number over a tensor would be rounded twice
+    return (x * torch.where(maximum > MIN_MAGNITUDE, inverse, 0)).round() * (maximum / 127)
+
+
 def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
     """Round to 8-bit floating-point numbers (e4m3) times a scale for each so many rows and columns, 0 being all."""
     (height, width), rows, columns = x.shape, rows or len(x), columns or x.shape[1]
@@ -118,8 +125,8 @@ def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
     """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
 
-    Where the format quantizes activations, each row is divided by its largest magnitude over 127 and rounded; or each
-    row, or row and group, to 8-bit floating-point numbers. Where it rotates, rows are rotated first; those that are not
+    Where the format quantizes activations, each row, or each group of a row, is divided by its largest magnitude over
+    127 and rounded; or each row, or row and group, to 8-bit floating-point numbers. Where it rotates, rows are rotated first; those that are not
     quantized then are rounded to their dtype again.
 
     Args:
@@ -135,9 +142,8 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
     if matrix.format.floating and not matrix.format.is_mxfp4:
         given = _round_fp8(given, columns=matrix.format.group_size)
     elif matrix.format.activation_bits:
-        maximum = given.abs().amax(1, keepdim=True)
-        inverse = torch.full_like(maximum, 127) / maximum  # a Python number over a tensor would be rounded twice
-        given = (given * torch.where(maximum > MIN_MAGNITUDE, inverse, 0)).round() * (maximum / 127)
+        size = matrix.format.group_size if matrix.format.activation_groups else given.shape[1]
+        given = torch.cat([_round_int8(group) for group in given.split(size, 1)], 1)
     product = F.linear(given, matrix.weight, matrix.bias)
     return write(product if out_float32 else product.to(x.dtype), out)
 
