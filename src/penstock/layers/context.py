@@ -279,6 +279,8 @@ class BuildContext:
         stored = self.weights.format_of(name)
         if not stored.bits:
             return wanted, False
+        if wanted == self.scheme.sensitive and stored.bits == self.scheme.layers.bits:
+            wanted = self.scheme.layers  # more bits than the checkpoint has add nothing
         if wanted.bits and (wanted.bits, wanted.floating) != (stored.bits, stored.floating):
             return wanted, False
         if wanted.bits:
