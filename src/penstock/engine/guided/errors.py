@@ -1,4 +1,4 @@
-"""Errors of grammars, and limits that both backends share."""
+"""Errors of grammars, and limits of theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOO_LONG = "it takes too long"
 
 
 class UnsupportedError(ValueError):
-    """A grammar needs a feature that the backend does not support; the message names it."""
+    """A grammar needs a feature that llguidance does not support; the message names it."""
 
 
 def one_line(message: str) -> str:
