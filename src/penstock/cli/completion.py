@@ -4,7 +4,9 @@ completing starts no Python."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
+def _complete_files(parser: argparse.ArgumentParser, files: Mapping[str, Any]) -> None:
     """Complete names of files for values without choices."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
