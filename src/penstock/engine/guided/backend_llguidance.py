@@ -18,7 +18,7 @@ from .added_tokens import AddedTokens
 from .backend import Grammar, Guide
 from .bounded_guide import TokenClasses
 from .compile_process import CompileProcess
-from .errors import MAX_WHITESPACE, TOO_LONG, UnsupportedError, one_line
+from .errors import UnsupportedError, one_line
 from .llguidance_process import VocabularyMessage, compile_grammar
 from .structural_tag import (
     ConstStringFormat,
@@ -39,6 +39,9 @@ NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMi
 MIN_NUMBER = -(2**63) + 513
 """Smallest number allowed there. llguidance 1.9 rounds smaller ones to -2**63, and recurses without end where a range
 ends there, which overflows the stack and kills the process."""
+MAX_WHITESPACE = 32
+"""Characters of whitespace between the parts of JSON, where a request does not set it. Without a limit, a model may
+generate whitespace until its tokens run out."""
 EMPTY = '""'
 """The empty text in Lark's notation."""
 
@@ -69,7 +72,7 @@ class LLGuide(Guide):
         if self._matcher.is_error():
             error = one_line(self._matcher.get_error())
         elif self._time.is_exceeded:
-            error = TOO_LONG
+            error = "it takes too long"
         else:
             return None
         return Failure(Code.UNSUPPORTED, f"the grammar cannot be followed: {error}")
