@@ -1,6 +1,6 @@
 """How much of JSON Schema guided decoding keeps to, over the official test suite.
 
-python benchmarks/json_schema.py FOLDER [--backend NAME]
+python benchmarks/json_schema.py FOLDER
 
 FOLDER holds the suite's files of one draft (`tests/draft2020-12` of JSON-Schema-Test-Suite). For every schema the model
 writes several documents, sampled; those that come to an end are validated with jsonschema. A schema is kept to where
@@ -27,12 +27,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="", help="checkpoint (default: the model in the box)")
-    parser.add_argument("--backend", default="auto", help="of guided decoding (default: auto)")
     parser.add_argument("--documents", type=int, default=8, help="to be written for each schema (default: 8)")
     parser.add_argument("--max-tokens", type=int, default=200, help="of a document (default: 200)")
     parser.add_argument("--json", type=Path, help="write what became of each schema here")
     args = parser.parse_args()
-    llm = LLM(args.model, num_gpu_blocks_override=2000, guided_decoding_backend=args.backend)
+    llm = LLM(args.model, num_gpu_blocks_override=2000)
     found: dict[str, tuple[str, str]] = {}
     for name, schema in tqdm(schemas(args.folder), desc="schemas", unit="schema"):
         found[name] = judge(llm, schema, args.documents, args.max_tokens)

@@ -219,11 +219,6 @@ def test_what_an_extra_is_needed_for_names_it(clean: Clean, arguments: list[str]
     assert "Traceback" not in ran.stderr
 
 
-def test_a_backend_that_is_missing_names_its_extra(full: Clean) -> None:
-    ran = full.run(full.penstock, "generate", "--guided-decoding-backend", "xgrammar", "Once")
-    assert ran.returncode == 2 and "pip install 'penstock-llm[xgrammar]'" in ran.stderr, ran.stderr
-
-
 def test_models_come_from_a_hub(clean: Clean, tmp_path: Path) -> None:
     """Also over a connection that is reset on the way."""
     hub = Hub()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,8 @@ from terminal import Terminal
 from penstock.cli.advice import advice
 from penstock.cli.main import COMMANDS, main
 
-BASH = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _penstock; printf "%s\\n" "${COMPREPLY[@]}"'
+BASH = """source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_penstock
+printf "%s\\n" "${COMPREPLY[@]}" """
 GIB = 2**30
 
 
@@ -36,7 +38,8 @@ def test_bash(script: Path) -> None:
     assert complete(script, "do") == ["download", "doctor"]
     assert "--model" in complete(script, "serve", "--mod") and complete(script, "doctor", "--j") == ["--json"]
     assert {"auto", "int8"} <= {*complete(script, "serve", "--kv-cache-dtype", "")}
-    assert complete(script, "completion", "--kv") == [] == complete(script, "serve", "--model", "/tmp")
+    assert complete(script, "completion", "--kv") == []
+    assert complete(script, "serve", "--model", "/tm") == ["/tmp"]
     assert "memory" in complete(script, "plan", "") and "--model" in complete(script, "plan", "memory", "--mod")
 
 
@@ -48,13 +51,18 @@ def test_other_shells_read_theirs(shell: str, tmp_path: Path) -> None:
         pytest.skip(f"no {shell}")
     path = tmp_path / "script"
     path.write_text(written)
-    start = [shell, "-f"] if shell == "zsh" else [shell, "--no-config"]
+    start, load = {
+        "zsh": ([shell, "-f"], f'eval "$(cat {path})"'),
+        "fish": ([shell, "--no-config"], f"source {path}"),
+    }[shell]
     terminal = Terminal(*start, columns=100, lines=20, folder=tmp_path)
     try:
-        terminal.type(f"source {path}; echo rea''dy\n")
+        terminal.type(f"{load}; echo rea''dy\n")
         terminal.see(lambda screen: "\nready" in screen)
         terminal.type("penstock serve --kv-cache-dt\t")
         terminal.see(lambda screen: "penstock serve --kv-cache-dtype" in screen)
+        terminal.type(" in\t")
+        terminal.see(lambda screen: re.search("--kv-cache-dtype +int8", screen) is not None)
     finally:
         terminal.close()
 

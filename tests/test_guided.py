@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
 import resource
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,14 +59,9 @@ TAGGED = {
 }
 
 
-@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def llm(backend: str) -> LLM:
-    return LLM(num_gpu_blocks_override=400, block_size=16, guided_decoding_backend=backend)
+def llm() -> LLM:
+    return LLM(num_gpu_blocks_override=400, block_size=16)
 
 
 def guided(**form: Any) -> GuidedDecodingParams:
@@ -90,9 +82,7 @@ FORMS: dict[str, tuple[GuidedDecodingParams, str]] = {
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 @pytest.mark.parametrize("form", FORMS)
-def test_text_has_its_form(llm: LLM, backend: str, form: str, temperature: float) -> None:
-    if (backend, form) == ("xgrammar", "lark"):
-        pytest.skip("refused, see below")
+def test_text_has_its_form(llm: LLM, form: str, temperature: float) -> None:
     params, pattern = FORMS[form]
     # a model that knows nothing of the form may go on for as long as it allows
     outputs = llm.chat(ASKED, sampling(params, temperature=temperature, seed=1, n=4 if temperature else 1))[0].outputs
@@ -103,9 +93,7 @@ def test_text_has_its_form(llm: LLM, backend: str, form: str, temperature: float
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("options", [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " "}])
-def test_json_keeps_to_its_schema(llm: LLM, backend: str, temperature: float, options: dict[str, Any]) -> None:
-    if backend == "xgrammar" and "whitespace_pattern" in options:
-        pytest.skip("refused, see below")
+def test_json_keeps_to_its_schema(llm: LLM, temperature: float, options: dict[str, Any]) -> None:
     params = sampling(guided(json=PERSON, **options), temperature=temperature, seed=5, n=3 if temperature else 1)
     for made in llm.chat(ASKED, params)[0].outputs:
         assert made.finish_reason == "stop"
@@ -250,20 +238,16 @@ def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
     assert made.finish_reason == "length" or City.model_validate_json(made.text)
 
 
-@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.thorough)], indirect=True)
-def test_company_changes_nothing(llm: LLM, backend: str) -> None:
+def test_company_changes_nothing(llm: LLM) -> None:
     """Nor do probabilities, without which tokens that are the only ones are not waited for, preemption, or guesses."""
-    forms = [form for name, (form, _) in FORMS.items() if (backend, name) != ("xgrammar", "lark")] + [
-        guided(json=PERSON),
-        None,
-    ]
+    forms = [*(form for form, _ in FORMS.values()), guided(json=PERSON), None]
     params = [
         SamplingParams(guided_decoding=form, temperature=t, seed=7, max_tokens=80) for form in forms for t in (0.0, 1.0)
     ]
     alone = [llm.chat(ASKED, own)[0].outputs[0] for own in params]
     told = [llm.chat(ASKED, own.replace(logprobs=1))[0].outputs[0] for own in params]
     together = [output.outputs[0] for output in llm.chat([ASKED] * len(params), params)]
-    small: dict[str, Any] = {"block_size": 16, "max_model_len": 256, "guided_decoding_backend": backend}
+    small: dict[str, Any] = {"block_size": 16, "max_model_len": 256}
     tight = LLM(num_gpu_blocks_override=16, max_num_seqs=8, max_num_batched_tokens=64, **small)
     pressed = [output.outputs[0] for output in tight.chat([ASKED] * len(params) * 3, params * 3)][-len(params) :]
     assert tight.engine.scheduler.num_preemptions > 0
@@ -354,7 +338,6 @@ def test_annotations_are_accepted_and_constrain_nothing(llm: LLM, schema: dict[s
     jsonschema.Draft202012Validator(known).validate(json.loads(output.outputs[0].text))
 
 
-@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)  # xgrammar follows references to definitions alone
 def test_reference_into_unknown_keyword_is_followed(llm: LLM) -> None:
     schemas = {"A": {"example": 1, "const": 2}}
     schema = {"type": "object", "properties": {"a": {"$ref": "#/components/schemas/A"}}, "required": ["a"]}
@@ -396,7 +379,6 @@ def test_number_of_a_looping_model_ends(llm: LLM, kind: str) -> None:
     jsonschema.validate(document, schema)
 
 
-@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)  # xgrammar has no patterns
 def test_number_beyond_the_bound_is_written_where_the_schema_requires_it(llm: LLM) -> None:
     output = loop(llm, guided(json={"type": "string", "pattern": r"^\d{60}$"}), "9")
     assert json.loads(output.text) == "9" * 60
@@ -415,11 +397,10 @@ def test_string_of_a_looping_model_ends(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "string"}], ids=["digits", "letters"])
-def test_bounds_are_the_same_with_drafts(llm: LLM, backend: str, schema: dict[str, Any]) -> None:
+def test_bounds_are_the_same_with_drafts(llm: LLM, schema: dict[str, Any]) -> None:
     """N-grams guess that a loop goes on, so that drafts reach beyond the bound."""
     drafting = LLM(
         num_gpu_blocks_override=100,
-        guided_decoding_backend=backend,
         speculative_config={"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2},
     )
     form = guided(json={"type": "array", "items": schema, "minItems": 2, "maxItems": 2})
@@ -431,7 +412,6 @@ def test_bounds_are_the_same_with_drafts(llm: LLM, backend: str, schema: dict[st
 LEAST = -(2**63)
 
 
-@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)
 @pytest.mark.parametrize(
     "form",
     [
@@ -452,43 +432,6 @@ def test_a_number_that_ends_the_process_is_refused(llm: LLM, form: dict[str, Any
     assert json.loads(output.outputs[0].text) == LEAST + 1024
 
 
-# What xgrammar itself passes over, wholly or in part.
-REFUSED_BY_XGRAMMAR: dict[str, dict[str, Any]] = {
-    "multipleOf": {"json": {"type": "integer", "multipleOf": 3}},
-    "pattern": {"json": {"type": "string", "pattern": "^a+$"}},
-    "format": {"json": {"type": "string", "format": "date"}},
-    "minLength beside enum": {"json": {"enum": ["a", "bb"], "minLength": 2}},
-    "type beside anyOf": {"json": {"type": "object", "anyOf": [{"required": ["a"]}]}},
-    "allOf": {"json": {"allOf": [{"type": "string"}, {"minLength": 2}]}},
-    "patternProperties": {"json": {"patternProperties": {"a": {}}}},
-    "propertyNames": {"json": {"propertyNames": {"maxLength": 2}}},
-    "required": {"json": {"properties": {"a": {}}, "required": ["b"]}},
-    "additionalProperties beside properties": {
-        "json": {"properties": {"a": {}}, "additionalProperties": {"type": "null"}}
-    },
-    r"\$ref to '#/properties/a'": {"json": {"properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}}},
-    "more than 64 bits": {"json": {"const": 2**64}},
-    "leave nothing": {"json": {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.0000001}},
-    "whitespace_pattern": {"json": {}, "whitespace_pattern": " "},
-    "Lark": {"grammar": 'start: "a"'},
-    r"\^ within": {"regex": "a^b"},
-    r"\D": {"regex": r"\D"},
-    r"\b": {"regex": r"a\b"},
-    r"\w in a class": {"regex": r"[^\w]"},
-    r"\?=": {"regex": "(?=a)a"},
-    r"\[:": {"regex": "[[:alpha:]]"},
-}
-
-
-@pytest.mark.parametrize("named", REFUSED_BY_XGRAMMAR)
-@pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
-def test_nothing_is_passed_over(llm: LLM, named: str) -> None:
-    with pytest.raises(PenstockError, match=f"not supported by xgrammar: .*{named}") as caught:
-        llm.generate("x", sampling(guided(**REFUSED_BY_XGRAMMAR[named])))
-    assert caught.value.failure.code is Code.UNSUPPORTED
-
-
-@pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -505,21 +448,12 @@ def test_patterns_mean_what_they_say(llm: LLM, pattern: str) -> None:
     assert ended and all(re.fullmatch(pattern, text) for text in ended), ended
 
 
-@pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
-@pytest.mark.thorough
-def test_a_form_that_takes_too_long_to_compile_is_refused(llm: LLM) -> None:
-    any_of_them = {f"p{i}": {"type": "null"} for i in range(2000)}
-    with pytest.raises(PenstockError, match=r"guided_json: .*(compiling it takes|compiled it has) more than"):
-        llm.generate("x", sampling(guided(json={"type": "object", "properties": any_of_them})))
-
-
-@pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
 def test_a_form_that_is_too_much_to_follow_ends_its_request_alone(llm: LLM) -> None:
     """As it can go on in more and more ways."""
     asked = [sampling(guided(regex="(((a{1,50}){1,50}){1,50}){400,500}")), sampling(guided(choice=["yes", "no"]))]
     failed, fine = [output.outputs[0] for output in llm.generate(["x", "x"], asked, use_tqdm=False)]
     assert fine.text in ("yes", "no")
-    assert failed.failure and "takes too long" in failed.failure.message
+    assert failed.failure and "cannot be followed" in failed.failure.message
     assert not llm.engine.busy
 
 
@@ -531,7 +465,6 @@ def test_as_many_choices_as_are_allowed(llm: LLM) -> None:
         assert made.finish_reason == "stop" and made.text in choices, made
 
 
-@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)
 def test_a_form_that_takes_too_much_memory_is_refused_and_nothing_kept(llm: LLM) -> None:
     llm.generate("x", sampling(guided(regex="a")), use_tqdm=False)
     before = resident_bytes()
@@ -544,7 +477,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)
 def test_forms_that_take_long_wait_for_each_other_alone_and_end_with_their_requests(llm: LLM) -> None:
     before = children(os.getpid())
     compiler = GrammarCompiler("llguidance", llm.engine.info.vocab_size)
@@ -574,10 +506,13 @@ def children(pid: int) -> set[int]:
     return {int(child) for line in lists for child in line.split()}
 
 
-def test_a_backend_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(PenstockError, match=r"guided_decoding_backend: .*pip install 'penstock-llm\[xgrammar\]'"):
-        LLM(guided_decoding_backend="xgrammar")
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_other_backend_is_llguidance_with_a_log_line(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        llm = LLM(num_gpu_blocks_override=100, guided_decoding_backend=backend)
+    assert f"guided_decoding_backend {backend}: llguidance is used" in caplog.text
+    lark = sampling(guided(grammar='start: "a" ("b" | "c") "d"'))  # xgrammar has no Lark
+    assert llm.generate("x", lark, use_tqdm=False)[0].outputs[0].text in ("abd", "acd")
 
 
 @pytest.mark.parametrize(
@@ -619,9 +554,8 @@ def test_what_is_wrong_is_refused(llm: LLM, form: dict[str, Any]) -> None:
     assert not llm.engine.busy
 
 
-def test_long_chains_of_references_are_followed(llm: LLM, backend: str) -> None:
-    # about as many as a form may have characters for, or a part of them, whose number decides what xgrammar takes
-    links = 1400 if backend == "llguidance" else 100
+def test_long_chains_of_references_are_followed(llm: LLM) -> None:
+    links = 1400  # about as many as a form may have characters for
     chain = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
     schema = {"$defs": {**chain, str(links): {"type": "array"}}, "$ref": "#/$defs/0"}
     made = llm.generate("x", sampling(guided(json=schema), max_tokens=5), use_tqdm=False)[0].outputs[0]
@@ -757,15 +691,6 @@ def tool(name: str, **properties: Any) -> Any:
 TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("roll", sides={"enum": [6, 20]})]
 
 
-@pytest.fixture(scope="module")
-def calling(server: Served, backend: str) -> Iterator[openai.OpenAI]:
-    """Of a server with either backend."""
-    with contextlib.ExitStack() as stack:
-        if backend != "llguidance":
-            server = stack.enter_context(Served("--guided-decoding-backend", backend))
-        yield openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
-
-
 def call(
     client: openai.OpenAI, stream: bool, tools: list[Any] = TOOLS, **fields: Any
 ) -> tuple[str | None, list[tuple[str, Any]], str]:
@@ -787,28 +712,28 @@ def call(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_asked_for_is_made(calling: openai.OpenAI, stream: bool) -> None:
+def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "roll"}}
-    content, calls, reason = call(calling, stream, tool_choice=named)
+    content, calls, reason = call(client, stream, tool_choice=named)
     assert (content, reason) == (None, "stop")
     assert calls in ([("roll", {"sides": 6})], [("roll", {"sides": 20})])
-    content, calls, reason = call(calling, stream, tool_choice="required", parallel_tool_calls=False)
+    content, calls, reason = call(client, stream, tool_choice="required", parallel_tool_calls=False)
     assert (content, len(calls), reason) == (None, 1, "tool_calls")
-    content, calls, reason = call(calling, stream, tool_choice="required")
+    content, calls, reason = call(client, stream, tool_choice="required")
     assert content is None and calls
     for name, arguments in calls:
         known = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
         jsonschema.validate(arguments, known)
 
 
-def test_schemas_of_tools_keep_their_references(calling: openai.OpenAI) -> None:
+def test_schemas_of_tools_keep_their_references(client: openai.OpenAI) -> None:
     where = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     nested = {"properties": {"where": {"$ref": "#/$defs/Where"}}, "required": ["where"], "$defs": {"Where": where}}
     tree = {"properties": {"kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}}, "required": ["kids"]}
     for parameters in (nested, tree):
         parameters |= {"additionalProperties": False}
         function = {"name": "f", "parameters": parameters}
-        _, calls, _ = call(calling, False, tool_choice="required", tools=[{"type": "function", "function": function}])
+        _, calls, _ = call(client, False, tool_choice="required", tools=[{"type": "function", "function": function}])
         assert calls
         for _, arguments in calls:
             jsonschema.validate(arguments, {"type": "object"} | parameters)

@@ -181,7 +181,7 @@ TRANSLATED: list[tuple[str, str, str, object]] = [
     ("fastdeploy", "-tp 2", "tensor_parallel_size", 2),
     ("fastdeploy", "--dynamic-load-weight", "server_dev_mode", True),
     ("fastdeploy", "--dynamic-load-weight 0", "server_dev_mode", False),
-    ("fastdeploy", "--guided-decoding-backend guidance", "guided_decoding_backend", "llguidance"),
+    ("fastdeploy", "--guided-decoding-backend guidance", "guided_decoding_backend", "guidance"),
     ("fastdeploy", "--tool-call-parser ernie-x1", "tool_call_parser", "ernie"),
     ("bladellm", "-tp 2", "tensor_parallel_size", 2),
     ("bladellm", "--use_lookahead true", "speculative_config", '{"method": "ngram"}'),

@@ -30,7 +30,7 @@ from penstock.cli.main import main
 from penstock.cluster.http import REGISTER_PATH, call
 from penstock.engine.service import messages
 from penstock.engine.service.client import EngineClient
-from penstock.engine.service.curve import secure_server
+from penstock.engine.service.curve import frames, secure_client, secure_server
 
 ALLOWED = ("--allowed-local-weights-path",)
 BLOCKS = ("--num-gpu-blocks-override", "120")
@@ -221,6 +221,28 @@ def test_strangers_are_refused(deployment: Deployment) -> None:
         return str(refusal.value)
 
     assert f"the engine at {address} refuses the connection" in asyncio.run(connected())
+
+
+def test_engine_closes_connection_of_stranger_with_large_frame(deployment: Deployment) -> None:
+    """ZeroMQ would keep all of it in memory before it knows who sends."""
+    host, _, port = next(iter(deployment.states)).rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as stranger:
+        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32))
+        with suppress(ConnectionError):
+            stranger.sendall(b"\x06" + (2**33).to_bytes(8))  # a command of 8 GiB
+            while stranger.recv(4096):
+                pass
+
+
+def test_message_of_several_frames_arrives_whole() -> None:
+    secret, message = b"a secret of sixteen", os.urandom(5 * 2**20 + 1)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server, context.socket(zmq.DEALER) as client:
+        secure_server(server, secret)
+        secure_client(client, secret)
+        client.connect(f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}")
+        client.send_multipart(frames(message))
+        _, *parts = server.recv_multipart()
+        assert b"".join(parts) == message
 
 
 def test_an_engine_of_another_version_is_refused() -> None:

@@ -277,13 +277,12 @@ def test_tekken(tmp_path: Path, size: int) -> None:
     assert (ours.special["eos_token"], ours.id_to_token(63)) == ("</s>", "<SPECIAL_63>")
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_token_outside_the_models_vocabulary_is_refused_in_prompts(tmp_path: Path, backend: str) -> None:
+def test_token_outside_the_models_vocabulary_is_refused_in_prompts(tmp_path: Path) -> None:
     """It gets the next id, for which the model has no embedding. Guided decoding goes on without it."""
     shutil.copytree(demo.CHAT, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     write(tmp_path / "tokenizer_config.json", config | {"additional_special_tokens": ["[NEW]"]})
-    llm = LLM(tmp_path, num_gpu_blocks_override=64, guided_decoding_backend=backend, weight_cache_dir="none")
+    llm = LLM(tmp_path, num_gpu_blocks_override=64, weight_cache_dir="none")
     size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
     assert Tokenizer(tmp_path).token_to_id("[NEW]") == size
     with pytest.raises(PenstockError, match=f"token ids go from 0 to {size - 1}, and {size} is given"):

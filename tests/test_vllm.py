@@ -314,5 +314,5 @@ def test_flags_mean_what_they_mean_there(capsys: pytest.CaptureFixture[str]) -> 
     found = {name: setting["value"] for name, setting in json.loads(capsys.readouterr().out).items()}
     guesses = {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 3, "method": "ngram"}
     assert json.loads(found["speculative_config"]) == guesses
-    expected = {"dtype": "float32", "swap_space": 2.0, "guided_decoding_backend": "auto", "log_level": "warning"}
+    expected = {"dtype": "float32", "swap_space": 2.0, "guided_decoding_backend": "outlines", "log_level": "warning"}
     assert found == found | expected | {"enable_prefix_caching": True, "allowed_origins": ["a"]}

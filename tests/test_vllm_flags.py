@@ -56,7 +56,7 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
         ("--reasoning-parser ernie45", {"reasoning_parser": "ernie"}),
         (
             '--structured-outputs-config {"backend":"guidance","disable_any_whitespace":true}',
-            {"guided_decoding_backend": "llguidance", "guided_decoding_disable_any_whitespace": True},
+            {"guided_decoding_backend": "guidance", "guided_decoding_disable_any_whitespace": True},
         ),
         ("--served-model-name a b --api-key secret --seed 3", {"served_model_name": ["a", "b"], "seed": 3}),
         ("--gpu-memory-utilization 0.8 --swap-space 4", {"gpu_memory_utilization": 0.8, "swap_space": 4.0}),

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from penstock.core.errors import invalid
+from penstock.core.guided import GuidedBackend
 from penstock.core.quantization import QuantizationName
 
 from .option import option
@@ -193,8 +194,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         ),
     ] = "auto"
     guided_decoding_backend: Annotated[
-        Literal["auto", "llguidance", "xgrammar", "off"],
-        option("Backend of guided decoding; off refuses guided requests."),
+        GuidedBackend,
+        option("Backend of guided decoding: off refuses guided requests; all others are llguidance."),
     ] = "auto"
     guided_decoding_disable_any_whitespace: Annotated[
         bool, option("No whitespace between the parts of guided JSON.")

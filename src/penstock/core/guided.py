@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,8 @@ MAX_CHOICES = 4096
 LLGUIDANCE_OPTIONS = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
 """llguidance refuses keywords that it does not support, and allows no ``\\u`` in strings, which could disguise a
 property's name."""
+GuidedBackend = Literal["auto", "llguidance", "guidance", "xgrammar", "outlines", "lm-format-enforcer", "off"]
+"""Names of guided decoding backends of vLLM and FastDeploy. All but ``off`` are llguidance."""
 JSON_CONSTRAINTS = ("json", "json_object", "structural_tag")
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Fields of ``GuidedDecodingParams``, of which exactly one is given."""

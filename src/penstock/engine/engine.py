@@ -40,7 +40,7 @@ from penstock.planning.sentence_transformers import read_dense_modules
 from .draft_folder import draft_size
 from .executor.base import WorkerLostError
 from .executor.start import start_executor
-from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
+from .guided import BitmaskBuilder, Grammar, GrammarCompiler
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
@@ -106,7 +106,6 @@ class Engine:
         lora_modules = parse_lora_modules(options.lora_modules)
         max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         speculative = SpeculativeConfig.read(options.speculative_config)
-        check_backend(options.guided_decoding_backend)
         check_options(options, config, speculative)
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)

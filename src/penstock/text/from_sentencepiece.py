@@ -1,7 +1,9 @@
 """Conversion of a SentencePiece model (Kudo and Richardson, 2018) to the ``tokenizers`` library.
 
 The file is a protocol buffer, of which the pieces and a few settings are read: fields 1 (piece), 2 (trainer) and
-3 (normalizer) of ``ModelProto``.
+3 (normalizer) of ``ModelProto``. It is parsed here, as no library does it without tying versions: the ``sentencepiece``
+package does not return user-defined pieces and the settings, and the generated classes that it has for them are refused
+by a protobuf older than its own (of gRPC or OpenTelemetry).
 """
 
 from __future__ import annotations

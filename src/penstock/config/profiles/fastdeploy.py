@@ -20,7 +20,6 @@ LENGTH = 2048
 LONG = 0.04
 """Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
-BACKENDS = {"guidance": "llguidance"}
 WORDS = {"0": False, "1": True, "false": False, "true": True}
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
 
@@ -172,7 +171,6 @@ PROFILE = Profile(
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
         "dynamic_load_weight": Alias("server_dev_mode", one_of(WORDS), switch=True),
         "quantization": Alias("quantization"),
-        "guided_decoding_backend": Alias("guided_decoding_backend", lambda text: BACKENDS.get(text, text)),
         "tool_call_parser": Alias("tool_call_parser", lambda text: PARSERS.get(text, text)),
         "load_choices": Alias("load_format", one_of({"default": "auto", "default_v1": "auto", "dummy": "dummy"})),
         "model_impl": Alias("model_impl", one_of({"auto": "auto", "fastdeploy": "penstock"})),

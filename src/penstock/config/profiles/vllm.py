@@ -19,9 +19,6 @@ from .vllm_variables import LEVELS, PREFIXES, RESTRICTING, VARIABLES
 from .vllm_variables import SECURITY as SECURITY_VARIABLES
 
 DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
-BACKENDS = dict.fromkeys(("auto", "outlines", "lm-format-enforcer"), "auto") | {"xgrammar": "xgrammar"}
-BACKENDS |= {"guidance": "llguidance", "llguidance": "llguidance", "off": "off"}
-"""Names of guided decoding backends → ours."""
 OF_BACKENDS = {
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
@@ -117,7 +114,7 @@ def _kv_transfer(text: str) -> Mapping[str, Any]:
 
 def _structured(text: str) -> Mapping[str, Any]:
     result = _object(text)
-    backend = one_of(BACKENDS)(str(result.pop("backend", "auto")))
+    backend = str(result.pop("backend", "auto")).lower()
     if unknown := set(result) - set(OF_BACKENDS):
         raise ValueError(f"{min(unknown)} has no counterpart; backend, {' and '.join(OF_BACKENDS)} have")
     return {"guided_decoding_backend": backend} | {OF_BACKENDS[name]: value for name, value in result.items()}
@@ -126,7 +123,7 @@ def _structured(text: str) -> Mapping[str, Any]:
 def _backend(text: str) -> Mapping[str, Any]:
     """A backend, and after a colon what it is to do: ``xgrammar:disable-any-whitespace``."""
     name, _, given = text.partition(":")
-    result: dict[str, Any] = {"guided_decoding_backend": one_of(BACKENDS)(name)}
+    result: dict[str, Any] = {"guided_decoding_backend": name.lower()}
     for option in filter(None, given.split(",")):
         if option == "no-fallback":  # no backend falls back to another
             continue

@@ -1,6 +1,10 @@
 """A connection between two nodes: authenticated by their cluster's secret, then messages of any length both ways.
 
 What is sent is not encrypted.
+
+Why not ZeroMQ with CURVE, as between routers and engines: sockets of ranks and of KV transfers need this handshake and
+a listener all the same, which ZeroMQ cannot share, so that node 0 would need a second port; a ``ROUTER`` does not
+report which peer it has lost; and ZeroMQ has one limit on messages, before authentication and after it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Guided decoding (structured outputs): which tokens a grammar allows next.
 
-``backend.py`` defines what a backend provides: compiled grammars, and a guide per sequence that tracks its state. There
-is one file per backend; ``compiler.py`` compiles with the selected one. A backend refuses grammars that it does not
-fully support, with an error that names the unsupported part.
+``backend.py`` defines compiled grammars, and the guide that tracks the state of a sequence; ``compiler.py`` compiles
+with llguidance (``backend_llguidance.py``). Grammars that are not fully supported are refused, with an error that names
+the unsupported part.
 """
 
 from .backend import Grammar, Guide
 from .bitmask import BitmaskBuilder
-from .compiler import GrammarCompiler, check_backend
+from .compiler import GrammarCompiler
 
-__all__ = ["BitmaskBuilder", "Grammar", "GrammarCompiler", "Guide", "check_backend"]
+__all__ = ["BitmaskBuilder", "Grammar", "GrammarCompiler", "Guide"]

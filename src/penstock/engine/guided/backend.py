@@ -1,15 +1,12 @@
-"""Protocols of guided decoding: ``Backend`` compiles a ``Grammar``, and a ``Guide`` tracks one sequence through it."""
+"""Protocols of guided decoding: a ``Guide`` tracks one sequence through a compiled ``Grammar``."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from penstock.core import Failure, GuidedDecodingParams, Vocabulary
-
-from .added_tokens import AddedTokens
-from .compile_process import CompileProcess, CompileResult
+from penstock.core import Failure
 
 
 class Guide(Protocol):
@@ -73,26 +70,4 @@ class Grammar(Protocol):
 
     def new_guide(self) -> Guide:
         """A guide for a new sequence, before its first token."""
-        ...
-
-
-class Backend(Protocol):
-    """Compiles grammars for the vocabulary of one model."""
-
-    def set_vocabulary(self, vocabulary: Vocabulary, tokenizer: Any, added_tokens: AddedTokens) -> CompileProcess:
-        """Set the vocabulary; called once, before ``request``. Returns the process that compiles for it.
-
-        Args:
-            tokenizer: llguidance's ``LLTokenizer`` of ``vocabulary`` (``load_tokenizer``).
-            added_tokens: the tokenizer's added tokens, which no text is tokenized into piece by piece.
-        """
-        ...
-
-    def request(self, params: GuidedDecodingParams) -> bytes:
-        """Translate a constraint for the process. Raises ``UnsupportedError`` where the backend does not support it,
-        ``ValueError`` or ``RecursionError`` where it is wrong."""
-        ...
-
-    def grammar(self, request: bytes, result: CompileResult) -> Grammar:
-        """The grammar of a ``request``, of the result that the process has come to."""
         ...

@@ -15,9 +15,10 @@ from penstock.core import Code, Failure, GuidedDecodingParams, Vocabulary
 from penstock.core.guided import LLGUIDANCE_OPTIONS
 
 from .added_tokens import AddedTokens
-from .backend import Backend, Grammar, Guide
-from .compile_process import CompileProcess, CompileResult
-from .errors import MAX_WHITESPACE, TOO_LONG, UnsupportedError, one_line
+from .backend import Grammar, Guide
+from .bounded_guide import TokenClasses
+from .compile_process import CompileProcess
+from .errors import UnsupportedError, one_line
 from .llguidance_process import VocabularyMessage, compile_grammar
 from .structural_tag import (
     ConstStringFormat,
@@ -31,12 +32,16 @@ from .structural_tag import (
     parse_structural_tag,
 )
 from .token_time import TokenTime
+from .vocabulary import load_tokenizer, read_added_tokens, sampled_vocabulary
 
 NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 """Keywords of JSON Schema whose numbers bound a value."""
 MIN_NUMBER = -(2**63) + 513
 """Smallest number allowed there. llguidance 1.9 rounds smaller ones to -2**63, and recurses without end where a range
 ends there, which overflows the stack and kills the process."""
+MAX_WHITESPACE = 32
+"""Characters of whitespace between the parts of JSON, where a request does not set it. Without a limit, a model may
+generate whitespace until its tokens run out."""
 EMPTY = '""'
 """The empty text in Lark's notation."""
 
@@ -67,7 +72,7 @@ class LLGuide(Guide):
         if self._matcher.is_error():
             error = one_line(self._matcher.get_error())
         elif self._time.is_exceeded:
-            error = TOO_LONG
+            error = "it takes too long"
         else:
             return None
         return Failure(Code.UNSUPPORTED, f"the grammar cannot be followed: {error}")
@@ -100,28 +105,34 @@ class LLGrammar(Grammar):
         return LLGuide(self._matcher.deep_copy())
 
 
-class LLGuidance(Backend):
+class LLGuidance:
     """Compiles grammars lazily, as sequences reach new states, once a process has tried them
-    (``llguidance_process.py``)."""
+    (``llguidance_process.py``).
 
-    _tokenizer: Any
-    _added_tokens: AddedTokens
+    Args:
+        vocab_size: number of tokens of the model, padding included.
 
-    def set_vocabulary(self, vocabulary: Vocabulary, tokenizer: Any, added_tokens: AddedTokens) -> CompileProcess:
-        self._tokenizer = tokenizer
-        self._added_tokens = added_tokens
-        process = CompileProcess("llguidance_process")
-        process.set_vocabulary(msgspec.json.encode(VocabularyMessage(vocabulary, tokenizer.vocab_size)))
-        return process
+    Raises ``PenstockError`` (``unsupported``) for a tokenizer that llguidance cannot load.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        vocabulary = sampled_vocabulary(vocabulary, vocab_size)
+        self.added_tokens = read_added_tokens(vocabulary)
+        self._tokenizer = load_tokenizer(vocabulary, vocab_size)
+        self.process = CompileProcess(msgspec.json.encode(VocabularyMessage(vocabulary, vocab_size)))
+        self.token_classes = TokenClasses(self._tokenizer)
 
     def request(self, params: GuidedDecodingParams) -> bytes:
-        return msgspec.json.encode(_grammar(params, self._added_tokens))
+        """Translate a constraint for the process. Raises ``UnsupportedError`` where llguidance does not support it,
+        ``ValueError`` or ``RecursionError`` where it is wrong."""
+        return msgspec.json.encode(_grammar(params, self.added_tokens))
 
-    def grammar(self, request: bytes, result: CompileResult) -> Grammar:
+    def grammar(self, request: bytes, size: int) -> Grammar:
+        """The grammar of a ``request`` that the process has compiled to ``size`` bytes."""
         matcher = compile_grammar(self._tokenizer, json.loads(request))
         if matcher.is_error():
             raise RuntimeError(f"the grammar failed after it had been compiled: {one_line(matcher.get_error())}")
-        return LLGrammar(matcher, result.size)
+        return LLGrammar(matcher, size)
 
 
 def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:

@@ -1,8 +1,8 @@
 """Processes that compile grammars under limits of time and memory, so that a hostile grammar harms nobody.
 
-No library limits what compiling takes. A compile process loads a backend's library and the vocabulary once, has no
-threads, and forks itself for each grammar. The forked process reads its request from a socket, writes the result to it,
-and is ended by the kernel when it takes too much, or when the engine closes the socket, because nobody waits any more.
+llguidance does not limit what compiling takes. A compile process loads it and the vocabulary once, has no threads, and
+forks itself for each grammar. The forked process reads its request from a socket, writes the result to it, and is ended
+by the kernel when it takes too much, or when the engine closes the socket, because nobody waits any more.
 
 ``serve`` is the process itself, ``CompileProcess`` the engine's side.
 """
@@ -31,8 +31,6 @@ MAX_CPU_TIME = 10.0
 """Seconds of processor time to compile one grammar."""
 MAX_WALL_TIME = 60.0
 """Seconds to compile one grammar, whatever the processor time."""
-MAX_COMPILED_SIZE = 2**26
-"""Bytes of a serialized grammar."""
 LIMIT_EXCEEDED = f"compiling it takes more than {MAX_CPU_TIME:g} seconds, or too much memory"
 STACK_SIZE = 256 * 2**20
 """Stack to compile with, bytes: recursion is as deep as a schema's references. Only used pages take memory."""
@@ -43,14 +41,10 @@ _LENGTH = 8
 class CompileResult(msgspec.Struct, omit_defaults=True):
     """What compiling a grammar has come to."""
 
-    compiled: str = ""
-    """The grammar, serialized; empty where the backend cannot serialize it."""
     size: int = 0
-    """Bytes of memory that it takes, where ``compiled`` is empty."""
+    """Bytes of memory that the grammar takes."""
     error: str = ""
-    """Why compilation failed; empty where it succeeded."""
-    supported: bool = True
-    """With ``error``: False where the grammar is right but not supported."""
+    """Why it is not supported; empty where compilation succeeded."""
 
 
 Compile = Callable[[bytes], CompileResult]
@@ -92,8 +86,6 @@ def _serve_one(connection: socket.socket, compile_grammar: Compile, max_memory: 
 
     def run() -> None:
         result = compile_grammar(request)
-        if len(result.compiled) > MAX_COMPILED_SIZE:
-            result = CompileResult(error=f"compiled it has more than {MAX_COMPILED_SIZE} bytes", supported=False)
         fcntl.fcntl(connection, fcntl.F_SETFL, 0)  # SIGIO also tells that there is room to write
         _send(connection, msgspec.json.encode(result))
         os._exit(0)
@@ -162,7 +154,7 @@ class Compilation:
         except ConnectionResetError:
             result = b""
         if not result:
-            return CompileResult(error=LIMIT_EXCEEDED, supported=False)
+            return CompileResult(error=LIMIT_EXCEEDED)
         return msgspec.json.decode(result, type=CompileResult)
 
     def lower_priority(self) -> None:
@@ -189,32 +181,26 @@ class CompileProcess:
     """Starts a compile process, and starts it again where it has died.
 
     Args:
-        module: the process's module, in this package.
+        vocabulary: what the ``prepare`` of ``llguidance_process`` takes.
     """
 
-    def __init__(self, module: str) -> None:
-        self._module = module
-        self._vocabulary = b""
+    def __init__(self, vocabulary: bytes) -> None:
+        self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._start()
+        with contextlib.suppress(OSError):  # it has died, and is started again by ``compile``
+            self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", f"{__package__}.{self._module}"]
+            command = [sys.executable, "-m", f"{__package__}.llguidance_process"]
             output = subprocess.DEVNULL
             process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
                 command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0
             )
         self._process, self._control = process, ours
         self._kill = weakref.finalize(self, _kill, process, ours)
-
-    def set_vocabulary(self, vocabulary: bytes) -> None:
-        """Send the process what its ``prepare`` takes; before the first grammar."""
-        with self._lock:
-            self._vocabulary = vocabulary
-            with contextlib.suppress(OSError):  # it has died, and gets it when it is started again
-                _send(self._control, vocabulary)
+        _send(ours, self._vocabulary)
 
     def compile(self, request: bytes) -> Compilation:
         """Start to compile a grammar. Raises ``PenstockError`` (``internal``) where the process dies twice."""
@@ -227,7 +213,6 @@ class CompileProcess:
                         break
                     self._kill()
                     self._start()
-                    _send(self._control, self._vocabulary)
                 except OSError:
                     self._process.kill()
                     self._process.wait()

@@ -1,9 +1,7 @@
-"""The grammar compiler: compiles with the selected backend, in other processes, and caches compiled grammars."""
+"""The grammar compiler: compiles with llguidance, in other processes, and caches compiled grammars."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
 import threading
@@ -11,26 +9,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, Vocabulary
 from penstock.core.errors import invalid
 
-from .added_tokens import AddedTokens
-from .backend import Backend, Grammar
-from .bounded_guide import BoundedGrammar, TokenClasses
-from .compile_process import STACK_SIZE, CompileProcess, CompileResult
+from .backend import Grammar
+from .bounded_guide import BoundedGrammar
+from .compile_process import STACK_SIZE, CompileResult
 from .errors import UnsupportedError, one_line
 from .structural_tag import allows_free_text, json_parts
-from .vocabulary import check_no_added_tokens, load_tokenizer, read_added_tokens, sampled_vocabulary
+from .vocabulary import check_no_added_tokens
+
+if TYPE_CHECKING:
+    from .backend_llguidance import LLGuidance
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = {
-    "auto": (".backend_llguidance", "LLGuidance"),
-    "llguidance": (".backend_llguidance", "LLGuidance"),
-    "xgrammar": (".backend_xgrammar", "XGrammar"),
-}
-"""Module and class of each backend; only the selected one is imported."""
 MAX_CACHED_BYTES = 2**28
 """Memory of the cached grammars, bytes."""
 MIN_CACHED_SIZE = 2**16
@@ -43,12 +38,6 @@ NUM_THREADS = 2
 """Grammars that are compiled at the same time, of the quick ones and of the slow ones."""
 
 
-def check_backend(name: str) -> None:
-    """Raises ``PenstockError`` (``invalid``) for a backend that is not installed."""
-    if name == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
-        raise invalid("guided_decoding_backend", "xgrammar is not installed: pip install 'penstock-llm[xgrammar]'")
-
-
 class GrammarCompiler:
     """Compiles grammars in processes that end with limits of time and memory, and caches them. Nothing is kept of one
     that failed, or of one whose request has ended.
@@ -56,27 +45,24 @@ class GrammarCompiler:
     A grammar that is not compiled within ``QUICK_TIME`` begins anew among the slow ones, at the lowest priority.
 
     Args:
-        backend: a name of ``BACKENDS``, or ``off`` to refuse all grammars.
+        backend: ``off`` to refuse all grammars; every other name of ``GuidedBackend`` is llguidance.
         vocab_size: number of tokens of the model.
     """
 
     def __init__(self, backend: str, vocab_size: int) -> None:
+        if backend in ("xgrammar", "outlines", "lm-format-enforcer"):
+            logger.info("guided_decoding_backend %s: llguidance is used, which follows the same constraints", backend)
         self._off = backend == "off"
-        self._name = backend
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
-        self._added_tokens: AddedTokens | None = None
-        """None until the backend has the vocabulary."""
-        self._token_classes: TokenClasses | None = None
         self._vocabulary_failure: Failure | None = None
         """Why the backend cannot use the vocabulary."""
         self._vocabulary_lock = threading.Lock()
-        self._process: CompileProcess | None = None
+        self._backend: LLGuidance | None = None
+        """None until the vocabulary is loaded."""
         self._preload: Future[None] | None = None
         self._quick = _executor("compile")
         self._slow = _executor("compile-slow", _lower_priority)
-        # Imported now: it can take seconds.
-        self._backend = self._quick.submit(_load, *BACKENDS["llguidance" if self._off else backend])
         self._cache = GrammarCache()
         self._compiling: dict[GuidedDecodingParams, Future[Grammar]] = {}
 
@@ -158,63 +144,58 @@ class GrammarCompiler:
     def _compile_whole(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
         field = params.field
         self._load_vocabulary()
-        if self._added_tokens is None:
+        if (backend := self._backend) is None:
             assert self._vocabulary_failure
             raise PenstockError(Code.UNSUPPORTED, f"{field}: {self._vocabulary_failure.message}", field)
-        backend = self._backend.result()
         try:
-            check_no_added_tokens(params, self._added_tokens.tokens)
+            check_no_added_tokens(params, backend.added_tokens.tokens)
             request = backend.request(params)
         except UnsupportedError as error:
-            raise self._unsupported(field, str(error)) from error
+            raise _unsupported(field, str(error)) from error
         except RecursionError as error:
             raise invalid(field, "is nested too deeply") from error
         except (ValueError, TypeError, AttributeError, AssertionError) as error:
             raise invalid(field, f"is wrong: {one_line(str(error))}") from error
-        result = self._compile_in_process(request, future, timeout)
-        if not result.supported:
-            raise self._unsupported(field, result.error)
+        result = _compile_in_process(backend, request, future, timeout)
         if result.error:
-            raise invalid(field, f"is wrong: {result.error}")
-        grammar = backend.grammar(request, result)
+            raise _unsupported(field, result.error)
+        grammar = backend.grammar(request, result.size)
         if not params.is_json:
             return grammar
-        assert self._token_classes
-        return BoundedGrammar(grammar, self._token_classes, bounds_strings=not allows_free_text(params))
-
-    def _compile_in_process(self, request: bytes, future: Future[Grammar], timeout: float | None) -> CompileResult:
-        assert self._process
-        compilation = self._process.compile(request)
-        try:
-            future.add_done_callback(lambda _: compilation.cancel())
-            if timeout is None:
-                compilation.lower_priority()
-            return compilation.wait(timeout)
-        finally:
-            compilation.close()
-
-    def _unsupported(self, field: str, words: str) -> PenstockError:
-        backend = " by xgrammar" if self._name == "xgrammar" else ""
-        return PenstockError(Code.UNSUPPORTED, f"{field}: not supported{backend}: {words}", field)
+        return BoundedGrammar(grammar, backend.token_classes, bounds_strings=not allows_free_text(params))
 
     def _load_vocabulary(self) -> None:
         """Give the backend the vocabulary, once, even where that fails."""
         with self._vocabulary_lock:
-            if self._added_tokens or self._vocabulary_failure:
+            if self._backend or self._vocabulary_failure:
                 return
             assert self._vocabulary is not None
+            from .backend_llguidance import LLGuidance  # not imported before a grammar may come
+
             started = time.monotonic()
             try:
-                vocabulary = sampled_vocabulary(self._vocabulary, self._vocab_size)
-                added_tokens = read_added_tokens(vocabulary)
-                tokenizer = load_tokenizer(vocabulary, self._vocab_size)
-                self._process = self._backend.result().set_vocabulary(vocabulary, tokenizer, added_tokens)
-                self._token_classes = TokenClasses(tokenizer)
+                self._backend = LLGuidance(self._vocabulary, self._vocab_size)
             except PenstockError as error:
                 self._vocabulary_failure = error.failure
             else:
-                self._added_tokens = added_tokens
                 logger.info("guided decoding has read the vocabulary in %.2f seconds", time.monotonic() - started)
+
+
+def _compile_in_process(
+    backend: LLGuidance, request: bytes, future: Future[Grammar], timeout: float | None
+) -> CompileResult:
+    compilation = backend.process.compile(request)
+    try:
+        future.add_done_callback(lambda _: compilation.cancel())
+        if timeout is None:
+            compilation.lower_priority()
+        return compilation.wait(timeout)
+    finally:
+        compilation.close()
+
+
+def _unsupported(field: str, message: str) -> PenstockError:
+    return PenstockError(Code.UNSUPPORTED, f"{field}: not supported: {message}", field)
 
 
 class GrammarCache:
@@ -260,8 +241,3 @@ def _executor(name: str, initializer: Callable[[], None] | None = None) -> Threa
 
 def _lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
-def _load(module: str, name: str) -> Backend:
-    backend: Backend = getattr(importlib.import_module(module, __package__), name)()
-    return backend

@@ -47,7 +47,7 @@ def _prepare(message: bytes) -> Compile:
         matcher = compile_grammar(tokenizer, json.loads(request))
         if matcher.is_error():
             message = one_line(matcher.get_error()).replace("NoExtensionBias", "no output matches it")
-            return CompileResult(error=message, supported=False)
+            return CompileResult(error=message)
         return CompileResult(size=max(0, memory_in_use() - before))
 
     return compile_request

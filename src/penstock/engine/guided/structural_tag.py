@@ -1,4 +1,4 @@
-"""Structural tags: texts, schemas and regular expressions combined, parsed from requests for the backends.
+"""Structural tags: texts, schemas and regular expressions combined, parsed from requests.
 
 A request gives either ``{"structures", "triggers"}``, free text with tagged parts, or ``{"format": …}``, a tree of
 formats by ``type``. Names and fields are those of xgrammar and vLLM.

@@ -1,4 +1,4 @@
-"""The model's vocabulary for guided decoding, as llguidance reads it for both backends."""
+"""The model's vocabulary for guided decoding, as llguidance reads it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_added_tokens(vocabulary: Vocabulary) -> AddedTokens:
 
 def check_no_added_tokens(params: GuidedDecodingParams, added_tokens: Iterable[str]) -> None:
     """Raises ``PenstockError`` (``unsupported``) where a constant, pattern or choice contains an added token's text:
-    the model writes it as that token, and the backends compare text."""
+    the model writes it as that token, and llguidance compares text."""
     document = params.json or params.structural_tag
     text = "\n".join([params.regex or "", *(params.choice or ()), *_constants(document and json.loads(document))])
     if token := next((token for token in added_tokens if token in text), None):

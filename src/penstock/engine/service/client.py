@@ -18,6 +18,7 @@ from penstock.version import __version__
 
 from . import messages
 from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
+from .curve import frames
 from .operations import EngineState, Operation
 from .snapshot import Snapshot
 
@@ -260,7 +261,7 @@ class EngineClient:
 
     def _send(self, message: messages.ToEngine) -> None:
         with contextlib.suppress(zmq.Again):  # a connection that is lost, which will be noticed
-            self._socket.send(messages.encode(message), zmq.NOBLOCK)
+            self._socket.send_multipart(frames(messages.encode(message)), zmq.NOBLOCK)
         self._loop.call_soon(self._receive)  # ZeroMQ's descriptor is edge-triggered, and sending may consume its edge
 
     def _keep_process_alive(self) -> None:

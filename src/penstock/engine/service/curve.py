@@ -9,12 +9,18 @@ from zmq.utils import z85
 
 from penstock.core import Code, PenstockError
 
+MAX_FRAME = 2**20
+"""Bytes of a frame to an engine. ZeroMQ reads a whole frame before it knows whether its sender has the secret."""
+OVERHEAD = 2**10
+"""Bytes that encryption may add to a frame."""
+
 
 def secure_server(socket: zmq.Socket[bytes], secret: bytes) -> None:
     """Accept only clients that know the secret, before the socket is bound. Raises ``PenstockError`` as
     ``secure_client``."""
     public, private = _engine_keys(secret)
     socket.curve_server = True
+    socket.maxmsgsize = MAX_FRAME + OVERHEAD
     socket.curve_publickey, socket.curve_secretkey = public, private
 
 
@@ -23,6 +29,12 @@ def secure_client(socket: zmq.Socket[bytes], secret: bytes) -> None:
     CURVE."""
     socket.curve_serverkey = _engine_keys(secret)[0]
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+
+
+def frames(message: bytes) -> list[memoryview]:
+    """A message to an engine as frames that it reads."""
+    view = memoryview(message)
+    return [view[first : first + MAX_FRAME] for first in range(0, len(view), MAX_FRAME)]
 
 
 def _engine_keys(secret: bytes) -> tuple[bytes, bytes]:

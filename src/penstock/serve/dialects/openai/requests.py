@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from penstock.config.profiles.vllm import BACKENDS
+from penstock.core.guided import GuidedBackend
 from penstock.core.sampling import MAX_LOGPROBS
 from penstock.serve.chat.request import (
     ChatRequest,
@@ -192,7 +192,9 @@ REQUESTS = (
     UnloadAdapterRequest,
 )
 
-GUIDED_BACKENDS = tuple(f"{name}{option}" for name in BACKENDS if name != "off" for option in ("", ":no-fallback"))
+GUIDED_BACKENDS = tuple(
+    f"{name}{option}" for name in get_args(GuidedBackend) if name != "off" for option in ("", ":no-fallback")
+)
 """Values that the flag accepts, too. Which backend compiles a grammar does not change what it allows."""
 UNSUPPORTED_FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
     GenerationRequest: {
