@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, WITH_EXPERTS
-from gguf_families import checkpoint, convert, converter
+from families import FAMILIES, WITH_EXPERTS, draw_llama_without_biases, rewrite_as_internlm2
+from gguf_families import WITH_VISION, Converter, checkpoint, fetch_converter, vision_checkpoint
 from test_real_tokenizers import TEXTS, npm_package, python_package
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,11 +29,14 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "weight_cache_d
 
 
 @pytest.fixture(scope="module")
-def llama_cpp() -> Path:
+def llama_cpp() -> Iterator[Converter]:
     try:
-        return converter(ROOT / "build" / "converter")
+        root = fetch_converter(ROOT / "build" / "converter")
     except RuntimeError as error:
         pytest.skip(str(error))
+    converter = Converter(root)
+    yield converter
+    converter.close()
 
 
 def check(file: Path, model: PreTrainedModel, prompt: Sequence[int], tokens: int, limit: float) -> None:
@@ -54,15 +57,32 @@ def check(file: Path, model: PreTrainedModel, prompt: Sequence[int], tokens: int
 @pytest.mark.parametrize("kind", ["ALL_F32", "MOSTLY_Q8_0"])
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
 def test_converted_checkpoint_computes_what_transformers_does(
-    family: str, kind: str, llama_cpp: Path, tmp_path: Path
+    family: str, kind: str, llama_cpp: Converter, tmp_path: Path
 ) -> None:
     """Matrices in ``Q8_0`` are of three values, which are not rounded."""
     quantized = kind != "ALL_F32"
     model = checkpoint(family, int(quantized), tmp_path, ternary=quantized)
     file = tmp_path / "model.gguf"
-    convert(llama_cpp, (tmp_path, file, kind))
-    assert file.exists(), (tmp_path / "model.error").read_text()
+    llama_cpp.convert(tmp_path, file, kind)
     check(file, model, PROMPT, 8, 3e-4)
+
+
+@pytest.mark.parametrize("family", WITH_VISION)
+def test_language_model_of_vision_model_computes_what_transformers_does(
+    family: str, llama_cpp: Converter, tmp_path: Path
+) -> None:
+    """The vision encoder is in another file (``mmproj``), which is not read."""
+    model = vision_checkpoint(family, tmp_path)
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf", "ALL_F32")
+    check(tmp_path / "model.gguf", model, PROMPT, 8, 3e-4)
+
+
+def test_internlm2_computes_what_llama_does(llama_cpp: Converter, tmp_path: Path) -> None:
+    """transformers has no InternLM 2: it is Llama with other names, and queries, keys and values in one matrix."""
+    model = draw_llama_without_biases(tmp_path, 3584)
+    rewrite_as_internlm2(tmp_path)
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf", "ALL_F32")
+    check(tmp_path / "model.gguf", model, PROMPT, 8, 3e-4)
 
 
 @pytest.fixture(scope="module")

@@ -549,6 +549,9 @@ ARCHITECTURES = {
     "qwen3": QWEN3,
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE,
+    "qwen2vl": QWEN2,
+    "qwen3vl": QWEN3,
+    "qwen3vlmoe": QWEN3_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
@@ -578,7 +581,8 @@ ARCHITECTURES = {
     "llama4": LLAMA4,
     "internlm2": INTERNLM2,
 }
-"""By ``general.architecture``."""
+"""By ``general.architecture``. Vision-language models (``qwen2vl``, ...) are read as their language model: the vision
+encoder is in another file, and M-RoPE gives text the positions of plain RoPE."""
 SIGMOID = 2
 """``expert_gating_func`` of routers whose scores are sigmoids."""
 

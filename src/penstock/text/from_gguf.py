@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ from penstock.core.errors import invalid
 from penstock.planning.gguf_file import GGUFFile
 
 from . import tiktoken_formats as patterns
-from .from_sentencepiece import BPE, Kind
+from .from_sentencepiece import Kind, Piece, Settings, tokenizer_json
 from .side_files import CONFIG, TEMPLATE, TEMPLATES
+from .tokenizer_files import FULL
 from .vocabulary import SPACE
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class GGUFTokenizer:
         ]
 
     def files(self) -> dict[str, bytes]:
-        """The files of a checkpoint by name: ``tokenizer.json`` or ``tokenizer.model``, configuration, chat template.
+        """The files of a checkpoint by name: ``tokenizer.json``, its configuration, chat templates.
 
         Raises ``PenstockError``: ``unsupported`` for a kind of tokenizer, or a pre-tokenizer, that is not known;
         ``invalid`` where the metadata is broken.
@@ -174,8 +174,8 @@ class GGUFTokenizer:
         pre = None if whole else self._pre_tokenizer()
         add_bos = self._file.get(f"{PREFIX}add_bos_token", bool, bool(pre and pre.add_bos))
         config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, False))
-        content = json.dumps(self._bpe_json(pre, config), ensure_ascii=False) if pre else whole
-        return {"tokenizer.json": content.encode(), CONFIG: json.dumps(config, indent=2).encode()}
+        content = _json(self._bpe_json(pre, config)) if pre else whole.encode()
+        return {FULL: content, CONFIG: json.dumps(config, indent=2).encode()}
 
     def _pre_tokenizer(self) -> PreTokenizer:
         name = self._file.get(f"{PREFIX}pre", str)
@@ -231,34 +231,30 @@ class GGUFTokenizer:
     # --- SentencePiece ------------------------------------------------------------------------------------------------
 
     def _sentencepiece(self) -> dict[str, bytes]:
-        """A SentencePiece model as that library writes it, of which ``from_sentencepiece`` reads the fields."""
+        """The files of a SentencePiece model, which ``tokenizer.json`` describes in full."""
         scores = self._file.numbers(f"{PREFIX}scores")
         if len(scores) != len(self._tokens):
             raise self._broken("scores")
         unknown = self._file.get(f"{PREFIX}unknown_token_id", int, -1)
         if Kind.UNKNOWN not in self._kinds and 0 <= unknown < len(self._tokens):
-            self._kinds[unknown] = Kind.UNKNOWN  # which is a control token in files of Gemma
+            self._kinds[unknown] = Kind.UNKNOWN  # a control token in files of Gemma
         if Kind.UNKNOWN not in self._kinds:
             raise invalid("tokenizer", f"{self._file.path} has no token of the kind that stands for unknown characters")
-        texts = [  # user-defined ones have plain spaces there
-            text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text
-            for text, kind in zip(self._tokens, self._kinds, strict=True)
+        pieces = [  # GGUF has plain spaces in user-defined tokens
+            Piece(text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text, score, kind)
+            for text, score, kind in zip(self._tokens, scores, self._kinds, strict=True)
         ]
-        pieces = b"".join(
-            _field(1, _field(1, text.encode()) + _float(2, score) + _number(3, kind))
-            for text, score, kind in zip(texts, scores, self._kinds, strict=True)
+        settings = Settings(
+            is_bpe=True,
+            add_space_prefix=self._file.get(f"{PREFIX}add_space_prefix", bool, True),
+            remove_extra_spaces=self._file.get(f"{PREFIX}remove_extra_whitespaces", bool, False),
+            user_defined_first=True,
         )
-        normalizer = _number(3, self._file.get(f"{PREFIX}add_space_prefix", bool, True))
-        normalizer += _number(4, self._file.get(f"{PREFIX}remove_extra_whitespaces", bool, False))
         add_bos = self._file.get(f"{PREFIX}add_bos_token", bool, True)
-        config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, False)) | {"legacy": True}
-        config["added_tokens_decoder"] = {  # which llama.cpp finds first, unlike SentencePiece
-            str(i): {"content": text, "special": False}
-            for i, text in enumerate(self._tokens)
-            if self._kinds[i] is Kind.USER_DEFINED and not {" ", SPACE} & set(text)
-        }
-        model = pieces + _field(2, _number(3, BPE)) + _field(3, normalizer)
-        return {"tokenizer.model": model, CONFIG: json.dumps(config, indent=2).encode()}
+        config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, False))
+        content = tokenizer_json(pieces, settings) | {"post_processor": self._post_processor(config)}
+        config = {"bos_token": "<s>", "eos_token": "</s>"} | config
+        return {FULL: _json(content), CONFIG: json.dumps(config, indent=2).encode()}
 
     # --- Both ---------------------------------------------------------------------------------------------------------
 
@@ -284,24 +280,5 @@ class GGUFTokenizer:
         return PenstockError(Code.UNSUPPORTED, f"{self._file.path} has {what}", "model")
 
 
-# --- Protocol buffers -------------------------------------------------------------------------------------------------
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _number(number: int, value: int) -> bytes:
-    return _varint(number << 3) + _varint(value)
-
-
-def _float(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", value)
-
-
-def _varint(value: int) -> bytes:
-    result = bytearray()
-    while value > 0x7F:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*result, value])
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
