@@ -13,15 +13,17 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import image_checkpoints
 import torch
 import vision_checkpoints
 from checkpoints import randomize, save
 from families import FAMILIES, WITH_EXPERTS
+from safetensors.torch import load_file, save_file
 from transformers import Llama4Config, Llama4ForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from penstock import demo
@@ -128,7 +130,7 @@ WITH_VISION: dict[str, Callable[[], PreTrainedModel]] = {
     "Qwen2VL": image_checkpoints.qwen2_vl,
     "Qwen2_5_VL": image_checkpoints.qwen2_5_vl,
     "Qwen3VL": image_checkpoints.qwen3_vl,
-    "Qwen3VLMoe": image_checkpoints.qwen3_vl_moe,
+    "Qwen3VLMoe": partial(image_checkpoints.qwen3_vl_moe, mlp_only_layers=[]),
     "Gemma3": vision_checkpoints.gemma3,
     "Mistral3": vision_checkpoints.mistral3,
     "Ministral3": vision_checkpoints.ministral3,
@@ -150,6 +152,12 @@ def vision_checkpoint(family: str, folder: Path) -> PreTrainedModel:
     model = type(drawn)(drawn.config)
     randomize(model)
     model.eval().save_pretrained(folder)
+    if family == "Qwen3VLMoe":  # the published files have experts transposed, those that transformers saves do not
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, file, {"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.CHAT / name, folder / name)
     return model
@@ -188,19 +196,21 @@ TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"  # the demo's tok
 reply, sys.stdout = sys.stdout, sys.stderr
 
 for line in sys.stdin:
-    model, out, kind = json.loads(line)
+    model, out, kind, vocabulary = json.loads(line)
     error = ""
     try:
         chosen = get_model_class(ModelBase.load_hparams(Path(model), False)["architectures"][0])
-        chosen.set_vocab = TextModel._set_vocab_gpt2
+        if vocabulary == "gpt2":
+            changes = {"model_arch": chosen.model_arch, "set_vocab": TextModel._set_vocab_gpt2}
+            chosen = type(chosen.__name__, (chosen,), changes)
         with torch.inference_mode():
             chosen(Path(model), getattr(gguf.LlamaFileType, kind), Path(out)).write()
     except Exception:
         error = traceback.format_exc()[-3000:]
     print(json.dumps(error), file=reply, flush=True)
 """
-"""Converts one checkpoint per line of standard input: a JSON array of folder, output file and type. Answers each with
-a JSON string: the traceback of an error, empty after success."""
+"""Converts one checkpoint per line of standard input: a JSON array of the arguments of ``Converter.convert``. Answers
+each with a JSON string: the traceback of an error, empty after success."""
 
 
 class Converter:
@@ -220,14 +230,15 @@ class Converter:
             env={**os.environ, "PYTHONPATH": ""},
         )
 
-    def convert(self, checkpoint: Path, file: Path, kind: str) -> None:
+    def convert(self, checkpoint: Path, file: Path, kind: str, vocabulary: Literal["gpt2", "model"] = "gpt2") -> None:
         """Convert a checkpoint. Raises ``RuntimeError`` with the converter's traceback.
 
         Args:
             kind: name of the file's type in ``gguf.LlamaFileType``.
+            vocabulary: "gpt2" for checkpoints with the demo's tokenizer; "model": as the converter does for the model.
         """
         assert self._process.stdin and self._process.stdout
-        print(json.dumps([str(checkpoint), str(file), kind]), file=self._process.stdin, flush=True)
+        print(json.dumps([str(checkpoint), str(file), kind, vocabulary]), file=self._process.stdin, flush=True)
         if error := json.loads(self._process.stdout.readline()):
             raise RuntimeError(error)
 

@@ -1,7 +1,7 @@
-"""The block formats of GGUF files, as integers with scales.
+"""Conversion of GGUF block formats to integers with scales.
 
-Every format here is integers times a scale of their group, some plus an offset of it, or mxfp4, so that a matrix is
-read without rounding its weights anew. The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+A weight is an integer times the scale of its group, in some formats plus the group's offset, or MXFP4. So a matrix is
+converted without rounding its weights again. The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from penstock.planning.gguf_file import TensorType
 from .mxfp4 import scales_of
 
 CHUNK = 2**22
-"""Weights that are converted at a time, so that they stay in the caches."""
+"""Weights converted at a time, few enough for the CPU's caches."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Weights of IQ4_NL and IQ4_XS, by their 4 bits."""
+"""Weights of IQ4_NL and IQ4_XS by their 4-bit index."""
 
 
 class Blocks(NamedTuple):
@@ -31,14 +31,14 @@ class Blocks(NamedTuple):
     scales: Tensor
     """``[rows, blocks, groups]`` float32."""
     offsets: Tensor | None = None
-    """As ``scales``, of asymmetric formats."""
+    """``[rows, blocks, groups]`` float32 for asymmetric formats, else None."""
 
 
 def read_blocks(type: TensorType, rows: Tensor) -> QuantizedWeight:
-    """The weights of a matrix, or of some of its rows.
+    """Convert rows of a matrix.
 
     Args:
-        type: a key of ``READERS``, by its name.
+        type: a type whose name is in ``READERS``.
         rows: ``[out, bytes]`` uint8.
     """
     format, read = type.format, READERS[type.name]

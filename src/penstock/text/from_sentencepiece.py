@@ -12,9 +12,9 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -42,8 +42,13 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-@dataclass(frozen=True)
-class Piece:
+_KINDS = {int(kind): kind for kind in Kind}
+_FLOAT = struct.Struct("<f")
+
+
+class Piece(NamedTuple):
+    """A piece of a model."""
+
     text: str
     score: float
     kind: Kind
@@ -82,7 +87,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
     for i, name in names.items():
         if 0 <= i < len(pieces):
-            pieces[i] = replace(pieces[i], text=name)
+            pieces[i] = pieces[i]._replace(text=name)
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
     if _number(trainer, 24, 0):
         message = "tokenizer: SentencePiece models with spaces after words (treat_whitespace_as_suffix) are not read"
@@ -241,6 +246,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, Field]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
+    if data[at] < 0x80:
+        return data[at], at + 1
     value = shift = 0
     while True:
         byte = data[at]
@@ -251,9 +258,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _piece(data: bytes) -> Piece:
-    fields = _message(data)
-    (score,) = struct.unpack("<f", _bytes(fields[2][0])) if fields[2] else (0.0,)
-    return Piece(_bytes(fields[1][0]).decode(), score, Kind(_number(fields, 3, Kind.NORMAL)))
+    text, score, kind = b"", 0.0, int(Kind.NORMAL)
+    for number, value in _fields(data):
+        if isinstance(value, int):
+            kind = value if number == 3 else kind
+        elif number == 1:
+            text = value
+        elif number == 2:
+            (score,) = _FLOAT.unpack(value)
+    return Piece(text.decode(), score, _KINDS.get(kind) or Kind(kind))
 
 
 def _number(fields: Message, number: int, default: int) -> int:
