@@ -531,6 +531,19 @@ def test_sentencepiece_is_as_its_library_has_it(
     assert ours.decode(ours.encode(text)).lstrip(" ") == theirs.decode(theirs.encode(text)).lstrip(" ")
 
 
+def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
+    """The number of merges grows with the length of pieces."""
+
+    def tokenizer(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "a", "a" * 600])
+        writer.add_token_scores([0.0, -1.0, -2.0])
+        writer.add_token_types([gguf.TokenType.UNKNOWN, gguf.TokenType.NORMAL, gguf.TokenType.NORMAL])
+
+    with pytest.raises(PenstockError, match="a piece has 600 characters; 512 are allowed"):
+        resolve(tokenizer_file(tmp_path, tokenizer))
+
+
 def test_tokenizers_that_are_not_known_are_named(tmp_path: Path) -> None:
     def other(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT, "somebody-s-own")
@@ -637,7 +650,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "a number of another model": (
         replaced(key("llama.feed_forward_length"), key("llama.attn_logit_softcapping")),
-        "has a number attn_logit_softcapping, which models",
+        "has a number attn_logit_softcapping, which is not supported for architecture llama",
     ),
     "an adapter": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("general.type") + u32(8) + key("adapter")),
@@ -646,7 +659,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a tensor twice": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "'blk.0.attn_k.weight' twice"),
     "another tensor": (
         replaced(b"rope_freqs.weight", b"rope_other.weight"),
-        "has tensor 'rope_other.weight', which models",
+        "has tensor 'rope_other.weight', which is not supported for architecture llama",
     ),
     "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
     "a factor that is no number": (

@@ -105,6 +105,7 @@ def test_encoder_embeds_what_transformers_does(
     config.vocab_size, config.hidden_act = 3584, "gelu"
     config.num_hidden_layers = 4
     if family == "modernbert":
+        config.layer_norm_eps = config.norm_eps  # published files have both
         config.layer_types = [FULL if layer % 3 == 0 else "sliding_attention" for layer in range(4)]
     model = save_encoder(config, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
