@@ -5,6 +5,7 @@ Files of real models: ``test_real_models.py``.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -117,6 +118,19 @@ def test_encoder_embeds_what_transformers_does(
         states = model(torch.tensor([PROMPT])).last_hidden_state[0]
     expected = states[0] if pooling == "cls" else states.mean(0)
     assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+def test_decoder_file_with_pooling_type_embeds_what_transformers_does(llama_cpp: Converter, tmp_path: Path) -> None:
+    model = checkpoint("Qwen2", 0, tmp_path)
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in ("Transformer", "Pooling")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "Pooling").mkdir()
+    (tmp_path / "Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf", "ALL_F32")
+    (output,) = LLM(tmp_path / "model.gguf", **OPTIONS).embed([PROMPT], use_tqdm=False)
+    with torch.inference_mode():
+        mean = model.model(torch.tensor([PROMPT])).last_hidden_state[0].mean(0)
+    assert output.outputs.embedding == pytest.approx((mean / mean.norm()).tolist(), abs=2e-5)
 
 
 def test_minilm_file_embeds_as_sentence_transformers(llama_cpp: Converter, tmp_path: Path) -> None:

@@ -33,14 +33,12 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 """Names in ``generation_config.json`` of the sampling parameters in ``general.sampling``."""
-
-
 POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
 """``pooling_mode`` of sentence-transformers by ``pooling_type``."""
-
-
 POOLING_MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 """Folders of the modules of an embedding model."""
+FORMAT = 2
+"""Version of the folder's content, raised when it changes."""
 
 
 def gguf_in(path: Path) -> Path | None:
@@ -90,8 +88,8 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def _identity(parts: list[Path]) -> str:
-    """Hash of the parts' paths, sizes and times, and of Penstock's version, which decides the folder's content."""
-    digest = hashlib.sha256(__version__.encode())
+    """Hash of the parts' paths, sizes and times, and of the versions of Penstock and of the folder's content."""
+    digest = hashlib.sha256(f"{__version__} {FORMAT} ".encode())
     for part in parts:
         status = part.stat()
         digest.update(f"{part} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} ".encode())
@@ -136,7 +134,9 @@ def _write(folder: Path, parts: list[Path], files: dict[str, bytes]) -> None:
     try:
         for name, content in files.items():
             (new / name).parent.mkdir(exist_ok=True)
-            (new / name).write_bytes(content)
+            with (new / name).open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())  # before the rename, so that a crash leaves no empty file
         for number, part in enumerate(parts, 1):
             suffix = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
             (new / f"model{suffix}.gguf").symlink_to(part)
