@@ -46,7 +46,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "DeepseekV2": {"attention_bias": False, "topk_method": "group_limited_greedy"},
     "DeepseekV3": {"attention_bias": False},
     "Qwen3Moe": {"hidden_act": "silu", "norm_topk_prob": True, **NO_WINDOW, **EXPERTS_ONLY},
-    "Qwen2Moe": {"norm_topk_prob": False, **NO_WINDOW, **EXPERTS_ONLY},
+    "Qwen2Moe": {"norm_topk_prob": False, "use_sliding_window": False, **EXPERTS_ONLY},
     "Mixtral": {"sliding_window": None},
     "Olmoe": {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
     "Dots1": {"sliding_window": None},
