@@ -32,11 +32,18 @@ def save(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedMo
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    for name, weight in model.named_parameters():
-        torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2)
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    randomize(model)
     model.eval().save_pretrained(folder, **options)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.CHAT / name, folder / name)
     return model
+
+
+def randomize(model: PreTrainedModel) -> None:
+    """Set random weights, large enough that positions and windows matter."""
+    import torch
+
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2)
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)

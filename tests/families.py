@@ -494,9 +494,11 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     return model
 
 
-def draw_llama_without_biases(folder: Path, vocab_size: int = VOCABULARY) -> PreTrainedModel:
-    """A checkpoint that InternLM 2 could have, too."""
+def draw_llama_without_biases(folder: Path, vocab_size: int = VOCABULARY, **fields: Any) -> PreTrainedModel:
+    """A checkpoint that InternLM 2 could have, too, with these fields of its configuration."""
     config = llama(Random("Llama 0"))
+    for name, value in fields.items():
+        setattr(config, name, value)
     config.attention_bias = config.mlp_bias = config.tie_word_embeddings = False
     config.vocab_size = vocab_size
     return save(config, folder)

@@ -8,26 +8,35 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
+import image_checkpoints
 import torch
-from checkpoints import save
+import vision_checkpoints
+from checkpoints import randomize, save
 from families import FAMILIES, WITH_EXPERTS
-from transformers import PreTrainedConfig, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import Llama4Config, Llama4ForConditionalGeneration, PreTrainedConfig, PreTrainedModel
+
+from penstock import demo
 
 VERSION = "0.3.36"
 """Of llama-cpp-python, whose source package has the converter."""
 FULL = "full_attention"
+NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 EXPERTS_ONLY = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 FIXED: dict[str, dict[str, Any]] = {
     "Llama": {"hidden_act": "silu"},
     "Mistral": {"sliding_window": None},
-    "Qwen2": {"use_sliding_window": False, "sliding_window": None},
+    "Qwen2": NO_WINDOW,
     "Gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0, "sliding_window": 24},
     "Gemma3": {"sliding_window": 24},
     "Cohere2": {"attention_bias": False, "num_hidden_layers": 4, "rotary_pct": 1.0},
@@ -36,7 +45,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "Glm": {"rms_norm_eps": 1e-5, "seq_length": 512},
     "DeepseekV2": {"attention_bias": False, "topk_method": "group_limited_greedy"},
     "DeepseekV3": {"attention_bias": False},
-    "Qwen3Moe": {"hidden_act": "silu", "norm_topk_prob": True, "use_sliding_window": False, **EXPERTS_ONLY},
+    "Qwen3Moe": {"hidden_act": "silu", "norm_topk_prob": True, **NO_WINDOW, **EXPERTS_ONLY},
     "Qwen2Moe": {"norm_topk_prob": False, "use_sliding_window": False, **EXPERTS_ONLY},
     "Mixtral": {"sliding_window": None},
     "Olmoe": {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
@@ -110,7 +119,51 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
     return model
 
 
-def converter(cache: Path) -> Path:
+def llama4() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 128}
+    vision |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    config = Llama4Config(text_config=config_of("Llama4", 0).to_dict(), vision_config=vision)
+    return Llama4ForConditionalGeneration(config)
+
+
+WITH_VISION: dict[str, Callable[[], PreTrainedModel]] = {
+    "Qwen2VL": image_checkpoints.qwen2_vl,
+    "Qwen2_5_VL": image_checkpoints.qwen2_5_vl,
+    "Qwen3VL": image_checkpoints.qwen3_vl,
+    "Qwen3VLMoe": partial(image_checkpoints.qwen3_vl_moe, mlp_only_layers=[]),
+    "Gemma3": vision_checkpoints.gemma3,
+    "Mistral3": vision_checkpoints.mistral3,
+    "Ministral3": vision_checkpoints.ministral3,
+    "Llava": vision_checkpoints.FAMILIES["llava"].model,
+    "Llama4": llama4,
+}
+"""Small models with a vision encoder, by the name of their architecture before ``ForConditionalGeneration``."""
+
+
+def vision_checkpoint(family: str, folder: Path) -> PreTrainedModel:
+    """Write a checkpoint of random weights of a model with a vision encoder."""
+    drawn = WITH_VISION[family]()
+    text = drawn.config.text_config
+    text.vocab_size = 3584
+    if family == "Gemma3":
+        text.num_hidden_layers, text.tie_word_embeddings = 7, True
+        text.layer_types = ["sliding_attention"] * 5 + [FULL, "sliding_attention"]
+    torch.manual_seed(0)
+    model = type(drawn)(drawn.config)
+    randomize(model)
+    model.eval().save_pretrained(folder)
+    if family == "Qwen3VLMoe":  # the published files have experts transposed, those that transformers saves do not
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, file, {"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.CHAT / name, folder / name)
+    return model
+
+
+def fetch_converter(cache: Path) -> Path:
     """The folder of llama.cpp's converter, fetched once from the package index. Raises ``RuntimeError`` where it cannot
     be reached."""
     folder = cache / f"llama-cpp-python-{VERSION}"
@@ -129,36 +182,65 @@ def converter(cache: Path) -> Path:
 
 
 CONVERT = """
+import json
 import sys
 import traceback
 from pathlib import Path
-root, *rest = sys.argv[1:]
+root = sys.argv[1]
 sys.path[:0] = [root, str(Path(root, "gguf-py"))]
 import torch
 import gguf
 from conversion import ModelBase, TextModel, get_model_class
 
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"  # checkpoints have the demo's, which it does not know
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"  # the demo's tokenizer is unknown to the converter
+reply, sys.stdout = sys.stdout, sys.stderr
 
-for model, out, kind in zip(rest[::3], rest[1::3], rest[2::3]):
+for line in sys.stdin:
+    model, out, kind, vocabulary = json.loads(line)
+    error = ""
     try:
         chosen = get_model_class(ModelBase.load_hparams(Path(model), False)["architectures"][0])
-        chosen.set_vocab = TextModel._set_vocab_gpt2
+        if vocabulary == "gpt2":
+            changes = {"model_arch": chosen.model_arch, "set_vocab": TextModel._set_vocab_gpt2}
+            chosen = type(chosen.__name__, (chosen,), changes)
         with torch.inference_mode():
             chosen(Path(model), getattr(gguf.LlamaFileType, kind), Path(out)).write()
     except Exception:
-        Path(out).with_suffix(".error").write_text(traceback.format_exc()[-3000:])
+        error = traceback.format_exc()[-3000:]
+    print(json.dumps(error), file=reply, flush=True)
 """
-"""Calls the converter for checkpoints, each with the file to write and its type; where it fails, its words are in a
-file ``.error``."""
+"""Converts one checkpoint per line of standard input: a JSON array of the arguments of ``Converter.convert``. Answers
+each with a JSON string: the traceback of an error, empty after success."""
 
 
-def convert(converter: Path, *files: tuple[Path, Path, str]) -> None:
-    """Convert checkpoints.
+class Converter:
+    """llama.cpp's converter in another process, which imports it once.
 
     Args:
-        files: folder of each checkpoint, file to write, and name of its type in ``gguf.LlamaFileType``.
+        root: folder of llama.cpp.
     """
-    arguments = [str(each) for file in files for each in file]
-    command = [sys.executable, "-c", CONVERT, str(converter), *arguments]
-    subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONPATH": ""})
+
+    def __init__(self, root: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CONVERT, str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ""},
+        )
+
+    def convert(self, checkpoint: Path, file: Path, kind: str, vocabulary: Literal["gpt2", "model"] = "gpt2") -> None:
+        """Convert a checkpoint. Raises ``RuntimeError`` with the converter's traceback.
+
+        Args:
+            kind: name of the file's type in ``gguf.LlamaFileType``.
+            vocabulary: "gpt2" for checkpoints with the demo's tokenizer; "model": as the converter does for the model.
+        """
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps([str(checkpoint), str(file), kind, vocabulary]), file=self._process.stdin, flush=True)
+        if error := json.loads(self._process.stdout.readline()):
+            raise RuntimeError(error)
+
+    def close(self) -> None:
+        self._process.communicate()

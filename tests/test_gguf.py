@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import random
@@ -79,6 +80,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 PROMPT = random.Random(0).choices(range(2, 300), k=100)
+UNIGRAM = ("unigram", "nmt_nfkc", True)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -456,32 +458,40 @@ def test_an_end_of_answers_that_the_file_takes_for_text(tmp_path: Path) -> None:
     assert 3577 in json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
 
 
-@pytest.fixture(scope="module", params=[True, False])
+@pytest.fixture(scope="module", params=[("bpe", "identity", True), ("bpe", "identity", False), UNIGRAM])
 def pieces(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
-    """A SentencePiece model with and without a space before the text."""
+    """SentencePiece models: BPE with and without a space before the text, unigram with normalization."""
     folder = tmp_path_factory.mktemp("pieces")
+    kind, rule, prefixed = request.param
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES * 20),
         model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
+        model_type=kind,
         vocab_size=300,
         byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=request.param,
+        normalization_rule_name=rule,
+        remove_extra_whitespaces=rule != "identity",
+        add_dummy_prefix=prefixed,
         user_defined_symbols=["<|user|>"],
         hard_vocab_limit=False,
         minloglevel=2,
     )
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return theirs, Tokenizer(
-        checkpoint_folder(tokenizer_file(folder, lambda writer: add_pieces(writer, theirs, request.param)))
-    )
+    model = json.loads(Tokenizer(folder).to_json())
+    file = tokenizer_file(folder, lambda writer: add_pieces(writer, theirs, model))
+    return theirs, Tokenizer(checkpoint_folder(file))
 
 
-def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor, prefixed: bool) -> None:
+def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor, model: dict[str, Any]) -> None:
+    """Write a SentencePiece model as the converter does.
+
+    Args:
+        model: the same as ``tokenizer.json``.
+    """
+    steps = model["normalizer"]["normalizers"]
+
     def kind(token_id: int) -> gguf.TokenType:
         if theirs.is_unknown(token_id):
             return gguf.TokenType.UNKNOWN
@@ -492,14 +502,20 @@ def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor,
         return gguf.TokenType.USER_DEFINED if token_id == theirs.piece_to_id("<|user|>") else gguf.TokenType.NORMAL
 
     ids = range(theirs.vocab_size())
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("llama" if model["model"]["type"] == "BPE" else "t5")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([theirs.id_to_piece(token_id) for token_id in ids])
     writer.add_token_scores([theirs.get_score(token_id) for token_id in ids])
     writer.add_token_types([kind(token_id) for token_id in ids])
     writer.add_bos_token_id(theirs.bos_id())
     writer.add_eos_token_id(theirs.eos_id())
-    writer.add_add_space_prefix(prefixed)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(any(step["type"] == "Prepend" for step in steps))
+    writer.add_remove_extra_whitespaces(any("Regex" in step.get("pattern", {}) for step in steps))
+    for step in steps:
+        if step["type"] == "Precompiled":
+            writer.add_precompiled_charsmap(base64.b64decode(step["precompiled_charsmap"]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -513,6 +529,19 @@ def test_sentencepiece_is_as_its_library_has_it(
         return
     assert ours.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
     assert ours.decode(ours.encode(text)).lstrip(" ") == theirs.decode(theirs.encode(text)).lstrip(" ")
+
+
+def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
+    """The number of merges grows with the length of pieces."""
+
+    def tokenizer(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "a", "a" * 600])
+        writer.add_token_scores([0.0, -1.0, -2.0])
+        writer.add_token_types([gguf.TokenType.UNKNOWN, gguf.TokenType.NORMAL, gguf.TokenType.NORMAL])
+
+    with pytest.raises(PenstockError, match="a piece has 600 characters; 512 are allowed"):
+        resolve(tokenizer_file(tmp_path, tokenizer))
 
 
 def test_tokenizers_that_are_not_known_are_named(tmp_path: Path) -> None:
@@ -562,7 +591,7 @@ def entry(name: str, *rest: int) -> bytes:
 
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "nothing": (lambda content: b"", "cannot be read"),
-    "something else": (lambda content: b"PK" + content[2:], "does not begin as GGUF files do"),
+    "something else": (lambda content: b"PK" + content[2:], "does not begin with the bytes GGUF"),
     "its begin": (lambda content: content[:5000], "cut short"),
     "without its end": (lambda content: content[:-100], "does not lie within the file"),
     "version 1": (replaced(b"GGUF\3", b"GGUF\1"), "has version 1 of GGUF; 2 and 3 are read"),
@@ -585,7 +614,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda content: content.replace(
             key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(8) + u64(4) + b"four"
         ),
-        "llama.block_count is not of the type",
+        "llama.block_count has a value of the wrong type",
     ),
     "a thousand layers": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(4) + u32(1000)),
@@ -621,16 +650,16 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "a number of another model": (
         replaced(key("llama.feed_forward_length"), key("llama.attn_logit_softcapping")),
-        "has a number attn_logit_softcapping, which models",
+        "has a number attn_logit_softcapping, which is not supported for architecture llama",
     ),
     "an adapter": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("general.type") + u32(8) + key("adapter")),
-        "is of type 'adapter', and no model",
+        "is of type 'adapter', not a model",
     ),
     "a tensor twice": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "'blk.0.attn_k.weight' twice"),
     "another tensor": (
         replaced(b"rope_freqs.weight", b"rope_other.weight"),
-        "has tensor 'rope_other.weight', which models",
+        "has tensor 'rope_other.weight', which is not supported for architecture llama",
     ),
     "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
     "a factor that is no number": (

@@ -1,7 +1,7 @@
-"""A GGUF file as the folder of a checkpoint: what else a checkpoint has is written beside a link to the file, once.
+"""Checkpoint folder of a GGUF file: configuration and tokenizer files, written once, and links to the file's parts.
 
-The folder is kept in the cache (``~/.cache/penstock/gguf``) under the file's path, size and time, so that later starts
-find it without reading the file. It takes as much room as a tokenizer.
+The folder is kept in the cache (``~/.cache/penstock/gguf``). Its name depends on the file's path, size and times, so
+later starts find it without reading the file. It is as large as the tokenizer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from penstock.planning.checkpoint_digest import weight_files
 from penstock.planning.config_json import CONFIG
 from penstock.planning.gguf_config import config_of
 from penstock.planning.gguf_file import GGUFFile, parts_in, parts_of
+from penstock.planning.sentence_transformers import MODULES
 from penstock.version import __version__
 
 SAMPLING = {
@@ -31,11 +32,18 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Sampling parameters of ``general.sampling``, and their names in ``generation_config.json``."""
+"""Names in ``generation_config.json`` of the sampling parameters in ``general.sampling``."""
+POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""``pooling_mode`` of sentence-transformers by ``pooling_type``."""
+POOLING_MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+"""Folders of the modules of an embedding model."""
+FORMAT = 2
+"""Version of the folder's content, raised when it changes."""
 
 
 def gguf_in(path: Path) -> Path | None:
-    """The GGUF file that a path means: the file itself, or the one model in a folder that is no checkpoint yet.
+    """The GGUF file at a path: the file itself, or (the first part of) the only model in a folder; None for any other
+    path, including folders of other checkpoints.
 
     Raises ``PenstockError`` (``invalid``) for a folder with several models.
     """
@@ -45,20 +53,20 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has more than a GGUF file needs: weights of another kind, or a config and a tokenizer."""
+    """Whether a folder has weights in another format, or a configuration and a tokenizer."""
     if weight_files(folder):
         return True
     return (folder / CONFIG).exists() and any((folder / f"tokenizer.{end}").exists() for end in ("json", "model"))
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The folder of a checkpoint for a GGUF file: ``config.json``, tokenizer, chat template, and links to its parts.
+    """The checkpoint folder of a GGUF file: ``config.json``, tokenizer, chat template, and links to its parts.
 
     Args:
         path: the file, or one of its parts.
 
-    Raises ``PenstockError``: ``invalid`` where the file is damaged, or the cache cannot be written; ``unsupported``
-    where the file has a model or a tokenizer that is not computed here.
+    Raises ``PenstockError``: ``invalid`` if the file is damaged or the cache cannot be written; ``unsupported`` for an
+    unsupported model or tokenizer.
     """
     parts = parts_of(path.absolute())
     cache = cache_home() / "penstock" / "gguf"
@@ -80,8 +88,8 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def _identity(parts: list[Path]) -> str:
-    """Of the files as they are now, and of what is made of them."""
-    digest = hashlib.sha256(__version__.encode())
+    """Hash of the parts' paths, sizes and times, and of the versions of Penstock and of the folder's content."""
+    digest = hashlib.sha256(f"{__version__} {FORMAT} ".encode())
     for part in parts:
         status = part.stat()
         digest.update(f"{part} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} ".encode())
@@ -90,7 +98,7 @@ def _identity(parts: list[Path]) -> str:
 
 def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
     """The files of the folder by name."""
-    from penstock.text.from_gguf import GGUFTokenizer  # which brings the library of tokenizers
+    from penstock.text.from_gguf import GGUFTokenizer  # imports the tokenizers library
 
     config, tokenizer = config_of(parts), GGUFTokenizer(parts[0])
     ends = tokenizer.end_token_ids()
@@ -102,34 +110,47 @@ def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
         CONFIG: _json(config),
         "generation_config.json": _json(generation),
         **tokenizer.files(),
+        **_pooling_files(parts[0]),
     }
 
 
-def _json(content: dict[str, Any]) -> bytes:
+def _pooling_files(file: GGUFFile) -> dict[str, bytes]:
+    """Files of sentence-transformers for an embedding model, empty for any other. As in llama.cpp, embeddings have
+    length 1."""
+    architecture = file.require("general.architecture", str)
+    if (mode := POOLING_MODES.get(file.get(f"{architecture}.pooling_type", int, 0))) is None:
+        return {}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in POOLING_MODULES.items()]
+    return {MODULES: _json(modules), f"{POOLING_MODULES['Pooling']}/{CONFIG}": _json({"pooling_mode": mode})}
+
+
+def _json(content: Any) -> bytes:
     return json.dumps(content, indent=2).encode()
 
 
 def _write(folder: Path, parts: list[Path], files: dict[str, bytes]) -> None:
-    """Write the folder under another name and rename it, so that it is whole wherever it is found."""
+    """Write the folder atomically: under a temporary name, then renamed."""
     new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
         for name, content in files.items():
             (new / name).parent.mkdir(exist_ok=True)
-            (new / name).write_bytes(content)
+            with (new / name).open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())  # before the rename, so that a crash leaves no empty file
         for number, part in enumerate(parts, 1):
             suffix = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
             (new / f"model{suffix}.gguf").symlink_to(part)
         try:
             new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            if not folder.is_dir():  # another process may have been faster
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
 def _remove_dangling(cache: Path) -> None:
-    """Remove folders of files that are gone."""
+    """Remove folders whose GGUF files no longer exist."""
     for folder in cache.iterdir():
         links = list(folder.glob("*.gguf"))
         if links and not all(link.exists() for link in links):

@@ -1,8 +1,7 @@
-"""Architectures of GGUF files, as llama.cpp's converter writes them: one entry each, with the names of its tensors and
-what ``config.json`` says of its models.
+"""Architectures of GGUF files as llama.cpp's converter writes them: tensor names and ``config.json`` fields of each.
 
-Names of tensors: ``gguf-py/gguf/constants.py`` of https://github.com/ggml-org/llama.cpp; what the converter changes in
-them: ``conversion/`` there; numbers that files leave out: ``src/models/``.
+Sources in https://github.com/ggml-org/llama.cpp: ``gguf-py/gguf/constants.py`` (tensor names), ``conversion/`` (changes
+to tensors), ``src/models/`` (values that files leave out).
 """
 
 from __future__ import annotations
@@ -17,15 +16,44 @@ from penstock.core import Code, PenstockError
 from .gguf_metadata import Metadata
 
 Fields = dict[str, Any]
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"(?:model\.layers|encoder\.layer|layers)\.(\d+)\.(.+)")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+\.[^.]+)")
-"""The name of a tensor of one expert, below that of the layer."""
+"""Name of one expert's tensor, relative to its layer."""
 
 
-# --- Names of tensors: modules as layers ask for them → tensors below ``blk.N.`` --------------------------------------
+# --- Tensor names: module → tensor below ``blk.N.`` ------------------------------------------------------------------
 
 MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 """Modules outside of layers."""
+BERT_MODEL = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+}
+MODERN_BERT_MODEL = {
+    "embeddings.tok_embeddings": "token_embd",
+    "embeddings.norm": "token_embd_norm",
+    "final_norm": "output_norm",
+}
+MODERN_BERT_LAYER = {
+    "attn_norm": "attn_norm",
+    "attn.q_proj": "attn_q",
+    "attn.k_proj": "attn_k",
+    "attn.v_proj": "attn_v",
+    "attn.o_proj": "attn_output",
+    "mlp_norm": "ffn_norm",
+}
+BERT_LAYER = {
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
 ATTENTION = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -35,7 +63,7 @@ ATTENTION = {
 QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 SECOND_POST_NORM = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
-"""Norms before attention and before the MLP, of which the converter calls the second one after its name."""
+"""Norms before attention and before the MLP. The file names the second one ``post_attention_norm``."""
 POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 GEMMA_NORMS = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **POST_NORMS}
 GLM4_NORMS = {
@@ -63,9 +91,9 @@ NEXTN = {
     "shared_head.head": "nextn.shared_head_head",
     "shared_head.norm": "nextn.shared_head_norm",
 }
-"""Modules of a layer for multi-token prediction besides those of any layer."""
+"""Additional modules of a layer for multi-token prediction."""
 KEYS_B, VALUES_B = "attn_k_b", "attn_v_b"
-"""Parts of ``kv_b_proj`` by head: ``[heads, latent, nope]`` and ``[heads, value, latent]``."""
+"""Tensors that ``kv_b_proj`` may be split into: keys ``[heads, latent, nope]``, values ``[heads, value, latent]``."""
 FUSED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_up": ("ffn_gate",),
@@ -73,7 +101,7 @@ FUSED = {
     KEYS_B: ("attn_kv_b",),
     VALUES_B: ("attn_kv_b",),
 }
-"""Tensors that may be in place of others, whose rows they have."""
+"""Tensors that a file may have instead of others, and the tensors whose rows they contain."""
 ROUTER_BIAS = "exp_probs_b.bias"
 
 
@@ -84,7 +112,11 @@ def _experts(
     shared: str = "",
     bias: str = "",
 ) -> dict[str, str]:
-    """Names of a layer's router, experts, shared expert, and of the vector that is added to the router's scores."""
+    """Tensor names of a layer's router, experts and shared expert.
+
+    Args:
+        bias: module of the vector that is added to the router's scores.
+    """
     names = {f"{module}.{router}": "ffn_gate_inp"}
     parts = ("gate", "up", "down")
     names |= {f"{module}.experts.{own}": f"ffn_{part}_exps" for own, part in zip(projections, parts, strict=True)}
@@ -107,48 +139,56 @@ class Architecture:
     """An architecture of GGUF files."""
 
     name: str
-    """In ``config.json``."""
+    """Architecture in ``config.json``."""
+    model: Mapping[str, str] = field(default_factory=lambda: MODEL)
+    """Tensors outside of layers, by module."""
     layer: Mapping[str, str] = field(default_factory=lambda: {**ATTENTION, **PRE_NORMS})
-    """Attention and norms of a layer. A name with ``.weight`` or ``.bias`` is that of a tensor with another end."""
+    """Tensors of a layer's attention and norms, by module. ``.weight`` and ``.bias`` are appended to tensors without
+    them."""
     mlp: Mapping[str, str] = field(default_factory=lambda: MLP)
-    """MLP of layers without experts."""
+    """Tensors of the MLP in layers without experts, by module."""
     experts: Mapping[str, str] = field(default_factory=dict)
-    """Tensor names of layers with experts."""
+    """Tensors of layers with experts, by module."""
     optional: tuple[str, ...] = ()
-    """Tensors of a layer that a model may lack."""
+    """Optional tensors of a layer."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Fields of ``config.json`` that say whether layers have certain biases or norms."""
+    """Tensors of a layer that set a flag of ``config.json`` when a file has any of them; with the name "": tensors that
+    set no flag."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``config.json`` that all files of the architecture have."""
+    """Fields of ``config.json`` with the same value for every file."""
     read: Callable[[Metadata], Fields] = lambda metadata: {}
-    """Further fields of ``config.json``."""
+    """Reads further fields of ``config.json``."""
     rope: Callable[[Metadata], Fields] = lambda metadata: {}
-    """Further fields of ``rope_parameters``."""
+    """Reads further fields of ``rope_parameters``."""
     interleaved: bool = False
-    """Whether rows of queries and keys alternate between both halves of a head."""
+    """Rows of query and key matrices alternate between both halves of a head (GPT-J layout)."""
     norm_offset: float = 0.0
-    """Added to the weights of all norms."""
+    """Value that the converter adds to the weights of all norms (Gemma)."""
     layer_norm: bool = False
-    """Whether norms are layer norms, whose epsilon has another key."""
+    """Norms are layer norms; else RMS norms."""
     windows: int | None = None
-    """Layers after which one has full attention, where files do not say which; 0: all layers have the same window;
-    None: layers have no window, whatever the file says."""
+    """Sliding window: every N-th layer has full attention unless the file says otherwise; 0: the same in all layers;
+    None: never, even if the file has a window."""
     default_window: int = 0
+    """Window of files without one; 0: full attention."""
     partial_rotary: bool = False
+    """Files may rotate only a part of each head."""
     local_rope: bool = False
-    """Whether layers with a window have rotary positions of their own."""
+    """Layers with a window have separate rotary parameters."""
     latent: bool = False
-    """Whether it has latent attention, whose heads have other sizes."""
+    """Multi-head latent attention (DeepSeek)."""
+    encoder: bool = False
+    """Bidirectional attention, without a language model head."""
 
     def stored_name(self, name: str) -> tuple[str, int | None]:
-        """The tensor that has a tensor's numbers, and which expert's they are among those of all.
+        """The name of the tensor that holds a weight, and the expert's index in it (None: not a tensor of experts).
 
         Args:
-            name: as layers ask for it, ``model.layers.0.mlp.experts.3.up_proj.weight``.
+            name: name in a Hugging Face checkpoint, e.g. ``model.layers.0.mlp.experts.3.up_proj.weight``.
         """
         if not (match := LAYER.fullmatch(name)):
             module, _, kind = name.rpartition(".")
-            return f"{MODEL.get(module, module)}.{kind}", None
+            return f"{self.model.get(module, module)}.{kind}", None
         prefix, rest, expert = f"blk.{match[1]}.", match[2], None
         if found := EXPERT.fullmatch(rest):
             rest, expert = f"{found[1]}.{found[3]}", int(found[2])
@@ -171,7 +211,11 @@ def _expert_size(metadata: Metadata) -> int:
 
 
 def _counts(number: str) -> Callable[[Metadata], Fields]:
-    """Numbers and size of experts."""
+    """Reads the number of experts, the number per token, and the intermediate size of an expert.
+
+    Args:
+        number: field of ``config.json`` for the number of experts.
+    """
 
     def read(metadata: Metadata) -> Fields:
         return {
@@ -184,7 +228,7 @@ def _counts(number: str) -> Callable[[Metadata], Fields]:
 
 
 def _local_experts(metadata: Metadata) -> Fields:
-    """Experts of families whose ``intermediate_size`` is theirs."""
+    """Experts of families whose ``intermediate_size`` is the size of an expert."""
     counts = _counts("num_local_experts")(metadata)
     size = counts.pop("moe_intermediate_size")
     return {**counts, "intermediate_size": size}
@@ -200,7 +244,7 @@ def _mlp_only_layers(metadata: Metadata) -> Fields:
 
 
 def _deepseek_experts(metadata: Metadata) -> Fields:
-    """Experts of DeepSeek's models, and of those with the same."""
+    """Experts under DeepSeek's field names."""
     if not metadata.size("expert_count", 0):
         return {"n_routed_experts": None, "n_shared_experts": None}
     sparse = _sparse_layers(metadata)
@@ -219,7 +263,11 @@ def _deepseek_experts(metadata: Metadata) -> Fields:
 
 
 def _query_scale(layers_of_27b: int) -> Callable[[Metadata], Fields]:
-    """Attention's scale, which files leave out: the model with 27 billion parameters has another one."""
+    """Reads the attention scale of Gemma, which files leave out.
+
+    Args:
+        layers_of_27b: number of layers of the 27B model, whose scale is another one.
+    """
 
     def read(metadata: Metadata) -> Fields:
         whole = metadata.size("embedding_length") // metadata.size("attention.head_count")
@@ -267,12 +315,12 @@ def _latent(metadata: Metadata) -> Fields:
 def _deepseek_v2(metadata: Metadata) -> Fields:
     fields = _deepseek_experts(metadata)
     if fields.get("norm_topk_prob"):
-        raise metadata.unsupported("softmax scores of experts that are normed")
+        raise metadata.unsupported("normalized softmax scores of experts")
     return {**fields, "topk_method": "group_limited_greedy" if (fields.get("n_group") or 1) > 1 else "greedy"}
 
 
 def _deepseek_rope(metadata: Metadata) -> Fields:
-    scale = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) * 10  # which the converter has divided
+    scale = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) * 10  # the converter divides by 10
     return dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{scale:.6g}")) if scale else {}
 
 
@@ -310,10 +358,10 @@ def _ernie_moe(metadata: Metadata) -> Fields:
 
 
 def _llama4(metadata: Metadata) -> Fields:
-    """Numbers that files leave out are those of Llama 4 Scout and Maverick."""
+    """Fields of Llama 4. Values that files leave out are those of Llama 4 Scout and Maverick."""
     experts = metadata.size("expert_count")
     if metadata.size("expert_used_count") != 1:
-        raise metadata.unsupported("several experts of a token")
+        raise metadata.unsupported("several experts per token")
     full = range(3, metadata.layers, 4)
     return {
         "num_local_experts": experts,
@@ -328,6 +376,19 @@ def _llama4(metadata: Metadata) -> Fields:
         "floor_scale": 8192,
         "attn_scale": 0.1,
         "use_qk_norm": experts != 128,
+    }
+
+
+def _modern_bert(metadata: Metadata) -> Fields:
+    every = metadata.size("attention.sliding_window_pattern", 3)
+    windowed = metadata.flags("attention.sliding_window_pattern")
+    if windowed is None:
+        windowed = [layer % every != 0 for layer in range(metadata.layers)]
+    return {
+        "local_attention": metadata.size("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed[: metadata.layers]],
+        "hidden_activation": metadata.text("hidden_activation", "gelu"),
+        "classifier_activation": "gelu",
     }
 
 
@@ -542,6 +603,35 @@ LLAMA4 = Architecture(
     read=_llama4,
 )
 INTERNLM2 = replace(LLAMA, windows=None)
+BERT = Architecture(
+    "BertModel",
+    model=BERT_MODEL,
+    layer=BERT_LAYER,
+    mlp={},
+    flags={"": tuple(f"{tensor}.bias" for tensor in BERT_LAYER.values())},
+    constants={"hidden_act": "gelu"},
+    read=lambda metadata: {
+        "type_vocab_size": metadata.rows("token_types.weight"),
+        "max_position_embeddings": metadata.rows("position_embd.weight"),
+    },
+    layer_norm=True,
+    encoder=True,
+)
+MODERN_BERT = Architecture(
+    "ModernBertModel",
+    model=MODERN_BERT_MODEL,
+    layer=MODERN_BERT_LAYER,
+    optional=("attn_norm.weight",),
+    flags={
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": MLP_BIAS,
+        "norm_bias": ("attn_norm.bias", "ffn_norm.bias"),
+    },
+    read=_modern_bert,
+    layer_norm=True,
+    local_rope=True,
+    encoder=True,
+)
 
 ARCHITECTURES = {
     "llama": LLAMA,
@@ -549,6 +639,9 @@ ARCHITECTURES = {
     "qwen3": QWEN3,
     "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE,
+    "qwen2vl": QWEN2,
+    "qwen3vl": QWEN3,
+    "qwen3vlmoe": QWEN3_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
@@ -577,16 +670,19 @@ ARCHITECTURES = {
     "minimax-m2": MINIMAX_M2,
     "llama4": LLAMA4,
     "internlm2": INTERNLM2,
+    "bert": BERT,
+    "modern-bert": MODERN_BERT,
 }
-"""By ``general.architecture``."""
+"""By ``general.architecture``. Vision-language models (``qwen2vl``, ...) are read as their language model: the vision
+encoder is in another file, and M-RoPE gives text the positions of plain RoPE."""
 SIGMOID = 2
-"""``expert_gating_func`` of routers whose scores are sigmoids."""
+"""``expert_gating_func`` of routers with sigmoid scores."""
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    """The architecture of a file, of those that share a name the one that its metadata and tensors ask for.
+    """The architecture of a file. Where several share a name, metadata and tensors decide.
 
-    Raises ``PenstockError`` (``unsupported``) for one that is not known.
+    Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
     """
     if (name := metadata.architecture) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

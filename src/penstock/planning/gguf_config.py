@@ -11,30 +11,30 @@ from typing import Any
 from penstock.core.errors import invalid
 
 from .config_defaults import class_of
-from .gguf_architectures import FUSED, MODEL, Architecture, architecture_of
+from .gguf_architectures import FUSED, Architecture, architecture_of
 from .gguf_file import GGUFFile
 from .gguf_metadata import Metadata
 from .gguf_rope import TENSORS as ROPE_TENSORS
 from .gguf_rope import rope_parameters
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types of floating-point numbers, as ``config.json`` names them."""
+"""Names of floating-point types in ``config.json``."""
 KINDS = (".weight", ".bias")
-FLOAT32 = ("ffn_gate_inp", "_norm")
-"""Parts of the names of matrices that are float32 in files of any type."""
+FLOAT32 = ("ffn_gate_inp", "_norm", "position_embd", "token_types")
+"""Parts of the names of matrices that are float32 in files of every type."""
 OTHER_MODELS = (
     *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping"),
     *("embedding_scale", "final_logit_softcapping", "logit_scale", "residual_scale", "expert_count"),
     *("attention.temperature_scale", "rope.scaling.alpha", "attention.sliding_window"),
 )
-"""Numbers by which a model computes something else than others of its architecture."""
+"""Metadata that changes the computation. A file with one that its architecture does not read is refused."""
 
 
 def config_of(files: list[GGUFFile]) -> dict[str, Any]:
     """The content of ``config.json`` for a model in one file or several parts.
 
-    Raises ``PenstockError``: ``unsupported`` for an architecture, or a variant of it, that is not computed; ``invalid``
-    where the metadata or tensors are broken.
+    Raises ``PenstockError``: ``unsupported`` for an architecture, or a variant of one, that is not supported;
+    ``invalid`` for broken metadata or tensors.
     """
     metadata = Metadata(files)
     return _Reader(metadata, architecture_of(metadata)).config()
@@ -82,15 +82,17 @@ class _Reader:
         }
 
     def _check_tensors(self) -> dict[str, bool]:
-        """Raise ``PenstockError`` where a tensor is missing, or one is there that would be ignored. Returns flags of
-        ``config.json``."""
+        """Check that the file has all required tensors and no unknown ones. Returns the flags of ``config.json``
+        (``Architecture.flags``)."""
         metadata, architecture = self._metadata, self._architecture
         names = metadata.tensors.keys()
         if metadata.layers > len(names):
             raise invalid("model", f"{metadata.file.path} has {metadata.layers} layers and {len(names)} tensors")
         flagged = {tensor for tensors in architecture.flags.values() for tensor in tensors}
-        model = {f"{tensor}.weight" for tensor in MODEL.values()}
-        allowed = {"output.weight", "output_norm.bias"} if architecture.layer_norm else {"output.weight"}
+        model = {f"{tensor}.weight" for tensor in architecture.model.values()}
+        allowed = {"output.weight"}
+        if architecture.layer_norm:
+            allowed |= {"output_norm.bias", "token_embd_norm.bias"}
         wanted = model - {"output.weight"}
         allowed |= ROPE_TENSORS
         for layer in range(metadata.layers):
@@ -120,23 +122,23 @@ class _Reader:
         return {flag: any(map(self._has, tensors)) for flag, tensors in architecture.flags.items() if flag}
 
     def _has(self, tensor: str) -> bool:
-        """Whether any layer has a tensor, or one with its rows."""
+        """Whether any layer has a tensor, or a fused tensor that contains it."""
         name, _, kind = tensor.rpartition(".")
         fused = [other for other, parts in FUSED.items() if name in parts]
         return any(self._metadata.has_any(f"{each}.{kind}") for each in (name, *fused))
 
     def _check_heads(self, head_dim: int) -> int:
-        """Raise ``PenstockError`` for heads that are not computed. Returns the numbers of a head that are rotated."""
+        """Raise ``PenstockError`` for unsupported heads. Returns the number of rotary dimensions of a head."""
         metadata, architecture = self._metadata, self._architecture
-        if not metadata.flag("attention.causal", True):
-            raise metadata.unsupported("attention in both directions")
+        if not architecture.encoder and not metadata.flag("attention.causal", True):
+            raise metadata.unsupported("bidirectional attention")
         rotary_dim = metadata.size("rope.dimension_count", head_dim)
         if architecture.latent:
             return rotary_dim
         if head_dim < 2 or head_dim % 2:
             raise metadata.unsupported(f"heads of size {head_dim}")
         if metadata.size("attention.value_length", head_dim) != head_dim:
-            raise metadata.unsupported("values of another length than keys")
+            raise metadata.unsupported("values of a different length than keys")
         if rotary_dim != head_dim and not architecture.partial_rotary:
             raise metadata.unsupported("rotary positions in a part of each head")
         if rotary_dim > head_dim or rotary_dim % 2:
@@ -147,7 +149,7 @@ class _Reader:
         if not self._architecture.layer_norm:
             return {"rms_norm_eps": self._metadata.number("attention.layer_norm_rms_epsilon")}
         epsilon = self._metadata.number("attention.layer_norm_epsilon")
-        return {"layer_norm_eps": epsilon, "norm_epsilon": epsilon}
+        return {"layer_norm_eps": epsilon, "norm_epsilon": epsilon, "norm_eps": epsilon}
 
     def _windows(self, layers: int) -> dict[str, Any]:
         architecture, metadata = self._architecture, self._metadata
@@ -165,10 +167,10 @@ class _Reader:
         return {**fields, "layer_types": kinds}
 
     def _rope(self, own: Mapping[str, Any], rotary_dim: int, head_dim: int) -> dict[str, Any]:
-        """``rope_parameters``, for each kind of layer where these have their own.
+        """``rope_parameters``; with ``local_rope`` a dictionary of them by layer type.
 
         Args:
-            own: fields of the architecture's own.
+            own: additional fields (``Architecture.rope``).
         """
         metadata, architecture = self._metadata, self._architecture
         rope = rope_parameters(metadata, rotary_dim)
@@ -183,7 +185,7 @@ class _Reader:
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
 
     def _dtype(self) -> str:
-        """That of the matrices; bfloat16 where they are quantized."""
+        """The dtype of the matrices; bfloat16 if they are quantized or differ."""
         tensors = self._metadata.tensors.values()
         types = {tensor.type.name for tensor in tensors if len(tensor.shape) > 1 and _is_matrix(tensor.name)}
         if types - DTYPES.keys() or len(types) != 1:
@@ -191,7 +193,7 @@ class _Reader:
         return DTYPES[types.pop()]
 
     def _num_weights(self) -> dict[str, dict[str, int]]:
-        """The weights of the matrices by type, for ``planning.model_size``."""
+        """Number of weights in matrices by GGUF type, for ``planning.model_size``."""
         counts: dict[str, Counter[str]] = {"layers": Counter(), "head": Counter()}
         for tensor in self._metadata.tensors.values():
             if len(tensor.shape) > 1 and tensor.name.endswith(".weight"):
@@ -205,11 +207,11 @@ class _Reader:
 
 
 def _is_matrix(name: str) -> bool:
-    """Whether a tensor has the type of the file."""
+    """Whether a tensor is a matrix stored in the file's main type."""
     return name.endswith(".weight") and not any(part in name for part in FLOAT32)
 
 
 def _share(rotary_dim: int, head_dim: int) -> float:
-    """The share of a head of which ``int(head_dim * share)`` is ``rotary_dim``."""
+    """``partial_rotary_factor``: the share with ``int(head_dim * share) == rotary_dim``."""
     share = rotary_dim / head_dim
     return share if int(head_dim * share) == rotary_dim else math.nextafter(share, 1.0)

@@ -1,8 +1,8 @@
-"""Reads the header of GGUF files, as llama.cpp has them: metadata, and where each tensor lies.
+"""Header of a GGUF file (llama.cpp): metadata, and the type, shape and offset of each tensor.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. Files are not trusted: every
-count, length and offset is checked against the file before it is used, and arrays are decoded when they are asked for.
-The ``gguf`` package checks none of this, and takes 14 seconds for a vocabulary of 262,144 tokens, which takes 0.3 here.
+count, length and offset is checked against the file before it is used. Arrays are decoded on request. The ``gguf``
+package checks none of this, and takes 14 seconds for a vocabulary of 262,144 tokens, which takes 0.3 here.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from penstock.core.quantization import UNQUANTIZED, Format
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER = 2**28
-"""Bytes of metadata and tensor entries; a tokenizer with 150,000 tokens takes 8 MB."""
+"""Maximum size of the header in bytes; a tokenizer with 150,000 tokens takes 8 MB."""
 MAX_NAME = 2**16
-"""Bytes of a key, and of a tensor's name."""
+"""Maximum length of a key or tensor name in bytes."""
 MAX_ENTRIES = 2**16
-"""Values of the metadata, and tensors."""
+"""Maximum number of metadata values, and of tensors."""
 MAX_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""``struct``'s letter of each type of value."""
+"""``struct`` format of each scalar type."""
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z")
-"""The end of the name of a file in parts."""
+"""End of the name of a part."""
 PROJECTOR = "mmproj"
-"""How files with a model's vision encoder begin, which are no model."""
+"""Start of the names of files with a vision encoder, which are not models."""
 
 
 class TensorType(NamedTuple):
-    """How a tensor's numbers are stored."""
+    """Storage format of a tensor."""
 
     name: str
     block: int
-    """Numbers in a block, which do not cross rows."""
+    """Elements of a block. A row has whole blocks."""
     size: int
     """Bytes of a block."""
     format: Format
-    """That the weights of a matrix are computed in. Integers of 5 and 6 bits, and those of a table, become 8-bit
-    ones."""
+    """Format in which kernels use the weights. Integers of 5 and 6 bits, and indices of a table (``IQ4``), become 8-bit
+    integers."""
 
 
 TYPES = {
@@ -71,30 +71,30 @@ TYPES = {
     30: TensorType("BF16", 1, 2, UNQUANTIZED),
     39: TensorType("MXFP4", 32, 17, Format(4, 32, floating=True)),
 }
-"""Types that are read, by their number in the file."""
+"""Supported types, by their number in the file."""
 OTHER_TYPES = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
     **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }
-"""Names of others, for the error."""
+"""Names of unsupported types, for the error."""
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies."""
+    """Type, shape and location of a tensor."""
 
     name: str
     type: TensorType
     shape: tuple[int, ...]
-    """As in PyTorch, the outputs of a matrix first."""
+    """Shape in PyTorch's order, ``[outputs, inputs]`` for a matrix."""
     offset: int
-    """From the file's begin."""
+    """Bytes from the start of the file."""
     size: int
     """Bytes."""
 
 
 class _Array(NamedTuple):
-    """An array of the metadata that is not decoded yet."""
+    """Location of an array in the metadata."""
 
     kind: int
     length: int
@@ -102,10 +102,10 @@ class _Array(NamedTuple):
 
 
 class GGUFFile:
-    """A GGUF file, mapped.
+    """A memory-mapped GGUF file.
 
-    Raises ``PenstockError``: ``invalid`` for a file that is damaged or cannot be read; ``unsupported`` for another
-    version or byte order, and for types of tensors that are not read.
+    Raises ``PenstockError``: ``invalid`` for a file that is damaged or unreadable; ``unsupported`` for an unknown
+    version, big-endian files, and unsupported tensor types.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,23 +123,23 @@ class GGUFFile:
             self._damaged(f"its header is not UTF-8: {error}")
 
     def get(self, key: str, kind: type[Any], default: Any = None) -> Any:
-        """A value of the metadata, or ``default`` where there is none.
+        """A metadata value, or ``default`` if the key is absent.
 
         Args:
-            kind: of the value: ``str``, ``bool``, ``int``, ``float`` (which takes whole numbers, too).
+            kind: type of the value: ``str``, ``bool``, ``int``, or ``float`` (accepts integers, too).
 
-        Raises ``PenstockError`` (``invalid``) for a value of another kind.
+        Raises ``PenstockError`` (``invalid``) for a value of a different type.
         """
         value = self._metadata.get(key)
         if value is None:
             return default
         wanted = (int, float) if kind is float else kind
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            raise invalid("model", f"{self.path}: {key} is not of the type that it should have")
+            raise invalid("model", f"{self.path}: {key} has a value of the wrong type")
         return value
 
     def require(self, key: str, kind: type[Any]) -> Any:
-        """As ``get``. Raises ``PenstockError`` (``invalid``) where the key is missing, too."""
+        """A metadata value as ``get`` returns it. Raises ``PenstockError`` (``invalid``) also for a missing key."""
         if key not in self._metadata:
             raise invalid("model", f"{self.path} lacks {key}")
         return self.get(key, kind)
@@ -148,12 +148,12 @@ class GGUFFile:
         return isinstance(self._metadata.get(key), _Array)
 
     def strings(self, key: str) -> list[str]:
-        """An array of strings; empty where there is none. Raises ``PenstockError`` (``invalid``) for another value."""
+        """An array of strings; empty if the key is absent. Raises ``PenstockError`` (``invalid``) for another value."""
         array = self._array(key)
         if array is None:
             return []
         if array.kind != STRING:
-            raise invalid("model", f"{self.path}: {key} is no array of strings")
+            raise invalid("model", f"{self.path}: {key} is not an array of strings")
         result, at, content = [], array.offset, self.content
         try:
             for _ in range(array.length):
@@ -165,25 +165,25 @@ class GGUFFile:
         return result
 
     def numbers(self, key: str) -> list[Any]:
-        """An array of numbers; empty where there is none. Raises ``PenstockError`` (``invalid``) for another value."""
+        """An array of numbers; empty if the key is absent. Raises ``PenstockError`` (``invalid``) for another value."""
         array = self._array(key)
         if array is None:
             return []
         if array.kind == STRING:
-            raise invalid("model", f"{self.path}: {key} is no array of numbers")
+            raise invalid("model", f"{self.path}: {key} is not an array of numbers")
         return list(struct.unpack_from(f"<{array.length}{SCALARS[array.kind]}", self.content, array.offset))
 
     def _array(self, key: str) -> _Array | None:
         value = self._metadata.get(key)
         if value is not None and not isinstance(value, _Array):
-            raise invalid("model", f"{self.path}: {key} is no array")
+            raise invalid("model", f"{self.path}: {key} is not an array")
         return value
 
     # --- The header ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         if self.content[:4] != MAGIC:
-            self._damaged("it does not begin as GGUF files do")
+            self._damaged("it does not begin with the bytes GGUF")
         self._at = 4
         version = self._number("I")
         if version & 0xFFFF == 0:
@@ -234,7 +234,7 @@ class GGUFFile:
         return name, shape, self._number("I"), self._number("Q")
 
     def _place(self, entries: list[tuple[str, list[int], int, int]], start: int, alignment: int) -> None:
-        """Check where the tensors lie, and fill ``tensors``."""
+        """Check the locations of the tensors, and fill ``tensors``."""
         for name, dimensions, number, offset in entries:
             if (kind := TYPES.get(number)) is None:
                 known = ", ".join(sorted(type.name for type in TYPES.values()))
@@ -280,9 +280,12 @@ class GGUFFile:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a model, in order: the file itself, or all parts of ``NAME-00001-of-00003.gguf``, given any.
+    """The files of a model in order: the file itself, or all parts of ``NAME-00001-of-00003.gguf``.
 
-    Raises ``PenstockError`` (``invalid``) where a part is missing.
+    Args:
+        path: the file, or any part.
+
+    Raises ``PenstockError`` (``invalid``) if a part is missing.
     """
     if not (match := PART.search(path.name)):
         return [path]
@@ -294,9 +297,9 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """The files of the model in a folder, as ``parts_of``; nothing where it has none.
+    """The files of the model in a folder, in order; empty if it has no GGUF file.
 
-    Raises ``PenstockError`` (``invalid``) where it has several models.
+    Raises ``PenstockError`` (``invalid``) for several models.
     """
     files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith(PROJECTOR))
     if files and len(parts_of(files[0])) != len(files):
@@ -309,10 +312,10 @@ _U64 = struct.Struct("<Q").unpack_from
 
 def _map(path: Path) -> mmap.mmap:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not wait for its writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not wait for the writer of a FIFO
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise invalid("model", f"{path} is no regular file")
+                raise invalid("model", f"{path} is not a regular file")
             return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Metadata and tensors of a model in a GGUF file, with checks of every value that is read."""
+"""Metadata and tensors of a model in a GGUF file. Every value is checked when it is read."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from penstock.core.errors import invalid
 from .gguf_file import GGUFFile, GGUFTensor
 
 MAX_SIZE = 2**24
-"""Limit of every size in the metadata, the context length among them."""
+"""Maximum of every size in the metadata, including the context length."""
 
 
 def tensors_of(files: list[GGUFFile]) -> dict[str, GGUFTensor]:
-    """The tensors of all parts. Raises ``PenstockError`` (``invalid``) where parts have the same ones."""
+    """The tensors of all parts by name.
+
+    Raises ``PenstockError`` (``invalid``) for duplicate tensors or missing parts.
+    """
     tensors: dict[str, GGUFTensor] = {}
     for file in files:
         if double := tensors.keys() & file.tensors.keys():
             raise invalid("model", f"{file.path} has tensor {min(double)!r}, which an earlier part has, too")
         tensors |= file.tensors
-    if max(files[0].get("split.count", int, 1), 1) != len(files):  # 0 in a file that gguf-split has merged
+    if max(files[0].get("split.count", int, 1), 1) != len(files):  # 0 after gguf-split --merge
         raise invalid(
             "model", f"{files[0].path} is a part of a model: name the file as llama.cpp does, -00001-of-00002"
         )
@@ -30,15 +33,15 @@ def tensors_of(files: list[GGUFFile]) -> dict[str, GGUFTensor]:
 
 
 class Metadata:
-    """Values of the metadata whose keys begin with the architecture, and the tensors of all parts.
+    """Metadata of the file's architecture (keys with its prefix), and the tensors of all parts.
 
-    Raises ``PenstockError``: ``unsupported`` where the file holds no model; ``invalid`` where parts do not fit.
+    Raises ``PenstockError``: ``unsupported`` for a file that holds no model; ``invalid`` for parts that do not match.
     """
 
     def __init__(self, files: list[GGUFFile]) -> None:
         self.file = files[0]
         if (kind := self.file.get("general.type", str, "model")) != "model":
-            raise PenstockError(Code.UNSUPPORTED, f"{self.file.path} is of type {kind!r}, and no model", "model")
+            raise PenstockError(Code.UNSUPPORTED, f"{self.file.path} is of type {kind!r}, not a model", "model")
         self.architecture: str = self.file.require("general.architecture", str)
         self.tensors = tensors_of(files)
         self._files = files
@@ -46,7 +49,7 @@ class Metadata:
 
     @cached_property
     def mtp_layers(self) -> int:
-        """Layers for multi-token prediction, the last ones; 0 where the file has been written without them."""
+        """Number of layers for multi-token prediction, after all others; 0 if the file was written without them."""
         named, all_layers = self.size("nextn_predict_layers", 0), self.size("block_count")
         if named >= all_layers:
             raise invalid("model", f"{self.file.path}: {named} of {all_layers} layers are for multi-token prediction")
@@ -54,27 +57,27 @@ class Metadata:
 
     @cached_property
     def layers(self) -> int:
-        """Layers that the file has, those for multi-token prediction included."""
+        """Number of layers, including those for multi-token prediction."""
         return self.size("block_count") - self.size("nextn_predict_layers", 0) + self.mtp_layers
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head's key."""
+        """Elements of a head's key."""
         hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
         return self.size("attention.key_length", hidden // heads)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A number of at least 1, or the default. There may be an array in its place, with one for each layer."""
+        """A size of at least 1, or the default. An array with one value per layer must have equal values."""
         key = self._key(key)
         if self.file.is_array(key):
             values = set(self.file.numbers(key))
             if len(values) != 1:
-                raise self.unsupported(f"layers that differ ({key})")
+                raise self.unsupported(f"layers of different sizes ({key})")
             value = values.pop()
         else:
             value = self.file.require(key, int) if default is None else self.file.get(key, int, default)
         if not isinstance(value, int) or not (default == value or 1 <= value <= MAX_SIZE):
-            raise invalid("model", f"{self.file.path}: {key} is {value}, and not from 1 to {MAX_SIZE}")
+            raise invalid("model", f"{self.file.path}: {key} is {value}; it must be from 1 to {MAX_SIZE}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -82,8 +85,8 @@ class Metadata:
         key = self._key(key)
         value = self.file.require(key, float) if default is None else self.file.get(key, float, default)
         if not (math.isfinite(value) and (value > 0 or value == default)):
-            raise invalid("model", f"{self.file.path}: {key} is {value}, and not above 0")
-        return float(f"{value:.7g}")  # what it was before it was rounded to float32
+            raise invalid("model", f"{self.file.path}: {key} is {value}; it must be above 0")
+        return float(f"{value:.7g}")  # the decimal number before rounding to float32
 
     def flag(self, key: str, default: bool) -> bool:
         value: bool = self.file.get(self._key(key), bool, default)
@@ -94,7 +97,7 @@ class Metadata:
         return value
 
     def flags(self, key: str) -> list[bool] | None:
-        """An array of flags, one for each layer; None where the key is absent or not an array."""
+        """An array of flags, one per layer; None if the key is absent or not an array."""
         key = self._key(key)
         if not self.file.is_array(key):
             return None
@@ -104,25 +107,29 @@ class Metadata:
         return values
 
     def last_dimension(self, suffix: str, default: int = 0) -> int:
-        """Inputs of the first layer's tensor ``blk.N.<suffix>`` that the file has; the default where none has it."""
+        """Last dimension of the first tensor ``blk.N.<suffix>``; ``default`` if no layer has one."""
         found = (self.tensors.get(f"blk.{layer}.{suffix}") for layer in range(min(self.layers, len(self.tensors))))
         return next((tensor.shape[-1] for tensor in found if tensor), default)
+
+    def rows(self, name: str) -> int:
+        """First dimension of a tensor; 0 if the file lacks it."""
+        return self.tensors[name].shape[0] if name in self.tensors else 0
 
     def has_any(self, suffix: str) -> bool:
         """Whether any layer has the tensor ``blk.N.<suffix>``."""
         return any(f"blk.{layer}.{suffix}" in self.tensors for layer in range(min(self.layers, len(self.tensors))))
 
     def content_of(self, name: str) -> mmap.mmap:
-        """The bytes of the file that has a tensor."""
+        """The bytes of the file that contains a tensor."""
         return next(file.content for file in self._files if name in file.tensors)
 
     def unread(self, keys: tuple[str, ...]) -> str | None:
-        """The first of these keys that has a value other than 0, and has not been read; None where there is none."""
+        """The first of these keys with a value other than 0 that has not been read; None if all were read or are 0."""
         found = (key for key in keys if self._key(key, note=False) not in self._read)
         return next((key for key in found if self.file.get(self._key(key, note=False), float, 0.0)), None)
 
     def unsupported(self, what: str) -> PenstockError:
-        words = f"{self.file.path} has {what}, which models of architecture {self.architecture} do not have here"
+        words = f"{self.file.path} has {what}, which is not supported for architecture {self.architecture}"
         return PenstockError(Code.UNSUPPORTED, words, "model")
 
     def _key(self, key: str, note: bool = True) -> str:

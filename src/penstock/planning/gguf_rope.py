@@ -1,4 +1,4 @@
-"""Rotary positions in the metadata of a GGUF file."""
+"""Rotary embedding parameters in the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
-"""Vectors by which frequencies are divided: of Llama 3.1, and of LongRoPE."""
+"""Vectors that the rotary frequencies are divided by: Llama 3.1 (the first), LongRoPE."""
 TENSORS = frozenset((FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))
 
 
@@ -23,22 +23,22 @@ def rope_parameters(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
     """``rope_parameters`` of ``config.json``.
 
     Args:
-        rotary_dim: numbers of a head that are rotated.
+        rotary_dim: rotary dimensions of a head.
 
-    Raises ``PenstockError``: ``unsupported`` for another scaling, ``invalid`` where values are broken.
+    Raises ``PenstockError``: ``unsupported`` for an unknown scaling, ``invalid`` for broken values.
     """
     theta = metadata.number("rope.freq_base", 10_000.0)
-    factor = metadata.number("rope.scaling.factor", 0.0) or metadata.number("rope.scale_linear", 0.0)  # its older name
+    factor = metadata.number("rope.scaling.factor", 0.0) or metadata.number("rope.scale_linear", 0.0)  # older name
     kind = metadata.text("rope.scaling.type", "linear")
     if kind == "linear" and factor in (0.0, 1.0):
         kind = "none"
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise metadata.unsupported(f"rotary positions scaled by {kind!r}")
+        raise metadata.unsupported(f"RoPE scaling {kind!r}")
     if LONG_FACTORS in metadata.tensors:
         return {"rope_theta": theta, "rope_type": "longrope", **_longrope(metadata, rotary_dim)}
     if FREQUENCY_FACTORS in metadata.tensors:
         if kind != "none":
-            raise metadata.unsupported(f"{FREQUENCY_FACTORS} and rotary positions scaled by {kind!r}")
+            raise metadata.unsupported(f"{FREQUENCY_FACTORS} together with RoPE scaling {kind!r}")
         factors = _factors(metadata, FREQUENCY_FACTORS, rotary_dim)
         return {"rope_theta": theta, "rope_type": "frequency_factors", "frequency_factors": factors}
     if kind == "longrope":
@@ -61,9 +61,9 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
         rope["attention_factor"] = scale
     for key in ("yarn_ext_factor", "attn_factor"):
         if metadata.number(f"rope.scaling.{key}", 1.0) != 1.0:
-            raise metadata.unsupported(f"a {key} of its own")
+            raise metadata.unsupported(f"a {key} other than 1")
     if metadata.unread(("rope.scaling.yarn_log_multiplier",)):
-        raise metadata.unsupported("a yarn_log_multiplier of its own")
+        raise metadata.unsupported("a yarn_log_multiplier")
     return rope
 
 
@@ -83,7 +83,7 @@ def _factors(metadata: Metadata, name: str, rotary_dim: int) -> list[float]:
     if (tensor := metadata.tensors.get(name)) is None:
         raise invalid("model", f"{metadata.file.path} has no tensor {name}")
     if tensor.type.name != "F32" or tensor.shape != (rotary_dim // 2,):
-        raise invalid("model", f"{metadata.file.path}: {name} has another type or shape than it should")
+        raise invalid("model", f"{metadata.file.path}: {name} must be F32 of shape ({rotary_dim // 2},)")
     factors = struct.unpack_from(f"<{rotary_dim // 2}f", metadata.content_of(name), tensor.offset)
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise invalid("model", f"{metadata.file.path}: {name} has values that are not above 0")

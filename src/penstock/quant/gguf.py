@@ -1,7 +1,7 @@
-"""The block formats of GGUF files, as integers with scales.
+"""Conversion of GGUF block formats to integers with scales.
 
-Every format here is integers times a scale of their group, some plus an offset of it, or mxfp4, so that a matrix is
-read without rounding its weights anew. The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+A weight is an integer times the scale of its group, in some formats plus the group's offset, or MXFP4. So a matrix is
+converted without rounding its weights again. The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from penstock.planning.gguf_file import TensorType
 from .mxfp4 import scales_of
 
 CHUNK = 2**22
-"""Weights that are converted at a time, so that they stay in the caches."""
+"""Weights converted at a time, few enough for the CPU's caches."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Weights of IQ4_NL and IQ4_XS, by their 4 bits."""
+"""Weights of IQ4_NL and IQ4_XS by their 4-bit index."""
 
 
 class Blocks(NamedTuple):
@@ -31,14 +31,14 @@ class Blocks(NamedTuple):
     scales: Tensor
     """``[rows, blocks, groups]`` float32."""
     offsets: Tensor | None = None
-    """As ``scales``, of asymmetric formats."""
+    """``[rows, blocks, groups]`` float32 for asymmetric formats, else None."""
 
 
 def read_blocks(type: TensorType, rows: Tensor) -> QuantizedWeight:
-    """The weights of a matrix, or of some of its rows.
+    """Convert rows of a matrix.
 
     Args:
-        type: a key of ``READERS``, by its name.
+        type: a type whose name is in ``READERS``.
         rows: ``[out, bytes]`` uint8.
     """
     format, read = type.format, READERS[type.name]
@@ -90,7 +90,7 @@ def _iq4_nl(blocks: Tensor) -> Blocks:
 
 
 def _mxfp4(blocks: Tensor) -> Blocks:
-    """Codes of e2m1 less 8, as ``QuantizedWeight`` has them."""
+    """e2m1 codes minus 8, as in ``QuantizedWeight``."""
     return Blocks(_nibbles(blocks[..., 1:]) - 8, scales_of(blocks[..., :1]))
 
 
@@ -133,7 +133,7 @@ def _iq4_xs(blocks: Tensor) -> Blocks:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of Q4_K and Q5_K: eight of each, 6 bits wide, in 12 bytes behind the block's own two."""
+    """Scales and offsets of Q4_K and Q5_K: eight of each, 6 bits wide, in 12 bytes after the block's two scales."""
     scales, minima, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((scales & 63, rest & 15 | scales >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)
@@ -144,17 +144,17 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at a byte of each block, ``[rows, blocks, 1]`` float32."""
+    """The float16 at a byte offset of each block, ``[rows, blocks, 1]`` float32."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(bits: Tensor) -> Tensor:
-    """All low halves of bytes, then all high halves."""
+    """The low 4 bits of all bytes, then the high 4 bits."""
     return _fields(bits, bits.shape[-1], 4)
 
 
 def _single_bits(bits: Tensor) -> Tensor:
-    """The bits of bytes, each byte's lowest first."""
+    """The bits of all bytes, from each byte's lowest to its highest."""
     return _fields(bits, 1, 1)
 
 
@@ -186,4 +186,4 @@ READERS: dict[str, Callable[[Tensor], Blocks]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
-"""By the name of the type; they take ``[rows, blocks, bytes]`` uint8."""
+"""Readers by type name. Each takes ``[rows, blocks, bytes]`` uint8."""

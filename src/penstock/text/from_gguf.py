@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file as the files of a Hugging Face checkpoint.
 
-Nothing of it is tried here: the files are then read as those of any checkpoint, which are not trusted either.
+The files are only written here. They are then read and checked as those of any checkpoint, which are not trusted.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ from penstock.core.errors import invalid
 from penstock.planning.gguf_file import GGUFFile
 
 from . import tiktoken_formats as patterns
-from .from_sentencepiece import BPE, Kind
+from .from_sentencepiece import Kind, Piece, Settings, tokenizer_json
 from .side_files import CONFIG, TEMPLATE, TEMPLATES
+from .tokenizer_files import FULL, WORDPIECE
 from .vocabulary import SPACE
 
 logger = logging.getLogger(__name__)
@@ -60,27 +60,27 @@ TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", patterns.GPT4O)
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}")
 ADDED = (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
-"""Kinds of tokens that are found in a text before it is split."""
+"""Kinds of tokens that are matched in a text before it is split."""
 END_OF_GENERATION = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT> _<EOT> [EOT] [EOS] "
     "<|return|> <|call|> <end_of_utterance> <｜end▁of▁sentence｜> [e~[".split()
 )
-"""Tokens that end an answer, and are control tokens where the file takes them for text, as in llama.cpp."""
+"""Tokens that end an answer. As in llama.cpp, they are control tokens even if the file says they are text."""
 HARMONY_ENDS, HARMONY_MESSAGE_END = frozenset(("<|return|>", "<|call|>")), "<|end|>"
-"""Tokens that end an answer in OpenAI's Harmony format, and the one that ends a message of several in it."""
+"""Tokens that end an answer in OpenAI's Harmony format, and the token that ends one of its messages."""
 TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-"""Special tokens by their role, and the word for it in GGUF, as it is spelled there."""
+"""Name of each special token's role in GGUF (with its spelling)."""
 
 
 class PreTokenizer(NamedTuple):
-    """How byte-level BPE splits a text before it merges."""
+    """Splitting of a text before byte-level BPE."""
 
     patterns: tuple[str, ...]
-    """Regular expressions, each of which splits what the ones before have left."""
+    """Regular expressions. Each splits the pieces that the previous ones left."""
     ignore_merges: bool = False
     add_bos: bool = False
-    """Where the file does not say."""
+    """Default of ``add_bos_token``."""
     nfc: bool = False
 
 
@@ -96,9 +96,10 @@ PRE_TOKENIZERS = {
     **dict.fromkeys("deepseek-r1-qwen kormo f2llmv2 stablelm2 solar-open".split(), QWEN2._replace(nfc=False)),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
     **dict.fromkeys(
-        "gpt-2 phi-2 olmo mpt jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum".split(),
+        "gpt-2 roberta-bpe phi-2 olmo mpt jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum".split(),
         PreTokenizer((patterns.GPT2,)),
     ),
+    "modern-bert": PreTokenizer((patterns.GPT2,), nfc=True),
     **dict.fromkeys("smollm starcoder refact command-r codeshell exaone minerva-7b".split(), DIGITS),
     **dict.fromkeys("gpt-4o llama4 kanana2 minimax-m2".split(), PreTokenizer((patterns.GPT4O,))),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer(TINY_AYA)),
@@ -111,7 +112,7 @@ PRE_TOKENIZERS = {
     "viking": PreTokenizer((BLOOM, r"\p{N}")),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", patterns.GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""By ``tokenizer.ggml.pre``, of the architectures that are served. Expressions are those of the models' makers."""
+"""Pre-tokenizers of the supported architectures, by ``tokenizer.ggml.pre``. The expressions are the model makers'."""
 BY_ARCHITECTURE = {
     "llama": "llama-bpe",
     "qwen2": "qwen2",
@@ -119,13 +120,13 @@ BY_ARCHITECTURE = {
     "qwen3": "qwen2",
     "command-r": "command-r",
 }
-"""For files of before May 2024, which do not name any."""
+"""Pre-tokenizers by architecture, for files from before May 2024, which do not name one."""
 
 
 class GGUFTokenizer:
     """The tokenizer of a GGUF file.
 
-    Raises ``PenstockError`` (``invalid``) where its tokens are missing or broken.
+    Raises ``PenstockError`` (``invalid``) if tokens are missing or broken.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -142,13 +143,18 @@ class GGUFTokenizer:
         ]
 
     def files(self) -> dict[str, bytes]:
-        """The files of a checkpoint by name: ``tokenizer.json`` or ``tokenizer.model``, configuration, chat template.
+        """The files of a checkpoint by name: ``tokenizer.json``, its configuration, chat templates.
 
-        Raises ``PenstockError``: ``unsupported`` for a kind of tokenizer, or a pre-tokenizer, that is not known;
-        ``invalid`` where the metadata is broken.
+        Raises ``PenstockError``: ``unsupported`` for an unknown type of tokenizer or pre-tokenizer; ``invalid`` for
+        broken metadata.
         """
         model = self._file.require(f"{PREFIX}model", str)
-        makers: dict[str, Callable[[], dict[str, bytes]]] = {"gpt2": self._bpe, "llama": self._sentencepiece}
+        makers: dict[str, Callable[[], dict[str, bytes]]] = {
+            "gpt2": self._bpe,
+            "llama": lambda: self._sentencepiece(is_bpe=True),
+            "t5": lambda: self._sentencepiece(is_bpe=False),
+            "bert": self._wordpiece,
+        }
         if model not in makers:
             raise self._unsupported(f"a tokenizer of type {model!r}; {', '.join(makers)} are read")
         files = makers[model]()
@@ -160,7 +166,7 @@ class GGUFTokenizer:
         return files
 
     def end_token_ids(self) -> list[int]:
-        """The tokens that end an answer, those that the file names first."""
+        """Ids of the tokens that end an answer; first the ids named by the file, then those of known end tokens."""
         named = (self._file.get(f"{PREFIX}{name}_token_id", int) for name in ("eos", "eot", "eom"))
         ids = [token_id for token_id in named if token_id is not None]
         ends = END_OF_GENERATION - ({HARMONY_MESSAGE_END} if set(self._tokens) >= HARMONY_ENDS else set())
@@ -174,8 +180,8 @@ class GGUFTokenizer:
         pre = None if whole else self._pre_tokenizer()
         add_bos = self._file.get(f"{PREFIX}add_bos_token", bool, bool(pre and pre.add_bos))
         config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, False))
-        content = json.dumps(self._bpe_json(pre, config), ensure_ascii=False) if pre else whole
-        return {"tokenizer.json": content.encode(), CONFIG: json.dumps(config, indent=2).encode()}
+        content = _json(self._bpe_json(pre, config)) if pre else whole.encode()
+        return {FULL: content, CONFIG: json.dumps(config, indent=2).encode()}
 
     def _pre_tokenizer(self) -> PreTokenizer:
         name = self._file.get(f"{PREFIX}pre", str)
@@ -230,37 +236,54 @@ class GGUFTokenizer:
 
     # --- SentencePiece ------------------------------------------------------------------------------------------------
 
-    def _sentencepiece(self) -> dict[str, bytes]:
-        """A SentencePiece model as that library writes it, of which ``from_sentencepiece`` reads the fields."""
+    def _sentencepiece(self, is_bpe: bool) -> dict[str, bytes]:
+        """The files of a SentencePiece model, which ``tokenizer.json`` describes in full."""
         scores = self._file.numbers(f"{PREFIX}scores")
         if len(scores) != len(self._tokens):
             raise self._broken("scores")
         unknown = self._file.get(f"{PREFIX}unknown_token_id", int, -1)
         if Kind.UNKNOWN not in self._kinds and 0 <= unknown < len(self._tokens):
-            self._kinds[unknown] = Kind.UNKNOWN  # which is a control token in files of Gemma
+            self._kinds[unknown] = Kind.UNKNOWN  # a control token in files of Gemma
         if Kind.UNKNOWN not in self._kinds:
-            raise invalid("tokenizer", f"{self._file.path} has no token of the kind that stands for unknown characters")
-        texts = [  # user-defined ones have plain spaces there
-            text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text
+            raise invalid("tokenizer", f"{self._file.path} has no unknown token (token_type {Kind.UNKNOWN})")
+        pieces = [  # GGUF has plain spaces in user-defined tokens
+            Piece(text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text, score, kind)
+            for text, score, kind in zip(self._tokens, scores, self._kinds, strict=True)
+        ]
+        settings = Settings(
+            is_bpe=is_bpe,
+            charsmap=bytes(number & 0xFF for number in self._file.numbers(f"{PREFIX}precompiled_charsmap")),
+            add_space_prefix=self._file.get(f"{PREFIX}add_space_prefix", bool, True),
+            remove_extra_spaces=self._file.get(f"{PREFIX}remove_extra_whitespaces", bool, False),
+            user_defined_first=True,
+        )
+        add_bos = self._file.get(f"{PREFIX}add_bos_token", bool, is_bpe)
+        config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, not is_bpe))
+        content = tokenizer_json(pieces, settings) | {"post_processor": self._post_processor(config)}
+        config = {"bos_token": "<s>", "eos_token": "</s>"} | config
+        return {FULL: _json(content), CONFIG: json.dumps(config, indent=2).encode()}
+
+    # --- WordPiece ----------------------------------------------------------------------------------------------------
+
+    def _wordpiece(self) -> dict[str, bytes]:
+        """The files of a WordPiece model. GGUF marks the start of a word with U+2581 instead of the other pieces with
+        ``##``."""
+        if any({"\r", "\n"} & set(text) for text in self._tokens):
+            raise self._broken("tokens")
+        lines = [
+            text if kind is Kind.CONTROL else text[1:] if text.startswith(SPACE) else f"##{text}"
             for text, kind in zip(self._tokens, self._kinds, strict=True)
         ]
-        pieces = b"".join(
-            _field(1, _field(1, text.encode()) + _float(2, score) + _number(3, kind))
-            for text, score, kind in zip(texts, scores, self._kinds, strict=True)
-        )
-        normalizer = _number(3, self._file.get(f"{PREFIX}add_space_prefix", bool, True))
-        normalizer += _number(4, self._file.get(f"{PREFIX}remove_extra_whitespaces", bool, False))
-        add_bos = self._file.get(f"{PREFIX}add_bos_token", bool, True)
-        config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, False)) | {"legacy": True}
-        config["added_tokens_decoder"] = {  # which llama.cpp finds first, unlike SentencePiece
-            str(i): {"content": text, "special": False}
-            for i, text in enumerate(self._tokens)
-            if self._kinds[i] is Kind.USER_DEFINED and not {" ", SPACE} & set(text)
+        lower_case = self._file.get(f"{PREFIX}normalizer.lowercase", bool, True)
+        config = self._config(add_bos=False, add_eos=False) | {
+            "do_lower_case": lower_case,
+            "strip_accents": self._file.get(f"{PREFIX}normalizer.strip_accents", bool, lower_case),
         }
-        model = pieces + _field(2, _number(3, BPE)) + _field(3, normalizer)
-        return {"tokenizer.model": model, CONFIG: json.dumps(config, indent=2).encode()}
+        if "bos_token" in config:
+            config["cls_token"] = config["bos_token"]
+        return {WORDPIECE: "\n".join(lines).encode(), CONFIG: json.dumps(config, indent=2).encode()}
 
-    # --- Both ---------------------------------------------------------------------------------------------------------
+    # --- All ---------------------------------------------------------------------------------------------------------
 
     def _config(self, add_bos: bool, add_eos: bool) -> dict[str, Any]:
         """``tokenizer_config.json``."""
@@ -278,30 +301,11 @@ class GGUFTokenizer:
         return config
 
     def _broken(self, key: str) -> PenstockError:
-        return invalid("tokenizer", f"{self._file.path}: {PREFIX}{key} does not fit its tokens")
+        return invalid("tokenizer", f"{self._file.path}: {PREFIX}{key} does not match its tokens")
 
     def _unsupported(self, what: str) -> PenstockError:
         return PenstockError(Code.UNSUPPORTED, f"{self._file.path} has {what}", "model")
 
 
-# --- Protocol buffers -------------------------------------------------------------------------------------------------
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _number(number: int, value: int) -> bytes:
-    return _varint(number << 3) + _varint(value)
-
-
-def _float(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", value)
-
-
-def _varint(value: int) -> bytes:
-    result = bytearray()
-    while value > 0x7F:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*result, value])
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

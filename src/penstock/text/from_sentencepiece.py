@@ -8,21 +8,28 @@ by a protobuf older than its own (of gRPC or OpenTelemetry).
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
 from .vocabulary import SPACE
 
 BPE = 2  # of TrainerSpec.ModelType
+MAX_PIECE = 2**9
+"""Characters of a normal piece in a BPE model. SentencePiece trains pieces of 16 by default."""
+MAX_CHARACTERS = 2**23
+"""Characters of all normal pieces of a BPE model. Gemma 3, with 262,144 pieces, has 1.7 million."""
 Field = bytes | int
 
 
@@ -37,83 +44,167 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-@dataclass(frozen=True)
-class Piece:
+_KINDS = {int(kind): kind for kind in Kind}
+_FLOAT = struct.Struct("<f")
+
+
+class Piece(NamedTuple):
+    """A piece of a model."""
+
     text: str
     score: float
     kind: Kind
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a SentencePiece model besides its pieces."""
+
+    is_bpe: bool
+    """BPE model; else a unigram model."""
+    add_space_prefix: bool = True
+    """A space is put before the text."""
+    remove_extra_spaces: bool = True
+    """Spaces at both ends are removed, and several in a row become one."""
+    charsmap: bytes = b""
+    """Compiled table of character replacements (``precompiled_charsmap``)."""
+    legacy: bool = True
+    """A space is put before the text after each special token, not only at the start. If False, no space is put before
+    a text that already begins with one."""
+    user_defined_first: bool = False
+    """User-defined pieces without spaces are found before the text is normalized (llama.cpp), not after."""
 
 
 def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     """The tokenizer of a serialized model.
 
     Args:
-        legacy: a space is put before the text after each special token, not only at the start; where it is not, also
-            none before a text that has one.
+        legacy: as ``Settings.legacy``.
         names: names of pieces by id that replace those in the model.
 
-    Raises ``PenstockError`` (``unsupported``) for a model that puts spaces behind message.
+    Raises ``PenstockError``: ``unsupported`` for a model that puts spaces after words; ``invalid`` as
+    ``tokenizer_json`` does.
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
-    pieces = [replace(piece, text=names[i]) if i in names else piece for i, piece in enumerate(pieces)]
-    user_defined = [piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED]
+    for i, name in names.items():
+        if 0 <= i < len(pieces):
+            pieces[i] = pieces[i]._replace(text=name)
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
     if _number(trainer, 24, 0):
-        message = "tokenizer: SentencePiece models with spaces behind message (treat_whitespace_as_suffix) are not read"
+        message = "tokenizer: SentencePiece models with spaces after words (treat_whitespace_as_suffix) are not read"
         raise PenstockError(Code.UNSUPPORTED, f"{message}: add its tokenizer.json", "tokenizer")
-    bytes_known = any(piece.kind is Kind.BYTE for piece in pieces)
-    unknown = next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN)
-    algorithm: Any
-    if is_bpe := _number(trainer, 3, 1) == BPE:
-        algorithm = models.BPE(
-            {piece.text: i for i, piece in enumerate(pieces)},
-            _merges(pieces),
-            unk_token=pieces[unknown].text,
-            fuse_unk=True,
-            byte_fallback=bytes_known,
-            ignore_merges=bool(user_defined),
-        )
-    else:
-        algorithm = models.Unigram([(p.text, p.score) for p in pieces], unk_id=unknown, byte_fallback=bytes_known)
-    tokenizer = Tokenizer(algorithm)
-    prefixed = bool(_number(normalizer, 3, 1))
-    steps: list[Any] = []
-    if charsmap := b"".join(map(_bytes, normalizer[2])):
-        steps.append(normalizers.Precompiled(charsmap))
-    if _number(normalizer, 4, 1):
-        # Spaces alone, as SentencePiece has it: a strip would take other white space, too.
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    splits: list[Any] = []
-    if legacy:
-        steps += [normalizers.Prepend(SPACE)] * prefixed + [normalizers.Replace(" ", SPACE)]
-    else:  # as transformers does it: only this step knows where the text starts
-        scheme = "first" if prefixed else "never"
-        splits.append(pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False))
-    if user_defined and is_bpe:  # never parts of other pieces; a unigram model chooses them by their score
-        pattern = "|".join(re.escape(text) for text in sorted(user_defined, key=len, reverse=True))
-        splits.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    if splits:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * prefixed)
+    settings = Settings(
+        is_bpe=_number(trainer, 3, 1) == BPE,
+        add_space_prefix=bool(_number(normalizer, 3, 1)),
+        remove_extra_spaces=bool(_number(normalizer, 4, 1)),
+        charsmap=b"".join(map(_bytes, normalizer[2])),
+        legacy=legacy,
+    )
+    return Tokenizer.from_str(json.dumps(tokenizer_json(pieces, settings), ensure_ascii=False))
+
+
+def tokenizer_json(pieces: Sequence[Piece], settings: Settings) -> dict[str, Any]:
+    """The content of ``tokenizer.json`` for the pieces of a model.
+
+    Raises ``PenstockError`` (``invalid``) for a BPE model whose pieces are too long, one or all together.
+    """
+    ids = {piece.text: i for i, piece in enumerate(pieces)}
+    found_first = [
+        piece.text
+        for piece in pieces
+        if settings.user_defined_first and piece.kind is Kind.USER_DEFINED and not {" ", SPACE} & set(piece.text)
+    ]
     special = [piece.text for piece in pieces if piece.kind in (Kind.CONTROL, Kind.UNKNOWN)]
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    return tokenizer
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {text: False for text in found_first if text} | {text: True for text in special if text}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": ids[text], "content": text, "special": is_special, **flags}
+            for text, is_special in sorted(added.items(), key=lambda item: ids[item[0]])
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(settings)},
+        "pre_tokenizer": _pre_tokenizer(pieces, settings, frozenset(found_first)),
+        "post_processor": None,
+        "decoder": _decoder(settings),
+        "model": _bpe_model(pieces, ids) if settings.is_bpe else _unigram_model(pieces),
+    }
 
 
-def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE: any two pieces that form a piece, the best first, of equal ones (runs of
-    spaces, which some makers add) that of the lowest id."""
-    normal = {piece.text for piece in pieces if piece.kind is Kind.NORMAL}
-    result = []
-    for i, piece in enumerate(pieces):
-        if piece.kind is not Kind.NORMAL:
-            continue
-        halves = ((piece.text[:cut], piece.text[cut:]) for cut in range(1, len(piece.text)))
-        result += [(-piece.score, i, left, right) for left, right in halves if left in normal and right in normal]
-    return [(left, right) for *_, left, right in sorted(result)]
+def _normalizers(settings: Settings) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    if settings.charsmap:
+        table = base64.b64encode(settings.charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": table})
+    if settings.remove_extra_spaces:  # spaces alone, as SentencePiece does: Strip would remove other white space, too
+        steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+    if settings.legacy:
+        steps += [{"type": "Prepend", "prepend": SPACE}] * settings.add_space_prefix
+        steps.append(_replace({"String": " "}, SPACE))
+    return steps
+
+
+def _pre_tokenizer(pieces: Sequence[Piece], settings: Settings, found_first: Collection[str]) -> dict[str, Any] | None:
+    splits: list[dict[str, Any]] = []
+    if not settings.legacy:  # as transformers does it: only this step knows where the text starts
+        scheme = "first" if settings.add_space_prefix else "never"
+        splits.append({"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False})
+    user_defined = {piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED}.difference(found_first)
+    if user_defined and settings.is_bpe:  # never parts of other pieces; a unigram model chooses them by their score
+        pattern = "|".join(re.escape(text) for text in sorted(sorted(user_defined), key=len, reverse=True))
+        splits.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
+    return {"type": "Sequence", "pretokenizers": splits} if splits else None
+
+
+def _decoder(settings: Settings) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [_replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    steps += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * settings.add_space_prefix
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _bpe_model(pieces: Sequence[Piece], ids: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "unk_token": next(piece.text for piece in pieces if piece.kind is Kind.UNKNOWN),
+        "fuse_unk": True,
+        "byte_fallback": any(piece.kind is Kind.BYTE for piece in pieces),
+        "ignore_merges": any(piece.kind is Kind.USER_DEFINED for piece in pieces),
+        "vocab": ids,
+        "merges": _merges(pieces),
+    }
+
+
+def _unigram_model(pieces: Sequence[Piece]) -> dict[str, Any]:
+    return {
+        "type": "Unigram",
+        "unk_id": next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN),
+        "vocab": [(piece.text, piece.score) for piece in pieces],
+        "byte_fallback": any(piece.kind is Kind.BYTE for piece in pieces),
+    }
+
+
+def _merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
+    """The merges of SentencePiece's BPE: all pairs of pieces that form a piece, those of the piece with the highest
+    score first; of pieces with equal scores (runs of spaces, which some makers add), the one with the lowest id."""
+    normal = {piece.text: piece.text for piece in pieces if piece.kind is Kind.NORMAL}
+    ranked = sorted((piece for piece in pieces if piece.kind is Kind.NORMAL), key=lambda piece: -piece.score)
+    if (total := sum(len(piece.text) for piece in ranked)) > MAX_CHARACTERS:
+        message = f"its pieces have {total} characters; {MAX_CHARACTERS} are allowed"
+        raise invalid("tokenizer", message, MAX_CHARACTERS)
+    result: list[tuple[str, str]] = []
+    for piece in ranked:
+        text = piece.text
+        if len(text) > MAX_PIECE:
+            raise invalid("tokenizer", f"a piece has {len(text)} characters; {MAX_PIECE} are allowed", MAX_PIECE)
+        for cut in range(1, len(text)):
+            if (left := normal.get(text[:cut])) and (right := normal.get(text[cut:])):
+                result.append((left, right))
+    return result
 
 
 # --- Protocol buffers: just what is read above -----------------------------------------------------------------------
@@ -159,6 +250,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, Field]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
+    if data[at] < 0x80:
+        return data[at], at + 1
     value = shift = 0
     while True:
         byte = data[at]
@@ -169,9 +262,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _piece(data: bytes) -> Piece:
-    fields = _message(data)
-    (score,) = struct.unpack("<f", _bytes(fields[2][0])) if fields[2] else (0.0,)
-    return Piece(_bytes(fields[1][0]).decode(), score, Kind(_number(fields, 3, Kind.NORMAL)))
+    text, score, kind = b"", 0.0, int(Kind.NORMAL)
+    for number, value in _fields(data):
+        if isinstance(value, int):
+            kind = value if number == 3 else kind
+        elif number == 1:
+            text = value
+        elif number == 2:
+            (score,) = _FLOAT.unpack(value)
+    return Piece(text.decode(), score, _KINDS.get(kind) or Kind(kind))
 
 
 def _number(fields: Message, number: int, default: int) -> int:

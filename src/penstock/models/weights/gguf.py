@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-"""Tensors of queries and keys."""
+"""Query and key tensors."""
 PLACES = {"attn_q": 0, "attn_k": 2, "attn_v": 1, "ffn_gate": 0, "ffn_up": 1, "ffn_gate_exps": 0, "ffn_up_exps": 1}
-"""Where parts of tensors begin: so many times their own size before the end; 0: at the begin."""
+"""Position of a tensor in the fused one that contains it: it starts N times its size before the end; 0: at the
+start."""
 
 
 def find_gguf(folder: Path) -> list[Path]:
-    """The GGUF file of a folder, or its parts; nothing where the folder has other weights.
+    """The GGUF file of a folder, or its parts; empty if the folder has other weights.
 
     Raises ``PenstockError`` (``invalid``) for a folder with several models.
     """
@@ -42,27 +43,27 @@ def find_gguf(folder: Path) -> list[Path]:
 
 
 class _Place(NamedTuple):
-    """Where a tensor's rows, or numbers of a vector, lie."""
+    """Location of a tensor's rows, or of a vector's elements."""
 
     tensor: GGUFTensor
     first: int
-    """Row of ``tensor``, whose leading dimensions are taken together."""
+    """First row in ``tensor``, with its leading dimensions flattened."""
     interleaved: bool = False
-    """Whether its rows alternate between both halves of a head."""
+    """Rows alternate between both halves of a head (GPT-J layout)."""
 
 
 class GGUFCheckpoint:
-    """The tensors of a GGUF file under the names that layers ask for.
+    """The tensors of a GGUF file under the names of a Hugging Face checkpoint.
 
-    Experts' matrices, which files have in one tensor for all experts of a layer, have names of their own
-    (``experts.3.up_proj.weight``); so have parts of matrices of one input that files may have as one.
+    Each expert's matrix has a name (``experts.3.up_proj.weight``), although files have one tensor for all experts of a
+    layer. The same is true of projections that files may have fused (``q_proj``, ``k_proj``, ``v_proj``).
 
     Args:
-        folder: of the checkpoint, with a ``config.json``.
+        folder: the checkpoint folder, with a ``config.json``.
         parts: the file, or its parts in order.
-        head_dim: size of a head.
+        head_dim: elements of a head.
 
-    Raises ``PenstockError``: ``invalid`` where a file is damaged, ``unsupported`` for types that are not read.
+    Raises ``PenstockError``: ``invalid`` for a damaged file, ``unsupported`` for unsupported tensor types.
     """
 
     def __init__(self, folder: Path, parts: list[Path], head_dim: int) -> None:
@@ -73,12 +74,12 @@ class GGUFCheckpoint:
         self._bytes: dict[str, Tensor] = {}
         for file in files:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that the memory cannot be written
+                warnings.simplefilter("ignore", UserWarning)  # the buffer is read-only
                 content = torch.frombuffer(file.content, dtype=torch.uint8)
             self._bytes |= dict.fromkeys(file.tensors, content)
         self._head_dim = head_dim
         self.bytes_read = 0
-        """Bytes of all tensors and slices taken so far, as they are in the file."""
+        """Bytes of all tensors and slices read so far, in the file's types."""
         types = Counter(tensor.type.name for tensor in self._tensors.values())
         logger.info("%s has tensors of %s", parts[0], ", ".join(f"{name} ({count})" for name, count in types.items()))
 
@@ -88,7 +89,7 @@ class GGUFCheckpoint:
 
     @property
     def state(self) -> str:
-        """As ``Checkpoint.state``."""
+        """See ``Checkpoint.state``."""
         digest = hashlib.sha256((self._folder / "config.json").read_bytes())
         for file in sorted(self._folder.glob("*.gguf")):
             status = file.stat()
@@ -97,14 +98,14 @@ class GGUFCheckpoint:
         return digest.hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``. Only the pages of the file that hold the rows are read, when they are used."""
+        """See ``layers.Weights.read``. Only the file's pages with these rows are read, when they are used."""
         wanted = rows or (0, shape[0])
         if parts := self._key_value_parts(name):
             return self._key_value_matrix(parts, shape)[slice(*wanted)]
         place = self._find(name, shape)
         tensor = place.tensor
         if (dtype := FLOATS.get(tensor.type.name)) is None:
-            raise invalid("model", f"tensor {tensor.name} is of {tensor.type.name}, and not of floating-point numbers")
+            raise invalid("model", f"tensor {tensor.name} is of {tensor.type.name}, not of floating-point numbers")
         read = self._rows(place, prod(shape[1:]), wanted).view(dtype)
         if self._architecture.norm_offset and tensor.name.endswith("norm.weight"):
             read = read.float() - self._architecture.norm_offset
@@ -114,18 +115,18 @@ class GGUFCheckpoint:
         return self._stored(name)[0] is not None or self._key_value_parts(name) is not None
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
+        """See ``layers.Weights.format_of``."""
         tensor, _ = self._stored(f"{name}.weight")
         return tensor.type.format if tensor else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
-        """As ``layers.Weights.read_quantized``."""
+        """See ``layers.Weights.read_quantized``."""
         place = self._find(f"{name}.weight", (outputs, inputs))
         return read_blocks(place.tensor.type, self._rows(place, inputs, rows))
 
     def _stored(self, name: str) -> tuple[GGUFTensor | None, int | None]:
-        """The tensor that has the numbers of a name, its own or one that has those of others, too; None where the file
-        has neither. And the expert whose they are, None for those that are no expert's."""
+        """The tensor that holds a weight, possibly a fused one (None: the file has none), and the expert's index in it
+        (None: not a tensor of experts)."""
         stored, expert = self._architecture.stored_name(name)
         if tensor := self._tensors.get(stored):
             return tensor, expert
@@ -136,7 +137,7 @@ class GGUFCheckpoint:
         return next((tensor for tensor in found if tensor), None), expert
 
     def _find(self, name: str, shape: tuple[int, ...]) -> _Place:
-        """Where a tensor of a shape lies. Raises ``PenstockError`` (``invalid``) where the file has none of it."""
+        """The location of a weight. Raises ``PenstockError`` (``invalid``) if it is absent or has another shape."""
         tensor, expert = self._stored(name)
         stored, _ = self._architecture.stored_name(name)
         if tensor is None:
@@ -144,7 +145,7 @@ class GGUFCheckpoint:
         own, first = tensor.shape, 0
         if expert is not None:
             if expert >= own[0] or len(own) < 2:
-                raise invalid("model", f"tensor {tensor.name} has shape {own}, and expert {expert} is wanted")
+                raise invalid("model", f"tensor {tensor.name} has shape {own}: it has no expert {expert}")
             own, first = own[1:], expert * own[1]
         part = stored.rpartition(".")[0].rpartition(".")[2]
         interleaved = self._architecture.interleaved and bool(INTERLEAVED.fullmatch(stored))
@@ -156,10 +157,10 @@ class GGUFCheckpoint:
         return _Place(tensor, first, interleaved)
 
     def _rows(self, place: _Place, inputs: int, rows: tuple[int, int]) -> Tensor:
-        """Some rows of a tensor, or numbers of a vector, ``[rows, bytes]`` uint8.
+        """A range of rows of a matrix, or of elements of a vector: ``[rows, bytes]`` uint8.
 
         Args:
-            inputs: numbers of a row.
+            inputs: elements of a row.
         """
         tensor, (start, end) = place.tensor, rows
         data = self._bytes[tensor.name][tensor.offset : tensor.offset + tensor.size]
@@ -172,7 +173,7 @@ class GGUFCheckpoint:
         return part
 
     def _key_value_parts(self, name: str) -> tuple[GGUFTensor, GGUFTensor] | None:
-        """Both parts of a matrix ``kv_b_proj`` that the file has in two tensors; None for all others."""
+        """Both tensors of a ``kv_b_proj`` that the file has split; None for any other weight."""
         stored = self._architecture.stored_name(name)[0]
         if not self._architecture.latent or stored in self._tensors or not stored.endswith(".attn_kv_b.weight"):
             return None
@@ -193,7 +194,7 @@ class GGUFCheckpoint:
         )
 
     def _numbers(self, tensor: GGUFTensor) -> Tensor:
-        """A whole matrix, or several, in float32."""
+        """A whole tensor in float32."""
         inputs = tensor.shape[-1]
         count = prod(tensor.shape) // inputs
         rows = self._rows(_Place(tensor, 0), inputs, (0, count))
@@ -203,12 +204,12 @@ class GGUFCheckpoint:
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without dimensions of one number, which files may leave out."""
+    """A shape without dimensions of size 1, which files may leave out."""
     return tuple(size for size in shape if size != 1)
 
 
 def _interleaved_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Where llama.cpp has rows of queries or keys: it alternates the rows of both halves of a head."""
+    """The rows of a query or key matrix in llama.cpp's order, which alternates the rows of both halves of a head."""
     head, place = rows // head_dim, rows % head_dim
     half, pair = place // (head_dim // 2), place % (head_dim // 2)
     return head * head_dim + 2 * pair + half
