@@ -119,7 +119,7 @@ def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("method", "rounded"), [("awq", "wint4"), ("gptq", "wint4"), ("smoothquant", "w8a8")], ids=str)
 def test_it_beats_rounding_where_there_are_outliers(planted: Path, tmp_path: Path, method: str, rounded: str) -> None:
     """Without rotation, which spreads outliers over many inputs."""
-    same = {"calib_seq_len": 256, "rotation": 0, "group_size": 0 if method == "smoothquant" else 128}
+    same = {"calib_size": 12, "calib_seq_len": 256, "rotation": 0, "group_size": 0 if method == "smoothquant" else 128}
     ours, plain = (quantized(planted, tmp_path / name, name, **same) for name in (method, rounded))
     assert ours["kl_divergence"] < 0.6 * plain["kl_divergence"]
     assert ours["layers"][-1]["error"] < 0.5 * plain["layers"][-1]["error"]
@@ -213,7 +213,7 @@ def test_group_size_that_does_not_divide(
     original = load_file(uneven / "model.safetensors")
     for name, shape in matrices(uneven).items():
         change = dequantized(made, name, shape) - original[f"{name}.weight"]
-        assert change.square().sum() < 0.02 * original[f"{name}.weight"].square().sum()
+        assert change.square().sum() < 0.05 * original[f"{name}.weight"].square().sum()
     assert LLM(made, num_gpu_blocks_override=40).generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
 
 
