@@ -289,9 +289,16 @@ def test_transformers_reads_it(tmp_path: Path, method: str, rotation: int | None
     samples = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[:1]
     torch.save(samples, tmp_path / "samples.pt")
     script = """
-import sys, torch
+import json, sys, torch
+from compressed_tensors.transform import TransformConfig, apply_transform_config
 from transformers import AutoModelForCausalLM
 model, ids = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16), torch.load(sys.argv[2])
+with open(sys.argv[1] + "/config.json") as file:
+    transforms = json.load(file)["quantization_config"].get("transform_config")
+if transforms:  # which transformers 5.24 does not apply
+    for group in transforms["config_groups"].values():
+        group["apply"] = [each for each in group["apply"] if each["location"] == "input"]
+    apply_transform_config(model, TransformConfig.model_validate(transforms))
 with torch.no_grad():
     print(model(ids, labels=ids).loss.item())
 """

@@ -16,6 +16,11 @@ DYNAMIC_KV_CACHE = (
     "measures with it; serve the checkpoint with --kv-cache-dtype {}"
 )
 
+ROTATED = (
+    "weights are rotated: Penstock reads them, and so do systems that apply transform_config of compressed-tensors. "
+    "Others, as transformers 5.24, ignore it and compute nonsense: make a checkpoint for these with --rotation 0"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = QuantizeOptions("")
@@ -139,4 +144,6 @@ def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, t
         print(f"{output} is not finished: the same command goes on with it", file=sys.stderr)
         raise
     print(summary(report))
+    if report["job"]["rotation"] != 0 and options.format.rotation:
+        print(ROTATED)
     print(f"{output} is ready after {time.monotonic() - started:.0f} s; see {output / PAGE}")
