@@ -40,7 +40,7 @@ class Method:
         return self.scheme.layers
 
 
-_GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION))
+_GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION), values_only=True)
 METHODS: dict[str, Method] = {
     "wint8": Method("8-bit weights, rounded to nearest", SCHEMES["wint8"], calibrates=False),
     "wint4": Method("4-bit weights, rounded to nearest", SCHEMES["wint4"], calibrates=False),
@@ -103,7 +103,8 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
         """
         method, format = METHODS[self.method], self._format()
         sensitive = method.scheme.sensitive if format.bits == 4 and format.rotation else None
-        return Scheme(format, sensitive=sensitive and replace(sensitive, rotation=format.rotation))
+        sensitive = sensitive and replace(sensitive, rotation=format.rotation)
+        return Scheme(format, sensitive=sensitive, values_only=method.scheme.values_only)
 
     @property
     def format(self) -> Format:

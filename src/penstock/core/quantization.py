@@ -97,6 +97,8 @@ class Scheme:
     and much of the quality."""
     sensitive: Format | None = None
     """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
+    values_only: bool = False
+    """Only value projections have the format ``sensitive``: fewer bits than with the other sensitive matrices."""
 
     def format_of(self, name: str) -> Format:
         """The format of a layer's matrix.
@@ -104,7 +106,8 @@ class Scheme:
         Args:
             name: in the checkpoint, without ``.weight``.
         """
-        return self.sensitive if self.sensitive and is_sensitive(name) else self.layers
+        chosen = makes_values(name) if self.values_only else is_sensitive(name)
+        return self.sensitive if self.sensitive and chosen else self.layers
 
 
 _VALUES = re.compile(
@@ -125,6 +128,11 @@ _IN_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.[^.]*$")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
+def makes_values(name: str) -> bool:
+    """Whether a matrix is a value projection, or makes latent vectors in its place."""
+    return _VALUES.search(name) is not None
+
+
 def is_sensitive(name: str) -> bool:
     """Whether a matrix of the layers gets 8 bits where others have 4, as it loses the most: value projections, which
     are few, and the down projections of every third layer. A model then has 4.9 bits a weight or little more. Where
@@ -134,7 +142,7 @@ def is_sensitive(name: str) -> bool:
     Args:
         name: in the checkpoint, without ``.weight``.
     """
-    if _VALUES.search(name):
+    if makes_values(name):
         return True
     is_down = _DOWN.search(name) and not _IN_ATTENTION.search(name)
     layer = _LAYER.search(name) if is_down or _FUSED.search(name) else None
