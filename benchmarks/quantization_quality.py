@@ -63,13 +63,17 @@ WRITTEN = {
     **{name: QuantizeOptions(name) for name in METHODS},
     "awq -g32": QuantizeOptions("awq", group_size=32),
     "gptq -g32": QuantizeOptions("gptq", group_size=32),
+    "gptq -g96": QuantizeOptions("gptq", group_size=96),
+    "gptq -g128": QuantizeOptions("gptq", group_size=128),
     "gptq desc_act": QuantizeOptions("gptq", act_order="group"),
     "gptq 8 bits": QuantizeOptions("gptq", bits=8, group_size=-1),
+    **{f"{method} unrotated": QuantizeOptions(method, rotation=0) for method in ("w8a8", "wint4", "w4a8", "gptq")},
+    "gptq -g32 unrotated": QuantizeOptions("gptq", group_size=32, rotation=0),
 }
 """What ``penstock quantize`` writes."""
 
 
-REAL_METHODS = ("wint4", "awq -g32", "gptq", "gptq -g32")
+REAL_METHODS = ("wint4", "w8a8", "w8a8 unrotated", "awq -g32", "gptq", "gptq -g32", "gptq -g32 unrotated")
 """Methods of ``WRITTEN`` that are measured on real models by default."""
 
 

@@ -86,6 +86,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose inputs no group of 128 divides."""
+    folder = tmp_path_factory.mktemp("uneven")
+    sizes = SMALL | {"vocab_size": 3584, "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 1}
+    save(LlamaConfig(**sizes, dtype="float32"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first layers of the demo model."""
     folder = tmp_path_factory.mktemp("model")
@@ -109,14 +118,18 @@ def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("method", "rounded"), [("awq", "wint4"), ("gptq", "wint4"), ("smoothquant", "w8a8")], ids=str)
 def test_it_beats_rounding_where_there_are_outliers(planted: Path, tmp_path: Path, method: str, rounded: str) -> None:
-    ours, plain = (quantized(planted, tmp_path / name, name, calib_seq_len=256) for name in (method, rounded))
+    """Without rotation, which spreads outliers over many inputs."""
+    same = {"calib_size": 12, "calib_seq_len": 256, "rotation": 0, "group_size": 0 if method == "smoothquant" else 128}
+    ours, plain = (quantized(planted, tmp_path / name, name, **same) for name in (method, rounded))
     assert ours["kl_divergence"] < 0.6 * plain["kl_divergence"]
     assert ours["layers"][-1]["error"] < 0.5 * plain["layers"][-1]["error"]
     assert ours["top1_agreement"] > plain["top1_agreement"]
 
 
-@pytest.mark.parametrize(("method", "rotation"), [*((method, 0) for method in METHODS), ("gptq", 64), ("w4a8", 32)])
-def test_what_is_written_is_what_was_measured(model: Path, tmp_path: Path, method: str, rotation: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "rotation"), [*((method, None) for method in METHODS), ("gptq", 0), ("wint4", 0), ("w4a8", 32)]
+)
+def test_what_is_written_is_what_was_measured(model: Path, tmp_path: Path, method: str, rotation: int | None) -> None:
     """The engine computes the written checkpoint to the perplexity in the report."""
     report = quantized(model, tmp_path / "made", method, rotation=rotation)
     sample = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[0].tolist()
@@ -130,14 +143,15 @@ def test_what_is_written_is_what_was_measured(model: Path, tmp_path: Path, metho
 
 
 @pytest.mark.parametrize(
-    ("method", "rotation"), [("wint8", 0), ("wint4", 0), ("wint4", 64), ("w8a8", 64), ("w4a8", 0), ("fp8", 0)]
+    ("method", "rotation"),
+    [("wint8", None), ("wint4", 0), ("wint4", None), ("w8a8", None), ("w8a8", 0), ("w4a8", None), ("fp8", None)],
 )
-def test_rounding_is_that_of_loading(model: Path, tmp_path: Path, method: str, rotation: int) -> None:
+def test_rounding_is_that_of_loading(model: Path, tmp_path: Path, method: str, rotation: int | None) -> None:
     """A matrix is what the ops make of it in the same format, to the bit."""
     quantized(model, tmp_path / "made", method, rotation=rotation)
-    original, format = load_file(model / "model.safetensors"), replace(METHODS[method].format, rotation=rotation)
+    original, scheme = load_file(model / "model.safetensors"), QuantizeOptions(method, rotation=rotation).scheme
     for name, shape in matrices(model).items():
-        expected = reference.pack([original[f"{name}.weight"]], None, format)
+        expected = reference.pack([original[f"{name}.weight"]], None, scheme.format_of(name))
         made = dequantized(tmp_path / "made", name, shape)
         rows = reference.embedding(torch.arange(shape[0]), replace(expected, dtype=torch.float32))
         assert torch.equal(made, rows), name
@@ -167,7 +181,7 @@ def test_scales_change_nothing_before_rounding(small: Path, method: str) -> None
 @pytest.mark.parametrize("act_order", ["none", "static", "group"])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, -1)])
 def test_gptq_writes_its_order(small: Path, tmp_path: Path, act_order: str, bits: int, group_size: int) -> None:
-    options = {"act_order": act_order, "bits": bits, "group_size": group_size}
+    options = {"act_order": act_order, "bits": bits, "group_size": group_size, "rotation": 0}
     report = quantized(small, tmp_path / "made", "gptq", **options)
     tensors = load_file(tmp_path / "made" / "model.safetensors")
     name = "model.layers.0.mlp.down_proj"
@@ -180,6 +194,38 @@ def test_gptq_writes_its_order(small: Path, tmp_path: Path, act_order: str, bits
         change = dequantized(tmp_path / "made", name, shape) - original[f"{name}.weight"]
         assert change.square().sum() < (0.04 if bits == 4 else 2e-4) * original[f"{name}.weight"].square().sum()
         assert report["layers"][int(name.split(".")[2])]["matrices"][name] < (0.02 if bits == 4 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "rotation"), [("wint4", None), ("w4a8", None), ("gptq", None), ("gptq", 0), ("awq", None)]
+)
+def test_group_size_that_does_not_divide(
+    uneven: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, rotation: int | None
+) -> None:
+    """The largest multiple of 8 below it that divides the inputs of all matrices, 192 and 576, is used and named."""
+    made = tmp_path / "made"
+    quantized(uneven, made, method, group_size=128, rotation=rotation)
+    assert "groups of 128 do not divide the inputs of all matrices: groups of 96 are used" in caplog.text
+    config = json.loads((made / "config.json").read_text())["quantization_config"]
+    if config["quant_method"] == "compressed-tensors":
+        config = config["config_groups"]["group_0"]["weights"]
+    assert config["group_size"] == 96
+    original = load_file(uneven / "model.safetensors")
+    for name, shape in matrices(uneven).items():
+        change = dequantized(made, name, shape) - original[f"{name}.weight"]
+        assert change.square().sum() < 0.05 * original[f"{name}.weight"].square().sum()
+    assert LLM(made, num_gpu_blocks_override=40).generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+@pytest.mark.parametrize("method", ["wint4", "w4a8", "gptq"])
+def test_sensitive_matrices_have_8_bits(model: Path, tmp_path: Path, method: str) -> None:
+    """In a rotated checkpoint; one that is not rotated has one format, as other systems read it."""
+    bits: dict[str, dict[str, int]] = {}
+    for kind, rotation in (("rotated", None), ("plain", 0)):
+        quantized(model, tmp_path / kind, method, rotation=rotation)
+        bits[kind] = {name: stored(tmp_path / kind).format_of(name).bits for name in matrices(model)}
+    assert set(bits["plain"].values()) == {4}
+    assert bits["rotated"] == {name: 8 if name.endswith("v_proj") else 4 for name in bits["rotated"]}
 
 
 def test_what_cannot_be_left_out_is_refused(model: Path, tmp_path: Path) -> None:
@@ -232,9 +278,10 @@ def test_shards_have_an_index(small: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "rotation"),
-    [(name, 0) for name in METHODS if METHODS[name].file_format == "compressed-tensors"] + [("gptq", 64)],
+    [(name, None) for name in METHODS if QuantizeOptions(name).file_format == "compressed-tensors"]
+    + [("w8a8", 0), ("wint4", 0)],
 )
-def test_transformers_reads_it(tmp_path: Path, method: str, rotation: int) -> None:
+def test_transformers_reads_it(tmp_path: Path, method: str, rotation: int | None) -> None:
     """With the library compressed-tensors, in a folder of its own: to the perplexity in the report."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
     subprocess.run([*pip, "compressed-tensors>=0.20", "loguru"], check=True)
@@ -242,9 +289,16 @@ def test_transformers_reads_it(tmp_path: Path, method: str, rotation: int) -> No
     samples = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[:1]
     torch.save(samples, tmp_path / "samples.pt")
     script = """
-import sys, torch
+import json, sys, torch
+from compressed_tensors.transform import TransformConfig, apply_transform_config
 from transformers import AutoModelForCausalLM
 model, ids = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16), torch.load(sys.argv[2])
+with open(sys.argv[1] + "/config.json") as file:
+    transforms = json.load(file)["quantization_config"].get("transform_config")
+if transforms:  # which transformers 5.24 does not apply
+    for group in transforms["config_groups"].values():
+        group["apply"] = [each for each in group["apply"] if each["location"] == "input"]
+    apply_transform_config(model, TransformConfig.model_validate(transforms))
 with torch.no_grad():
     print(model(ids, labels=ids).loss.item())
 """

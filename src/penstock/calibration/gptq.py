@@ -12,7 +12,7 @@ from penstock.ops import QuantizedWeight
 from penstock.ops.hadamard import hadamard
 
 from .options import ActOrder
-from .rounding import rotate, round_symmetric, symmetric_scales, to_groups, to_half
+from .rounding import integer_range, rotate, search_weighted_scales, to_half
 
 DAMPING = 0.01
 """Share of the Hessian's mean diagonal that is added to the diagonal."""
@@ -22,28 +22,30 @@ COLUMNS = 128
 
 @dataclass(frozen=True)
 class Factor:
-    """What matrices of one input need of their Hessian."""
+    """What matrices of one input need of their Hessian. Inputs are in the order of ``order``."""
 
+    hessian: Tensor
+    """``[in, in]`` float32, damped."""
     upper: Tensor
-    """``[in, in]`` float32, upper triangular: the Cholesky factor of the inverse Hessian, in the order of ``order``."""
+    """``[in, in]`` float32, upper triangular: the Cholesky factor of the inverse Hessian."""
     order: Tensor
     """``[in]`` int64: inputs in the order in which they are rounded."""
     is_used: Tensor
-    """``[in]`` bool: whether an input, as they come, was ever other than zero."""
+    """``[in]`` bool: whether an input was ever other than zero."""
 
 
-def factorize(hessian: Tensor, by_activation: bool) -> Factor:
+def factorize(hessian: Tensor, act_order: ActOrder, group_size: int) -> Factor:
     """Prepare a Hessian ``[in, in]`` float32.
 
     Args:
-        by_activation: whether inputs with the largest activations are rounded first.
+        act_order: which inputs are rounded first: those with the largest activations (``group``), the groups with the
+            largest and in each group likewise (``static``), or as they come.
+        group_size: inputs of a group; 0 is all.
     """
-    wide = hessian.double()
-    diagonal = wide.diagonal()
-    is_used = diagonal > 0
-    order = diagonal.argsort(descending=True, stable=True) if by_activation else torch.arange(len(wide))
-    wide = wide[order][:, order]
-    wide.diagonal()[~is_used[order]] = 1.0
+    order = _rounding_order(hessian.diagonal(), act_order, group_size or len(hessian))
+    wide = hessian[order][:, order].double()
+    is_used = wide.diagonal() > 0
+    wide.diagonal()[~is_used] = 1.0
     damping = DAMPING * float(wide.diagonal().mean())
     while True:
         damped = wide + torch.eye(len(wide), dtype=wide.dtype) * damping
@@ -51,8 +53,21 @@ def factorize(hessian: Tensor, by_activation: bool) -> Factor:
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
-            return Factor(upper.float(), order, is_used)
+            return Factor(damped.float(), upper.float(), order, is_used)
         damping *= 10
+
+
+def _rounding_order(activations: Tensor, act_order: ActOrder, group_size: int) -> Tensor:
+    """The inputs ``[in]`` in the order in which they are rounded, for sums of their squares ``[in]``."""
+    if act_order == "none":
+        return torch.arange(len(activations))
+    order = activations.argsort(descending=True, stable=True)
+    if act_order == "group":
+        return order
+    sums = activations.view(-1, group_size).sum(1)
+    place = torch.empty_like(order[: len(sums)])
+    place[sums.argsort(descending=True, stable=True)] = torch.arange(len(sums))
+    return order[place[order // group_size].argsort(stable=True)]
 
 
 def rotated_hessian(hessian: Tensor, format: Format) -> Tensor:
@@ -65,35 +80,67 @@ def round_compensating(weight: Tensor, factor: Factor, format: Format, act_order
     """Round ``[out, in]`` float32 symmetrically, with scales in float16.
 
     Args:
-        factor: made by activation unless ``act_order`` is ``none``; of the rotated Hessian where the format rotates.
+        factor: for the same order, and in 4 bits for the same groups; of the rotated Hessian where the format rotates.
     """
-    weight = rotate(weight, format)
-    group_size = format.group_size or weight.shape[1]
-    weight = torch.where(factor.is_used, weight, 0.0)
-    scales = to_half(symmetric_scales(to_groups(weight, format), format.bits))
-    group_of = factor.order // group_size
-    weight = weight[:, factor.order]
+    weight = torch.where(factor.is_used, rotate(weight, format)[:, factor.order], 0.0).T.contiguous()
+    group_size = format.group_size or len(weight)
+    values, scales = _round_in_order(weight.clone(), factor.upper, group_size, format.bits)
+    if format.bits == 4:
+        _descend(weight, values, scales, factor.hessian, group_size)
+    rows, scales = values.to(torch.int8).T.contiguous(), scales.T.contiguous()
     if act_order == "group":
-        group_of = torch.arange(len(group_of)) // group_size
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    for first in range(0, weight.shape[1], COLUMNS):
-        end = min(first + COLUMNS, weight.shape[1])
-        block, upper = weight[:, first:end].clone(), factor.upper[first:end, first:end]
-        errors = torch.empty_like(block)
-        for column in range(end - first):
-            place = first + column
-            if act_order != "static" and place % group_size == 0:  # of what the errors before have made of the group
-                left = weight[:, place : place + group_size].clone()
-                left[:, : end - place] = block[:, column : column + group_size]
-                scales[:, place // group_size] = to_half(symmetric_scales(left, format.bits))
-            scale = scales[:, group_of[place]]
-            rounded = round_symmetric(block[:, column, None], scale, format.bits)
-            values[:, place] = rounded[:, 0]
-            error = (block[:, column] - rounded[:, 0] * scale) / upper[column, column]
-            block[:, column:] -= error[:, None] * upper[column, column:]
-            errors[:, column] = error
-        weight[:, end:] -= errors @ factor.upper[first:end, end:]
-    if act_order == "group":
-        return QuantizedWeight(values, scales, format, order=factor.order)
-    natural = torch.empty_like(values).index_copy_(1, factor.order, values)
-    return QuantizedWeight(natural, scales, format)
+        return QuantizedWeight(rows, scales, format, order=factor.order)
+    natural = torch.empty_like(rows).index_copy_(1, factor.order, rows)
+    groups = factor.order[::group_size] // group_size
+    return QuantizedWeight(natural, torch.empty_like(scales).index_copy_(1, groups, scales), format)
+
+
+def _round_in_order(weight: Tensor, upper: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """GPTQ: integers ``[in, out]`` float32, and scales ``[groups, out]``.
+
+    Args:
+        weight: ``[in, out]`` float32, which is overwritten.
+        upper: as of ``Factor``.
+    """
+    limits, importance = integer_range(bits), upper.diagonal() ** -2
+    values, scales = torch.empty_like(weight), []
+    for start in range(0, len(weight), group_size):
+        stop = start + group_size
+        scale = to_half(search_weighted_scales(weight[start:stop].T, importance[start:stop], bits))
+        scales.append(scale)
+        for first in range(start, stop, COLUMNS):
+            end = min(first + COLUMNS, stop)
+            block, factor = weight[first:end], upper[first:end, first:end]
+            errors = torch.empty_like(block)
+            for row in range(end - first):
+                rounded = torch.div(block[row], scale, out=values[first + row]).round_().clamp_(*limits)
+                error = torch.addcmul(block[row], rounded, scale, value=-1, out=errors[row]).div_(factor[row, row])
+                block[row + 1 :].addr_(factor[row, row + 1 :], error, alpha=-1)
+            weight[end:].addmm_(upper[first:end, end:].T, errors, alpha=-1)
+    return values, torch.stack(scales)
+
+
+def _descend(weight: Tensor, values: Tensor, scales: Tensor, hessian: Tensor, group_size: int) -> None:
+    """Change each scale, and then each integer of its group, to what is best given all others: a pass of coordinate
+    descent on the squared error of the products.
+
+    Args:
+        weight: ``[in, out]`` float32.
+        values, scales: of 4 bits, as of ``_round_in_order``; they are overwritten.
+    """
+    limits = integer_range(4)
+    gradient = hessian @ (weight - values * scales.repeat_interleave(group_size, 0))
+    for group, start in enumerate(range(0, len(weight), group_size)):
+        rows = slice(start, start + group_size)
+        own, integers, scale = hessian[rows, rows], values[rows], scales[group]
+        before, left = integers * scale, gradient[rows].clone()
+        squares = (integers * (own @ integers)).sum(0)
+        better = scale + torch.where(squares > 0, (integers * left).sum(0) / squares, 0.0)
+        scale.copy_(to_half(better))
+        left.addmm_(own, integers * scale - before, alpha=-1)
+        for row in range(group_size):
+            step = integers[row] + left[row] / (scale * own[row, row])
+            change = step.round_().clamp_(*limits) - integers[row]
+            integers[row] += change
+            left.addr_(own[row], change.mul_(scale), alpha=-1)
+        gradient.addmm_(hessian[:, rows], integers * scale - before, alpha=-1)

@@ -101,7 +101,7 @@ class LayerQuantizer:
         self._ops = ops
         self._config = config
         self._options = options
-        self._format = options.format
+        self._format, self._scheme = options.format, options.scheme
         self._prefix = prefix
         self._stored = stored
         self._observed = observed
@@ -141,7 +141,7 @@ class LayerQuantizer:
             if chosen and statistics.hessian is not None and statistics.seen:
                 with torch_threads(self._threads):  # a few large operations, whose sums depend on their number
                     hessian = gptq.rotated_hessian(statistics.hessian, self._format)
-                    factor = gptq.factorize(hessian, self._options.act_order != "none")
+                    factor = gptq.factorize(hessian, self._options.act_order, self._format.group_size)
             rounding = partial(self._round, statistics, factor)
             for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self._threads), strict=True):
                 weight = self.tensors[f"{name}.weight"]
@@ -157,14 +157,14 @@ class LayerQuantizer:
         return layer
 
     def _round(self, statistics: InputStatistics, factor: gptq.Factor | None, name: str) -> QuantizedWeight:
-        weight = self.tensors[f"{name}.weight"]
+        weight, format = self.tensors[f"{name}.weight"], self._scheme.format_of(name)
         match self._options.method:
             case "awq":
-                return awq.round_clipped(weight, statistics, self._format, not name.endswith(UNCLIPPED))
+                return awq.round_clipped(weight, statistics, format, not name.endswith(UNCLIPPED))
             case "gptq" if factor:
-                return gptq.round_compensating(weight, factor, self._format, self._options.act_order)
+                return gptq.round_compensating(weight, factor, format, self._options.act_order)
             case _:
-                return round_to_nearest(weight, self._format)
+                return round_to_nearest(weight, format)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if not is_ignored(name, self._options.ignore)]

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from penstock.core.errors import invalid
-from penstock.core.quantization import Format
+from penstock.core.quantization import ROTATION, SCHEMES, Format, Scheme
 
 FileFormat = Literal["awq", "compressed-tensors", "gptq"]
 """``quant_method`` of the written ``config.json``."""
@@ -23,8 +23,9 @@ class Method:
     """How matrices are quantized and written."""
 
     about: str
-    format: Format
-    """With the default number of bits and group size."""
+    scheme: Scheme
+    """With the default number of bits, group size and rotation. Sensitive matrices have another format only where they
+    are rotated."""
     file_format: FileFormat = "compressed-tensors"
     bits: tuple[int, ...] = ()
     """Numbers of bits to choose from; empty where there is no choice."""
@@ -33,23 +34,27 @@ class Method:
     sequential: bool = False
     """Whether a layer is calibrated on what the quantized layers before it give, in place of the original ones."""
 
+    @property
+    def format(self) -> Format:
+        """The format of all matrices but sensitive ones."""
+        return self.scheme.layers
 
+
+_GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION), values_only=True)
 METHODS: dict[str, Method] = {
-    "wint8": Method("8-bit weights, rounded to nearest", Format(8), calibrates=False),
-    "wint4": Method("4-bit weights, rounded to nearest", Format(4, 128), calibrates=False),
-    "w8a8": Method("8-bit weights and activations, rounded", Format(8, activation_bits=8), calibrates=False),
-    "w4a8": Method("4-bit weights and 8-bit activations, rounded", Format(4, 128, 8), calibrates=False),
-    "fp8": Method(
-        "8-bit floating-point weights and activations", Format(8, activation_bits=8, floating=True), calibrates=False
-    ),
-    "awq": Method("4-bit weights, scales and clipping searched", Format(4, 128, asymmetric=True), "awq"),
-    "gptq": Method("4- or 8-bit weights, errors compensated", Format(4, 128), "gptq", (4, 8), sequential=True),
-    "smoothquant": Method("8-bit weights and smoothed activations", Format(8, activation_bits=8)),
+    "wint8": Method("8-bit weights, rounded to nearest", SCHEMES["wint8"], calibrates=False),
+    "wint4": Method("4-bit weights, rounded to nearest", SCHEMES["wint4"], calibrates=False),
+    "w8a8": Method("8-bit weights and activations, rounded", SCHEMES["w8a8"], calibrates=False),
+    "w4a8": Method("4-bit weights and 8-bit activations, rounded", SCHEMES["w4a8"], calibrates=False),
+    "fp8": Method("8-bit floating-point weights and activations", SCHEMES["fp8"], calibrates=False),
+    "awq": Method("4-bit weights, scales and clipping searched", Scheme(Format(4, 128, asymmetric=True)), "awq"),
+    "gptq": Method("4- or 8-bit weights, errors compensated", _GPTQ, "gptq", (4, 8), sequential=True),
+    "smoothquant": Method("8-bit weights and smoothed activations", Scheme(Format(8, activation_bits=8))),
 }
 """By name. Embedding and language model head are never quantized."""
 
 
-ROTATIONS = (2, 4, 8, 16, 32, 64)
+ROTATIONS = (0, 2, 4, 8, 16, 32, 64)
 UNROTATED = ("fp8", "awq", "smoothquant")
 """Methods whose weights are not rotated: floating-point numbers, and those that scale inputs, which rotations mix."""
 
@@ -62,10 +67,11 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
     bits: int = 0
     """Bits of a weight, where the method has a choice; 0 is its first."""
     group_size: int = 0
-    """Inputs that share a scale, in methods of 4 bits and ``gptq``; 0 is 128, -1 is all of them."""
-    rotation: int = 0
+    """Inputs that share a scale, in methods of 4 bits and ``gptq``; 0 is the method's, -1 is all of them."""
+    rotation: int | None = None
     """Inputs of the Hadamard blocks by which weights and activations are rotated (``ops.hadamard``), a power of two up
-    to 64; 0: not rotated. Rotated integers are written as compressed-tensors with a ``transform_config``."""
+    to 64; 0: not rotated; None is the method's. Rotated integers are written as compressed-tensors with a
+    ``transform_config``."""
     act_order: ActOrder = "static"
     """Order in which GPTQ quantizes inputs: as they are, or largest activations first, with groups of neighbours
     (``static``) or of inputs that follow each other in that order (``group``: ``desc_act`` in ``config.json``)."""
@@ -89,8 +95,28 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
     """Of the choice of samples."""
 
     @property
+    def scheme(self) -> Scheme:
+        """The format of each quantized matrix. Raises ``PenstockError`` (``invalid``) for options that do not fit.
+
+        Sensitive matrices have 8 bits where others have 4 and are rotated, as such files are for readers of
+        compressed-tensors alone. Others take one format for all matrices.
+        """
+        method, format = METHODS[self.method], self._format()
+        sensitive = method.scheme.sensitive if format.bits == 4 and format.rotation else None
+        sensitive = sensitive and replace(sensitive, rotation=format.rotation)
+        return Scheme(format, sensitive=sensitive, values_only=method.scheme.values_only)
+
+    @property
     def format(self) -> Format:
-        """The format of a quantized matrix. Raises ``PenstockError`` (``invalid``) for options that do not fit."""
+        """The format of all matrices but sensitive ones; raises as ``scheme``."""
+        return self.scheme.layers
+
+    @property
+    def file_format(self) -> FileFormat:
+        """``quant_method`` of the written checkpoint."""
+        return "compressed-tensors" if self.format.rotation else METHODS[self.method].file_format
+
+    def _format(self) -> Format:
         method = METHODS[self.method]
         bits, group_size = method.format.bits, method.format.group_size
         if self.bits:
@@ -104,29 +130,26 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
             group_size = max(self.group_size, 0)
             if self.group_size < -1 or group_size % 8:
                 raise invalid("--group-size", f"must be a multiple of 8, or -1, is {self.group_size}", 8)
-        if self.rotation:
-            self._check_rotation()
-        return replace(method.format, bits=bits, group_size=group_size, rotation=self.rotation)
+        return replace(method.format, bits=bits, group_size=group_size, rotation=self._rotation(method))
 
-    @property
-    def file_format(self) -> FileFormat:
-        """``quant_method`` of the written checkpoint."""
-        return "compressed-tensors" if self.rotation else METHODS[self.method].file_format
-
-    def _check_rotation(self) -> None:
-        """Raises ``PenstockError`` (``invalid``) for what cannot be rotated."""
+    def _rotation(self, method: Method) -> int:
+        """Inputs of a rotated block. Raises ``PenstockError`` (``invalid``) for what cannot be rotated."""
+        has_order = self.method == "gptq" and self.act_order == "group"
+        if self.rotation is None:
+            return 0 if has_order else method.format.rotation
         if self.rotation not in ROTATIONS:
             raise invalid("--rotation", f"must be a power of two from 2 to 64, or 0, is {self.rotation}", 64)
-        if self.method in UNROTATED:
+        if self.rotation and self.method in UNROTATED:
             raise invalid("--rotation", f"{self.method} has none: take gptq or a method that rounds to integers")
-        if self.method == "gptq" and self.act_order == "group":
+        if self.rotation and has_order:
             raise invalid("--act-order", "group is none of rotated weights: take static")
+        return self.rotation
 
     def check(self) -> None:
         """Raises ``PenstockError`` (``invalid``) for a value out of its range."""
         if self.method not in METHODS:
             raise invalid("--method", f"must be one of {', '.join(METHODS)}, is {self.method!r}")
-        _ = self.format
+        _ = self.scheme
         for name, least in (("calib_size", 1), ("calib_seq_len", 2), ("eval_size", 1), ("seed", 0)):
             if (value := getattr(self, name)) < least:
                 raise invalid(f"--{name.replace('_', '-')}", f"must be at least {least}, is {value}", least)

@@ -18,6 +18,7 @@ from penstock import ops
 from penstock.config.progress import Progress, print_line
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.quantization import fitting_group_size
 from penstock.models import Model, ModelConfig, read_config
 from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint, find_gguf
@@ -129,22 +130,19 @@ def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
 
 
 def _fitted(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
-    """Options with groups and rotated blocks that divide the inputs of all matrices: where the given sizes do not, the
-    largest power of two below that does, since kernels take these. Groups of less than 8 stay for ``check_shape``."""
+    """Options with groups and rotated blocks that divide the inputs of all matrices. Where no group size does, it stays
+    for ``check_shape``."""
     names = [name for name in checkpoint.names if name.startswith("model.layers.") and name.endswith(".weight")]
     shapes = [checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)]
     common = math.gcd(*(shape[1] for shape in shapes if len(shape) == 2))
-    if options.rotation:
-        block = math.gcd(options.rotation, common)
+    wanted, rotation = options.format.group_size, options.format.rotation
+    if rotation and (block := math.gcd(rotation, common)) != rotation:
+        logger.warning("rotated blocks of %d do not divide the inputs of all matrices: %d is used", rotation, block)
         options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
-    wanted = options.format.group_size
-    if not wanted or common % wanted == 0:
-        return options
-    fitting = math.gcd(common, 1 << (wanted.bit_length() - 1))
-    if fitting % 8:
-        return options
-    logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
-    return msgspec.structs.replace(options, group_size=fitting)
+    if (fitting := fitting_group_size(wanted, common)) != wanted:
+        logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
+        options = msgspec.structs.replace(options, group_size=fitting)
+    return options
 
 
 class _Run:

@@ -13,6 +13,9 @@ from penstock.ops.scale_search import search_scales
 MIN_MAGNITUDE = 1e-30
 """Groups whose largest magnitude is not above this become zeros, as in ``ops.reference``."""
 
+CLIPPING = [1 + step / 24 for step in range(12)]
+"""Shares of -8 that a group's largest magnitude is tried as; what is larger is clipped."""
+
 
 def rotate(weight: Tensor, format: Format) -> Tensor:
     """``[out, in]`` float32 as the format rotates it, for inputs that ``hadamard`` rotates."""
@@ -47,12 +50,34 @@ def symmetric_scales(groups: Tensor, bits: int) -> Tensor:
     return torch.where(maximum > MIN_MAGNITUDE, search_scales(groups), maximum * 0)
 
 
+def search_weighted_scales(groups: Tensor, importance: Tensor, bits: int) -> Tensor:
+    """As ``symmetric_scales``, but of 4 bits the error of each input counts as much as ``importance`` ``[group_size]``
+    says, and more scales are tried."""
+    maximum = groups.abs().amax(-1)
+    if bits == 8:
+        return maximum / 127
+    lowest, highest = integer_range(bits)
+    base = torch.where((groups == maximum[..., None]).any(-1), -maximum, maximum) / 8
+    values = groups / torch.where(base != 0, base, 1.0)[..., None]
+    best, ratio = torch.zeros_like(base), torch.zeros_like(base)
+    for clipping in CLIPPING:
+        rounded = (values * clipping).round().clamp(lowest, highest)
+        product, square = (rounded * values) @ importance, (rounded * rounded) @ importance
+        gain = torch.where(square > 0, product * product / square, 0.0)
+        is_better = gain > best
+        best, ratio = torch.where(is_better, gain, best), torch.where(is_better, product / square, ratio)
+    return base * ratio
+
+
 def round_symmetric(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Groups ``[..., group_size]`` as int8, for scales ``[...]``."""
     inverse = torch.where(scales.abs() * 2 ** (bits - 1) > MIN_MAGNITUDE, 1 / scales, 0)[..., None]
-    limit = 2 ** (bits - 1) - 1
-    lowest = -limit - (bits == 4)
-    return (groups * inverse).round().clamp(lowest, limit).to(torch.int8)
+    return (groups * inverse).round().clamp(*integer_range(bits)).to(torch.int8)
+
+
+def integer_range(bits: int) -> tuple[int, int]:
+    """The least and the largest integer of symmetric formats."""
+    return (-8, 7) if bits == 4 else (-127, 127)
 
 
 def round_between(groups: Tensor, lowest: Tensor, highest: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import file_digest, sha256
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +22,9 @@ from penstock.text import Tokenizer, tokenizer_files
 BUILT_IN = Path(__file__).parent / "texts.jsonl.gz"
 """Conversations in English and Chinese, which ``examples/demo_model/calibration.py`` has drawn from the demo model's
 corpus."""
+MANUAL = "pydoc_data.topics"
+"""Module with Python's reference manual, English prose that most installations of Python have. Half of the built-in
+texts are windows of it: chats alone are calibrated on too little vocabulary."""
 FIELDS = ("text", "messages", "prompt")
 """Of a record, the first that it has is used: a text, a chat in OpenAI's form, or a text that a ``response`` or
 ``completion`` may follow."""
@@ -49,7 +54,7 @@ def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int,
     Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
     """
     if isinstance(dataset, str):
-        records = _read(Path(dataset) if dataset else BUILT_IN, tokens)
+        records = _read(Path(dataset), tokens) if dataset else _built_in(tokens, seed)
     else:
         records = [{"text": text} for text in dataset]
     Random(seed).shuffle(records)
@@ -72,7 +77,7 @@ def texts_digest(dataset: str, model: Path) -> str:
 
     Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
     """
-    digest = sha256()
+    digest = sha256("".join([] if dataset else _manual()).encode())
     for path in (*_files(Path(dataset) if dataset else BUILT_IN), *tokenizer_files.paths(model)):
         try:
             with path.open("rb") as file:
@@ -98,6 +103,28 @@ def _files(path: Path) -> list[Path]:
 
 def _unreadable(path: Path, error: OSError) -> PenstockError:
     return invalid(FIELD, f"{path} cannot be read ({error.strerror or error})")
+
+
+def _built_in(tokens: int, seed: int) -> list[Mapping[str, Any]]:
+    """As much text of the manual as of chats, where the manual is installed."""
+    chats = _read(BUILT_IN, tokens)
+    manual = [window for topic in _manual() for window in _windows(topic, WINDOW_CHARACTERS * tokens)]
+    if not manual:
+        return chats
+    Random(seed).shuffle(chats)
+    sizes = accumulate(len(json.dumps(chat, ensure_ascii=False)) for chat in chats)
+    length = sum(map(len, manual))
+    return [{"text": window} for window in manual] + [
+        chat for chat, size in zip(chats, sizes, strict=True) if size <= length
+    ]
+
+
+def _manual() -> list[str]:
+    """The topics of Python's manual; none where it is not installed."""
+    try:
+        return [*importlib.import_module(MANUAL).topics.values()]
+    except ImportError:
+        return []
 
 
 def _read(path: Path, tokens: int) -> list[Mapping[str, Any]]:

@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config.progress import Progress, print_line
-from penstock.core.quantization import Format
+from penstock.core.quantization import Format, Scheme
 from penstock.models import ModelConfig
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
+from penstock.ops.scale_search import fits_half
 from penstock.planning.config_json import read_plain_config_json
 from penstock.planning.sentence_transformers import module_files
 from penstock.planning.stored_tensors import INDEX
@@ -110,6 +111,7 @@ def _encode_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 def _encode_compressed(weight: QuantizedWeight) -> dict[str, Tensor]:
     scales = weight.scales * weight.format.rotation_block(weight.values.shape[1]) ** 0.5  # of normalized rotations
+    scales = scales.half() if weight.format.bits == 4 and fits_half(scales) else scales
     if not _is_packed(weight.format):
         return {"weight": weight.values, "weight_scale": scales}
     return {
@@ -150,6 +152,8 @@ class CheckpointWriter:
         self._state = state
         self._unquantized: list[str] = []
         """Names of matrices that are not quantized, but for embedding and head."""
+        self._sensitive: list[str] = []
+        """Names of quantized matrices that have the scheme's format of sensitive ones."""
 
     def write_weights(self, progress: bool = True) -> dict[str, int]:
         """Write the shards, and copy the files beside them. Returns bytes of the tensors before and after."""
@@ -188,7 +192,7 @@ class CheckpointWriter:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, those of the layers last."""
-        self._unquantized = []
+        self._unquantized, self._sensitive = [], []
         layers = self._config.num_layers
         own = tuple(f"model.layers.{number}." for number in range(layers))
         for name in sorted(name for name in self._checkpoint.names if not name.startswith(own)):
@@ -204,6 +208,9 @@ class CheckpointWriter:
         is_plain = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
         if matrix != name and tensor.dim() == 2 and is_plain and not matrix.endswith(HEADS):
             self._unquantized.append(matrix)
+        matrix = name.removesuffix(".weight_scale")
+        if matrix != name and self._options.scheme.format_of(matrix) != self._options.format:
+            self._sensitive.append(matrix)
         return tensor
 
     def _original_bytes(self) -> int:
@@ -256,32 +263,42 @@ class CheckpointWriter:
                 }
                 return {**config, "dynamic": left_out} if left_out else config
             case _:
-                return _compressed_config(format, ignored)
+                return _compressed_config(options.scheme, self._sensitive, ignored)
 
 
-def _compressed_config(format: Format, ignored: list[str]) -> dict[str, Any]:
-    kind = "float" if format.floating else "int"
-    layout = "pack-quantized" if _is_packed(format) else f"{kind}-quantized"
-    weights = _arguments(format.bits, kind, "group" if format.group_size else "channel", False)
-    if format.group_size:
-        weights["group_size"] = format.group_size
-    activations = _arguments(8, kind, "token", True) if format.activation_bits else None
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-        "format": layout,
-    }
-    rotation = {"transform_config": _transform_config(format.rotation, ignored)} if format.rotation else {}
+def _compressed_config(scheme: Scheme, sensitive: list[str], ignored: list[str]) -> dict[str, Any]:
+    """Args:
+    sensitive: names of the matrices in the scheme's format of sensitive ones.
+    ignored: names of matrices that are not quantized.
+    """
+    groups = [_config_group(scheme.layers, ["Linear"])]
+    if scheme.sensitive and sensitive:
+        groups.append(_config_group(scheme.sensitive, sensitive))
+    layouts, block = {group["format"] for group in groups}, scheme.layers.rotation
+    rotation = {"transform_config": _transform_config(block, ignored)} if block else {}
     return {
         "quant_method": "compressed-tensors",
         **rotation,
-        "format": layout,
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": ignored,
         "kv_cache_scheme": None,
+    }
+
+
+def _config_group(format: Format, targets: list[str]) -> dict[str, Any]:
+    """The scheme of some modules, which names or classes give."""
+    kind = "float" if format.floating else "int"
+    weights = _arguments(format.bits, kind, "group" if format.group_size else "channel", False)
+    if format.group_size:
+        weights["group_size"] = format.group_size
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": _arguments(8, kind, "token", True) if format.activation_bits else None,
+        "output_activations": None,
+        "format": "pack-quantized" if _is_packed(format) else f"{kind}-quantized",
     }
 
 

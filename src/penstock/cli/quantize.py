@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from penstock.calibration.options import METHODS, ActOrder, KVCacheDtype, QuantizeOptions
+from penstock.calibration.options import METHODS, ActOrder, KVCacheDtype, Method, QuantizeOptions
 
 DYNAMIC_KV_CACHE = (
     "the KV cache needs no calibration: each vector has a scale of its own, computed when it is stored. The report "
     "measures with it; serve the checkpoint with --kv-cache-dtype {}"
+)
+
+ROTATED = (
+    "weights are rotated: Penstock reads them, and so do systems that apply transform_config of compressed-tensors. "
+    "Others, as transformers 5.24, ignore it and compute nonsense: make a checkpoint for these with --rotation 0"
 )
 
 
@@ -34,15 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bits", type=int, default=0, metavar="N", help="bits of a weight: 4 or 8 with gptq (default: 4)"
     )
     parser.add_argument(
-        "--group-size", type=int, default=0, metavar="N", help="inputs that share a scale; -1: all (default: 128)"
+        "--group-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"inputs that share a scale; -1: all (default: {_by_method(_group_size)})",
     )
     parser.add_argument(
         "--rotation",
         type=int,
-        default=0,
         metavar="N",
-        help="rotate weights and activations by Hadamard blocks of N inputs, at most 64, which loses less in 4 bits; "
-        "written as compressed-tensors with a transform_config (default: 0, not rotated)",
+        help="rotate weights and activations by Hadamard blocks of N inputs, at most 64, which loses less; written as "
+        "compressed-tensors with a transform_config and, in 4 bits, some matrices in 8. 0: not rotated, one format for "
+        f"all matrices, with gptq as AutoGPTQ writes it (default: {_by_method(_rotation)})",
     )
     parser.add_argument(
         "--act-order",
@@ -90,6 +100,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="to compute with (default: all cores)")
 
 
+def _by_method(value: Callable[[Method], int]) -> str:
+    """A default that depends on the method: ``32 of wint4, w4a8; 64 of gptq``."""
+    names: dict[int, list[str]] = {}
+    for name, method in METHODS.items():
+        names.setdefault(value(method), []).append(name)
+    return "; ".join(f"{number} of {', '.join(of)}" for number, of in names.items() if number)
+
+
+def _group_size(method: Method) -> int:
+    return method.format.group_size
+
+
+def _rotation(method: Method) -> int:
+    return method.format.rotation
+
+
 def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in QuantizeOptions.__struct_fields__ if hasattr(args, name)}
     options = QuantizeOptions(**given | {"ignore": tuple(args.ignore)})
@@ -118,4 +144,6 @@ def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, t
         print(f"{output} is not finished: the same command goes on with it", file=sys.stderr)
         raise
     print(summary(report))
+    if report["job"]["rotation"] != 0 and options.format.rotation:
+        print(ROTATED)
     print(f"{output} is ready after {time.monotonic() - started:.0f} s; see {output / PAGE}")

@@ -89,6 +89,12 @@ class Format:
         return self.floating and (self.bits, self.group_size) == (4, MX_BLOCK)
 
 
+def fitting_group_size(wanted: int, inputs: int) -> int:
+    """The largest group size up to ``wanted`` that divides ``inputs``, a multiple of 8 as kernels take them; ``wanted``
+    itself where there is none. 0, one scale for all inputs, always fits."""
+    return next((size for size in range(wanted - wanted % 8, 0, -8) if inputs % size == 0), wanted)
+
+
 MX_BLOCK = 32
 """Inputs that share a scale in formats of the OCP Microscaling specification (2023)."""
 MAX_FP8 = 448.0
@@ -106,6 +112,8 @@ class Scheme:
     and much of the quality."""
     sensitive: Format | None = None
     """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
+    values_only: bool = False
+    """Only value projections have the format ``sensitive``: fewer bits than with the other sensitive matrices."""
 
     def format_of(self, name: str) -> Format:
         """The format of a layer's matrix.
@@ -113,29 +121,51 @@ class Scheme:
         Args:
             name: in the checkpoint, without ``.weight``.
         """
-        return self.sensitive if self.sensitive and is_sensitive(name) else self.layers
+        chosen = makes_values(name) if self.values_only else is_sensitive(name)
+        return self.sensitive if self.sensitive and chosen else self.layers
 
 
-VALUE, DOWN = ("v_proj",), ("down_proj", "w2")
-"""Ends of the names of value projections, and of down projections of MLPs and experts."""
+_VALUES = re.compile(
+    r"(^|\.)((v|kv|value)_proj|v_proj\.linear|[Ww]v|v_lin|project_v|(self|attention)\.value|kv_a_proj_with_mqa|kv_b_proj)$"
+)
+"""Names of value projections, and, in multi-head latent attention, of the matrices that make latent vectors, and keys
+and values of these."""
+_FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|[Ww]qkv|qkv|in_proj_qkvz?)$")
+"""Names of queries, keys and values in one matrix. They are those of modules of transformers: families of Penstock's
+own ask for its parts, by the names of separate projections."""
+_DOWN = re.compile(
+    r"(^|\.)(down_proj|proj_down|w2|w_out|Wo|c_proj|fc2|fc_out|dense_4h_to_h|lin2|layer_2|ffn\.2|output_linear"
+    r"|(?<!attention\.)output\.dense|feed_forward\.(value|output))$"
+)
+"""Names of down projections of MLPs and experts."""
+_IN_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.[^.]*$")
+"""Names of matrices of attention, where ``c_proj`` and ``Wo`` are output projections."""
 _LAYER = re.compile(r"\.(\d+)\.")
+
+
+def makes_values(name: str) -> bool:
+    """Whether a matrix is a value projection, or makes latent vectors in its place."""
+    return _VALUES.search(name) is not None
 
 
 def is_sensitive(name: str) -> bool:
     """Whether a matrix of the layers gets 8 bits where others have 4, as it loses the most: value projections, which
-    are few, and the down projections of every third layer. A model then has 4.9 bits a weight or little more.
+    are few, and the down projections of every third layer. A model then has 4.9 bits a weight or little more. Where
+    queries, keys and values are one matrix, it is sensitive in every third layer, too: without grouped queries, that
+    takes as many bits as the value projections of all layers.
 
     Args:
         name: in the checkpoint, without ``.weight``.
     """
-    if name.endswith(VALUE):
+    if makes_values(name):
         return True
-    layer = _LAYER.search(name) if name.endswith(DOWN) else None
+    is_down = _DOWN.search(name) and not _IN_ATTENTION.search(name)
+    layer = _LAYER.search(name) if is_down or _FUSED.search(name) else None
     return layer is not None and is_sensitive_layer(int(layer[1]))
 
 
 def is_sensitive_layer(layer: int) -> bool:
-    """Whether the down projections of a layer are sensitive."""
+    """Whether a layer's down projections, and its queries, keys and values in one matrix, are sensitive."""
     return layer % 3 == 2
 
 

@@ -66,7 +66,7 @@ class ModelSize:
     unquantized_weights: int = 0
     """Of the layers' weights, those that no format quantizes: latent attention's that are absorbed."""
     value_weights: int = 0
-    """Parameters of all layers' value projections; 0 with ``latent``."""
+    """Parameters of all layers' value projections; with ``latent`` of the matrices that make latent vectors."""
     down_weights: int = 0
     """Parameters of all layers' down projections."""
     expert_weights: int = 0
@@ -145,8 +145,8 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         gguf_layers=shares,
         gguf_head=_gguf_shares(config, "head"),
         unquantized_weights=layers * absorbed,
-        value_weights=0 if latent else layers * hidden * head_dim * kv_heads,
-        down_weights=(plain * dense // matrices if matrices == 3 else 0) + (layers - plain) * sparse // 3,
+        value_weights=layers * hidden * (kv_dim if latent else head_dim * kv_heads),
+        down_weights=plain * dense // matrices + (layers - plain) * sparse // 3,
         expert_weights=(layers - plain) * of_expert,
         vision_weights=encoder_weights(config) if speech else vision_weights(config),
         encoder=encoder,

@@ -1,0 +1,148 @@
+"""Formats of 4 bits keep 8 bits for value projections, and for down projections of every third layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from encoder_checkpoints import draw_config
+from families import FAMILIES, WITH_EXPERTS
+from transformers import PreTrainedConfig, WhisperConfig
+from transformers_architectures import save, tiny
+
+from penstock.core.quantization import SCHEMES, Format
+from penstock.layers import BuildContext
+from penstock.models import family_of, read_config
+from penstock.models.read_config import ModelImpl
+from penstock.models.weights import Checkpoint
+from penstock.models.weights.dummy import DummyWeights
+from penstock.ops import backend
+from penstock.parallel import Shard
+from penstock.quant import Matrix
+
+CPU = torch.device("cpu")
+ENCODERS = {
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "gte": "GteModel",
+    "modernbert": "ModernBertModel",
+}
+VALUES = {"v_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+"""Matrices that make values, and latent vectors in place of them."""
+FUSED = {"c_attn", "query_key_value"}
+"""Queries, keys and values in one matrix."""
+OF_TRANSFORMERS = (
+    "ApertusForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "OPTForCausalLM",
+    "PersimmonForCausalLM",
+    "PhiForCausalLM",
+    "YoutuForCausalLM",
+)
+"""Architectures that modules of transformers compute."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A matrix of a layer as it was asked for."""
+
+    name: str
+    outputs: int
+    inputs: int
+    bits: int
+
+
+@dataclass(frozen=True)
+class RecordingContext(BuildContext):
+    """Notes the format of each matrix of the layers."""
+
+    built: list[Built] = field(default_factory=list)
+
+    def matrix(
+        self,
+        names: list[str],
+        inputs: int,
+        shards: list[Shard],
+        format: Format | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Matrix:
+        for name, shard in zip(names, shards, strict=True):
+            self.built.append(Built(name, shard.total, inputs, (format or self.scheme.format_of(name)).bits))
+        return super().matrix(names, inputs, shards, format, bias)
+
+
+def build(folder: Path, model_impl: ModelImpl = "penstock") -> list[Built]:
+    """The quantized matrices of a checkpoint's layers with ``--quantization wint4``."""
+    config = read_config(folder, model_impl)
+    is_library = model_impl == "transformers"
+    weights = Checkpoint(folder) if is_library else DummyWeights(folder, torch.bfloat16)
+    context = RecordingContext(backend(CPU), weights, torch.bfloat16, CPU, 64, scheme=SCHEMES["wint4"])
+    family_of(config).build(context, config, 0)
+    return [each for each in context.built if each.bits]
+
+
+def check(built: list[Built], hidden_size: int) -> None:
+    """Each matrix has the bits of its role. Down projections are those outside attention with as many outputs as the
+    hidden size."""
+    layers: dict[int, list[Built]] = {}
+    for each in built:
+        if numbers := [int(part) for part in each.name.split(".") if part.isdigit()]:
+            layers.setdefault(numbers[0], []).append(each)
+    assert layers.keys() >= {0, 1, 2}
+    for number, matrices in layers.items():
+        in_third = 8 if number % 3 == 2 else 4
+        roles = set()
+        for each in matrices:
+            last, expected = each.name.split(".")[-1], 4
+            if last in VALUES:
+                expected, role = 8, "value"
+            elif last in FUSED:
+                expected, role = in_third, "value"
+            elif "att" not in each.name and each.outputs == hidden_size:
+                expected, role = in_third, "down"
+            else:
+                role = "other"
+            roles.add(role)
+            assert each.bits == expected, each
+        assert roles == {"value", "down", "other"}, matrices
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
+def test_decoders_of_every_family(family: str, tmp_path: Path) -> None:
+    config = (FAMILIES | WITH_EXPERTS)[family](Random(family))
+    config.intermediate_size = 96  # never the hidden size
+    save_config(config, tmp_path, f"{family}ForCausalLM")
+    check(build(tmp_path), config.hidden_size)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_of_every_family(family: str, tmp_path: Path) -> None:
+    drawn = (draw_config(family, Random(seed)) for seed in count())
+    config = next(config for config in drawn if config.num_hidden_layers == 3)
+    save_config(config, tmp_path, ENCODERS[family])
+    check(build(tmp_path), config.hidden_size)
+
+
+def test_whisper_s_decoder(tmp_path: Path) -> None:
+    sizes = {"decoder_layers": 3, "decoder_ffn_dim": 96, "decoder_attention_heads": 4, "max_target_positions": 64}
+    sizes |= {"encoder_layers": 2, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "d_model": 64}
+    save_config(WhisperConfig(**sizes), tmp_path, "WhisperForConditionalGeneration")
+    check(build(tmp_path), 64)
+
+
+@pytest.mark.parametrize("architecture", OF_TRANSFORMERS)
+def test_modules_of_transformers(architecture: str, tmp_path: Path) -> None:
+    config = tiny(architecture)
+    save(architecture, config, tmp_path)
+    check(build(tmp_path, "transformers"), 64)
+
+
+def save_config(config: PreTrainedConfig, folder: Path, architecture: str) -> None:
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
