@@ -113,7 +113,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=kernels.available(), scope="module")
+@pytest.fixture(params=kernels.available())  # for each test: those without it compare with other processes
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels.current()
     kernels.use(request.param)
