@@ -22,8 +22,8 @@ class Format:
     group_size: int = 0
     """Inputs that share a scale, a multiple of 8; 0 is one scale for all inputs of an output (per channel)."""
     activation_bits: int = 0
-    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or one a row and group where
-    weights are floating-point numbers in groups or with ``activation_groups``; 0 does not."""
+    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or one a row and group with
+    ``activation_groups`` and where weights are floating-point numbers in groups; 0 does not."""
     floating: bool = False
     """Whether weights are floating-point numbers in place of integers: e4m3 in 8 bits, and of 4 bits in groups of
     ``MX_BLOCK`` e2m1 (mxfp4), which come from checkpoints. Others of 4 bits (nf4, fp4) are dequantized."""

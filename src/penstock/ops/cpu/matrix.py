@@ -105,7 +105,7 @@ def _by_panels(parts: Sequence[Tensor]) -> Tensor:
 def supports(format: Format, dtype: torch.dtype) -> bool:
     """As ``reference.supports``."""
     dtypes = DTYPE_CODES if format.activation_bits else (torch.bfloat16,)
-    if format.integer_scales or format.floating and (not format.is_mxfp4 or format.activation_bits):
+    if format.integer_scales or (format.floating and (not format.is_mxfp4 or format.activation_bits)):
         return False
     return bool(format.bits) and dtype in dtypes
 

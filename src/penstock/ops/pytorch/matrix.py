@@ -101,7 +101,8 @@ def _round_by_integer_scales(weight: Tensor, group_size: int) -> Tensor:
     integers, scales = search_integer_scales(groups)
     step = (integers * scales[:, None])[..., None]
     rounded = (groups * torch.where(step != 0, 1 / step, 0)).round().clamp(-8, 7) * integers[..., None]
-    return (rounded * scales[:, None, None]).flatten(1)[:, :inputs]
+    dequantized: Tensor = (rounded * scales[:, None, None]).flatten(1)[:, :inputs]
+    return dequantized
 
 
 def _round_int8(x: Tensor) -> Tensor:
@@ -126,8 +127,8 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
     """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
 
     Where the format quantizes activations, each row, or each group of a row, is divided by its largest magnitude over
-    127 and rounded; or each row, or row and group, to 8-bit floating-point numbers. Where it rotates, rows are rotated first; those that are not
-    quantized then are rounded to their dtype again.
+    127 and rounded; or each row, or row and group, to 8-bit floating-point numbers. Where it rotates, rows are rotated
+    first; those that are not quantized then are rounded to their dtype again.
 
     Args:
         out: where to write the result, which is returned; its rows are contiguous, and may lie apart. This holds for
