@@ -215,6 +215,8 @@ inline To convert(const From& from) {
 }
 
 using f32x16 = Vector<float, 16>;
+using i32x4 = Vector<int32_t, 4>;
+using i32x8 = Vector<int32_t, 8>;
 using i32x16 = Vector<int32_t, 16>;
 using u32x16 = Vector<uint32_t, 16>;
 using u16x16 = Vector<uint16_t, 16>;

@@ -94,6 +94,36 @@ inline int32_t round_run(const T* x, int64_t count, float inverse, int8_t* out) 
   return sum(total);
 }
 
+// Sums of the lanes of four vectors.
+inline i32x4 sums_of_lanes(const i32x16 (&q)[4]) {
+#if defined(__AVX512F__)
+  const auto pairs = [](__m512i a, __m512i b) {
+    return (i32x16)_mm512_unpacklo_epi32(a, b) + (i32x16)_mm512_unpackhi_epi32(a, b);
+  };
+  const __m512i first = (__m512i)pairs((__m512i)q[0], (__m512i)q[1]), second = (__m512i)pairs((__m512i)q[2], (__m512i)q[3]);
+  const i32x16 four = (i32x16)_mm512_unpacklo_epi64(first, second) + (i32x16)_mm512_unpackhi_epi64(first, second);
+  const i32x8 half = load_bits<i32x8>(&four) + load_bits<i32x8>((const char*)&four + 32);
+  return load_bits<i32x4>(&half) + load_bits<i32x4>((const char*)&half + 16);
+#else
+  return i32x4{sum(q[0]), sum(q[1]), sum(q[2]), sum(q[3])};
+#endif
+}
+
+// As `round_run`, of whole 64 inputs; writes the sum of each `group` inputs, 16 or 32.
+template <class T>
+inline void round_groups(const T* x, int64_t count, float inverse, int64_t group, int8_t* out, int32_t* sums) {
+  for (int64_t i = 0; i < count; i += 64) {
+    i32x16 q[4];
+    for (int g = 0; g < 4; g++) q[g] = to_integers(load(x + i + g * 16) * inverse);
+    store_bytes(out + i, q);
+    const i32x4 four = sums_of_lanes(q);
+    if (group == 16)
+      store_bits(sums + i / 16, four);
+    else
+      sums[i / 32] = four[0] + four[1], sums[i / 32 + 1] = four[2] + four[3];
+  }
+}
+
 // How a row was rounded. A scale that is no number says that something in it was none.
 struct Rounding {
   float scale;

@@ -70,11 +70,15 @@ def main() -> None:
     perplexities: dict[str, float] = {}
     for turn in range(args.rounds):
         for system in tqdm(systems, desc=f"round {turn + 1}", unit="format"):
-            with running(system) as started:
-                for work in MEASURED:
-                    seconds[label(system)][work] += [started.seconds(work) for _ in range(3)]
-                if not turn:
-                    perplexities[label(system)] = started.perplexity(args.text.resolve(), args.windows)
+            try:
+                with running(system) as started:
+                    for work in MEASURED:
+                        seconds[label(system)][work] += [started.seconds(work) for _ in range(3)]
+                    if not turn:
+                        perplexities[label(system)] = started.perplexity(args.text.resolve(), args.windows)
+            except SystemExit as error:  # others are measured all the same
+                print(error, file=sys.stderr)
+    seconds = {name: seconds[name] for name in perplexities if all(seconds[name].values())}
     losses = {name: perplexity / perplexities[whole(name, perplexities)] for name, perplexity in perplexities.items()}
     rates = {name: {work: rate(work, taken) for work, taken in own.items()} for name, own in seconds.items()}
     if args.json:
