@@ -1,6 +1,5 @@
 """python run_llama_cpp.py SOURCE MODEL.gguf THREADS"""
 
-import json
 import re
 import subprocess
 import sys
@@ -17,15 +16,16 @@ def main() -> None:
     def seconds(prompts: int, read: int, generated: int) -> float:
         sizes = ["-npp", str(read), "-ntg", str(generated), "-npl", str(prompts)]
         fixed = ["-m", model, "-t", threads, "-tb", threads, "-c", "16384", "-b", "2048", "-ub", "512"]
-        command = [str(programs / "llama-batched-bench"), *fixed, *sizes, "--output-format", "jsonl"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        (told,) = (json.loads(line) for line in said.splitlines() if line.startswith("{"))
-        return float(told["t"])
+        command = [str(programs / "llama-batched-bench"), *fixed, *sizes]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows = re.findall(r"^\| *\d.*\|$", said.stdout + said.stderr, re.MULTILINE)
+        assert len(rows) == 1, "llama-batched-bench prints no table"
+        return float(rows[0].split("|")[9])  # "T s": of prompts and generation
 
     def perplexity(text: str, count: int) -> float:
         fixed = ["-m", model, "-t", threads, "-f", text, "-c", str(SIZE), "-b", str(SIZE), "--chunks", str(count)]
         said = subprocess.run([str(programs / "llama-perplexity"), *fixed], capture_output=True, text=True, check=True)
-        found = re.search(r"Final estimate: PPL(?: over [^=]*)? = ([\d.]+)", said.stdout + said.stderr)
+        found = re.search(r"Final estimate: PPL.* = ([\d.]+)", said.stdout + said.stderr)
         assert found, "llama-perplexity prints no estimate"
         return float(found[1])
 
