@@ -36,6 +36,8 @@ HERE = Path(__file__).parent
 MEASURED: list[Work] = [(1, 512, 1), (1, 16, 64), (8, 16, 64)]
 """Prefill 512, decode 1 and decode 8."""
 OURS_FORMATS = ("none", "wint8", "w8a8", "wint4", "w4a8")
+OURS_GGUF = {"q8_0": "w8a8", "q6_k": "w8a8", "q4_k_m": "none", "q4_0": "w4a8"}
+"""``--quantization`` of Penstock over llama.cpp's files of these types."""
 LLAMA_TYPES = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q4_0", "q3_k_m", "q2_k")
 IK_TYPES = ("bf16", "q8_0", "q6_k", "q4_k_m", "iq4_k", "iq4_ks", "q4_0")
 OPENVINO_WEIGHTS = {
@@ -108,9 +110,7 @@ def found(args: argparse.Namespace) -> Iterator[System]:
     """The systems to compare, in each of their formats, with checkpoints converted where needed."""
     threads = str(args.threads)
     for format in OURS_FORMATS:
-        yield System(
-            OURS, format, [sys.executable, str(HERE / "run_penstock.py"), str(args.checkpoint), threads, format], {}
-        )
+        yield ours(format, args.checkpoint, threads, format)
     if args.openvino:
         held = hold_openvino(None, args.work)
         for format, weights in OPENVINO_WEIGHTS.items():
@@ -130,12 +130,20 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             yield from gguf_systems(name, source, file, types, threads)
 
 
+def ours(name: str, checkpoint: Path, threads: str, quantization: str) -> System:
+    return System(
+        OURS, name, [sys.executable, str(HERE / "run_penstock.py"), str(checkpoint), threads, quantization], {}
+    )
+
+
 def gguf_systems(name: str, source: Path, whole: Path, types: tuple[str, ...], threads: str) -> Iterator[System]:
     """A program that reads GGUF files, with each type of file."""
     for type in types:
         file = whole.with_name(f"{name}-{type}.gguf")
         convert(file, lambda to=file, type=type: quantize_llama_cpp(source, whole, to, type))
         yield System(name, type, [sys.executable, str(HERE / "run_llama_cpp.py"), str(source), str(file), threads], {})
+        if name == "llama.cpp" and type in OURS_GGUF:
+            yield ours(f"{type}-gguf", file, threads, OURS_GGUF[type])
 
 
 def table(

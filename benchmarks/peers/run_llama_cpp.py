@@ -1,8 +1,10 @@
 """python run_llama_cpp.py SOURCE MODEL.gguf THREADS"""
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from timing import answer
@@ -11,7 +13,8 @@ from windows import SIZE
 
 def main() -> None:
     source, model, threads = sys.argv[1:]
-    programs = Path(source) / "build/bin"
+    programs, model = Path(source).resolve() / "build/bin", str(Path(model).resolve())
+    os.chdir(tempfile.mkdtemp())  # ik_llama.cpp writes llama.log
 
     def seconds(prompts: int, read: int, generated: int) -> float:
         sizes = ["-npp", str(read), "-ntg", str(generated), "-npl", str(prompts)]
