@@ -349,7 +349,7 @@ def test_a_run_that_could_not_begin_holds_nothing_up(small: Path, tmp_path: Path
     quantized(small, tmp_path / "made", "wint8")
 
 
-def test_group_size_falls_back_to_a_power_of_two_that_divides_all_inputs(small: Path, tmp_path: Path) -> None:
+def test_default_group_size_of_wint4(small: Path, tmp_path: Path) -> None:
     quantized(small, tmp_path / "made", "wint4")  # whose inputs are multiples of 32, not of 128
     config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32

@@ -129,6 +129,15 @@ def test_encoders_of_every_family(family: str, tmp_path: Path) -> None:
     check(build(tmp_path), config.hidden_size)
 
 
+def test_weights_that_have_4_bits_already_get_no_more() -> None:
+    """A checkpoint's 4-bit integers stay; numbers that are dequantized are rounded to 8 bits."""
+    scheme = SCHEMES["w4a8"]
+    assert scheme.sensitive
+    assert scheme.kept(scheme.sensitive, Format(4, 32, asymmetric=True)) == scheme.layers
+    for stored in (Format(4, 64, floating=True), Format(8, 32), Format()):
+        assert scheme.kept(scheme.sensitive, stored) == scheme.sensitive
+
+
 def test_whisper_s_decoder(tmp_path: Path) -> None:
     sizes = {"decoder_layers": 3, "decoder_ffn_dim": 96, "decoder_attention_heads": 4, "max_target_positions": 64}
     sizes |= {"encoder_layers": 2, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "d_model": 64}

@@ -40,12 +40,14 @@ class Method:
         return self.scheme.layers
 
 
+_W4A8 = Scheme(Format(4, 32, 8, rotation=ROTATION), sensitive=SCHEMES["w4a8"].sensitive)
+"""Of files, which have no integer scales (``Format.integer_scales``)."""
 _GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION), values_only=True)
 METHODS: dict[str, Method] = {
     "wint8": Method("8-bit weights, rounded to nearest", SCHEMES["wint8"], calibrates=False),
     "wint4": Method("4-bit weights, rounded to nearest", SCHEMES["wint4"], calibrates=False),
     "w8a8": Method("8-bit weights and activations, rounded", SCHEMES["w8a8"], calibrates=False),
-    "w4a8": Method("4-bit weights and 8-bit activations, rounded", SCHEMES["w4a8"], calibrates=False),
+    "w4a8": Method("4-bit weights and 8-bit activations, rounded", _W4A8, calibrates=False),
     "fp8": Method("8-bit floating-point weights and activations", SCHEMES["fp8"], calibrates=False),
     "awq": Method("4-bit weights, scales and clipping searched", Scheme(Format(4, 128, asymmetric=True)), "awq"),
     "gptq": Method("4- or 8-bit weights, errors compensated", _GPTQ, "gptq", (4, 8), sequential=True),
@@ -98,8 +100,8 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
     def scheme(self) -> Scheme:
         """The format of each quantized matrix. Raises ``PenstockError`` (``invalid``) for options that do not fit.
 
-        Sensitive matrices have 8 bits where others have 4 and are rotated, as such files are for readers of
-        compressed-tensors alone. Others take one format for all matrices.
+        Sensitive matrices have 8 bits in rotated checkpoints of 4 bits alone, which are written as compressed-tensors.
+        Other file formats allow one format for all matrices.
         """
         method, format = METHODS[self.method], self._format()
         sensitive = method.scheme.sensitive if format.bits == 4 and format.rotation else None

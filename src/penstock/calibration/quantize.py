@@ -139,7 +139,10 @@ def _fitted(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions
     if rotation and (block := math.gcd(rotation, common)) != rotation:
         logger.warning("rotated blocks of %d do not divide the inputs of all matrices: %d is used", rotation, block)
         options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
-    if (fitting := fitting_group_size(wanted, common)) != wanted:
+    fitting = fitting_group_size(wanted, common)
+    if wanted and not options.group_size:  # by default powers of two, as kernels of other systems take few sizes
+        fitting = math.gcd(wanted, common)
+    if fitting != wanted:
         logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
         options = msgspec.structs.replace(options, group_size=fitting)
     return options

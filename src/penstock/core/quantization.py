@@ -37,8 +37,8 @@ class Format:
     inputs. A weight is then an integer of 8 bits times the scale of its output, so that products with activations in 8
     bits are sums of integers (QServe, Lin et al., 2024)."""
     activation_groups: bool = False
-    """Whether activations in 8 bits have a scale for each group of inputs, not one for all: as large activations are
-    rare, others lose less, and weights that a checkpoint gives in groups cannot be rotated."""
+    """Whether activations in 8 bits have one scale a row and group, not one a row. An outlier then costs precision in
+    its own group only."""
     rotation: int = 0
     """Inputs of a block, a power of two, whose weights and activations are rotated by a Hadamard matrix before they
     are rounded (``ops.hadamard``); 0: not rotated."""
@@ -124,12 +124,17 @@ class Scheme:
         chosen = makes_values(name) if self.values_only else is_sensitive(name)
         return self.sensitive if self.sensitive and chosen else self.layers
 
+    def kept(self, wanted: Format, stored: Format) -> Format:
+        """The format to compare with a checkpoint's own: that of the other layers for a sensitive matrix that has as
+        few bits in the checkpoint, as more bits add nothing to it."""
+        has_as_few = (stored.bits, stored.floating) == (self.layers.bits, self.layers.floating)
+        return self.layers if wanted == self.sensitive and has_as_few else wanted
+
 
 _VALUES = re.compile(
     r"(^|\.)((v|kv|value)_proj|v_proj\.linear|[Ww]v|v_lin|project_v|(self|attention)\.value|kv_a_proj_with_mqa|kv_b_proj)$"
 )
-"""Names of value projections, and, in multi-head latent attention, of the matrices that make latent vectors, and keys
-and values of these."""
+"""Names of value projections; in multi-head latent attention, of the down and up projections of keys and values."""
 _FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|[Ww]qkv|qkv|in_proj_qkvz?)$")
 """Names of queries, keys and values in one matrix. They are those of modules of transformers: families of Penstock's
 own ask for its parts, by the names of separate projections."""
@@ -149,10 +154,11 @@ def makes_values(name: str) -> bool:
 
 
 def is_sensitive(name: str) -> bool:
-    """Whether a matrix of the layers gets 8 bits where others have 4, as it loses the most: value projections, which
-    are few, and the down projections of every third layer. A model then has 4.9 bits a weight or little more. Where
-    queries, keys and values are one matrix, it is sensitive in every third layer, too: without grouped queries, that
-    takes as many bits as the value projections of all layers.
+    """Whether a matrix keeps 8 bits in schemes of 4 bits, as it loses the most.
+
+    These are value projections, which are few, and the down projections of every third layer; a model then has 4.9 bits
+    a weight or little more. Queries, keys and values in one matrix are sensitive in every third layer: without grouped
+    queries, that takes as many bits as the value projections of all layers.
 
     Args:
         name: in the checkpoint, without ``.weight``.

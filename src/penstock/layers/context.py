@@ -279,12 +279,11 @@ class BuildContext:
         stored = self.weights.format_of(name)
         if not stored.bits:
             return wanted, False
-        if wanted == self.scheme.sensitive and stored.bits == self.scheme.layers.bits:
-            wanted = self.scheme.layers  # more bits than the checkpoint has add nothing
-        if wanted.bits and (wanted.bits, wanted.floating) != (stored.bits, stored.floating):
+        kept = self.scheme.kept(wanted, stored)
+        if kept.bits and (kept.bits, kept.floating) != (stored.bits, stored.floating):
             return wanted, False
-        if wanted.bits:
-            stored = replace(stored, activation_bits=wanted.activation_bits)
+        if kept.bits:
+            stored = replace(stored, activation_bits=kept.activation_bits)
             grouped = bool(stored.activation_bits and stored.group_size and not stored.floating)
             by_groups = replace(stored, activation_groups=grouped)
             stored = by_groups if self.ops.supports(by_groups, self.dtype) else stored

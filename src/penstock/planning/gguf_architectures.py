@@ -380,9 +380,9 @@ def _llama4(metadata: Metadata) -> Fields:
 
 
 def _modern_bert(metadata: Metadata) -> Fields:
-    every = metadata.size("attention.sliding_window_pattern", 3)
     windowed = metadata.flags("attention.sliding_window_pattern")
     if windowed is None:
+        every = metadata.size("attention.sliding_window_pattern", 3)
         windowed = [layer % every != 0 for layer in range(metadata.layers)]
     return {
         "local_attention": metadata.size("attention.sliding_window"),

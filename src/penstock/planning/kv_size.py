@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, is_sensitive_layer
+from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, Scheme, is_sensitive_layer
 
 from .kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from .model_size import ModelSize
@@ -56,7 +56,7 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
         return format.bits / 8 + scales / (format.group_size or size.hidden_size)
 
     def mean(wanted: Format, stored: Mapping[Format, float]) -> float:
-        return sum(share * weight(_kept(wanted, format)) for format, share in stored.items())
+        return sum(share * weight(_kept(scheme, wanted, format)) for format, share in stored.items())
 
     layers, head = size.gguf_layers or {size.stored: 1.0}, size.gguf_head or {UNQUANTIZED: 1.0}
     plain = size.unquantized_weights / max(size.layer_weights, 1)
@@ -75,9 +75,10 @@ def sensitive_share(size: ModelSize) -> float:
     return weights / max(size.layer_weights, 1)
 
 
-def _kept(wanted: Format, stored: Format) -> Format:
+def _kept(scheme: Scheme, wanted: Format, stored: Format) -> Format:
     """The format of a matrix: the checkpoint's own, where no other number of bits is wanted."""
-    same = not wanted.bits or (wanted.bits, wanted.floating) == (stored.bits, stored.floating)
+    kept = scheme.kept(wanted, stored)
+    same = not kept.bits or (kept.bits, kept.floating) == (stored.bits, stored.floating)
     return stored if stored.bits and same else wanted
 
 

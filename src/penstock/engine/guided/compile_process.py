@@ -187,8 +187,7 @@ class CompileProcess:
     def __init__(self, vocabulary: bytes) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        with contextlib.suppress(OSError):  # it has died, and is started again by ``compile``
-            self._start()
+        self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -200,7 +199,8 @@ class CompileProcess:
             )
         self._process, self._control = process, ours
         self._kill = weakref.finalize(self, _kill, process, ours)
-        _send(ours, self._vocabulary)
+        with contextlib.suppress(OSError):  # the process exited; ``compile`` restarts it
+            _send(ours, self._vocabulary)
 
     def compile(self, request: bytes) -> Compilation:
         """Start to compile a grammar. Raises ``PenstockError`` (``internal``) where the process dies twice."""

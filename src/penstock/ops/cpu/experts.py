@@ -16,7 +16,7 @@ from ..experts import Routing
 from .dtypes import DTYPE_CODES
 from .elementwise import ACTIVATION_CODES, activation_and_mul, row_stride
 from .graph import contiguous, empty
-from .matrix import Matrix, rounded_input
+from .matrix import Matrix, rounded_input, without_activation_groups
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Experts:
 def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
     """As ``reference.stack_experts``. Raises ``PenstockError`` (``internal``) for matrices that differ in shape or
     format, which the kernels take as one."""
+    if len({each.format.activation_groups for each in matrices}) > 1:  # some have an order of inputs, which excludes it
+        matrices = [without_activation_groups(each) for each in matrices]
     kinds = {(each.outputs, each.inputs, each.dtype, each.format) for each in matrices}
     if len(kinds) != 1:
         raise PenstockError(Code.INTERNAL, "experts of a layer differ in shape or format")

@@ -171,10 +171,16 @@ def make_matrix(
         raise PenstockError(Code.INTERNAL, "packed weights have another size")
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
         raise PenstockError(Code.INTERNAL, "the order of packed weights is none of their inputs")
-    if order is not None:  # rows of experts are quantized before they are put into it
+    if order is not None:  # experts' activations are quantized before they are reordered: groups would not match
         format = replace(format, activation_groups=False)
     tensors = dict(packed) | ({} if bias is None else {"bias": bias.float()})
     return Matrix(_native(tensors, inputs, outputs, dtype, format), tensors, outputs, inputs, dtype, format)
+
+
+def without_activation_groups(matrix: Matrix) -> Matrix:
+    """The same matrix for activations with one scale a row."""
+    format, bias = replace(matrix.format, activation_groups=False), matrix.tensors.get("bias")
+    return make_matrix(packed_tensors(matrix), matrix.inputs, matrix.outputs, matrix.dtype, bias, format)
 
 
 def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> Any:
