@@ -160,8 +160,8 @@ struct Rounded {
     keep(out, kept);
   }
 
-  // The same where scales of groups are integers, and so are the sums of all groups. A group has up to 32 inputs, so that
-  // its sum is one of 16 bits.
+  // Product with int8 group scales; accumulates in int32. A group has at most 32 inputs, so its sum fits in 16 bits, and a
+  // matrix of a single group is one piece.
   template <int R, int G>
   PENSTOCK_INLINE static void product_of_integers(const Linear& a, int64_t row, const char* panel, int64_t scales,
                                                   Piece piece, Soon soon, float* kept) {
@@ -300,7 +300,7 @@ const char* widen(const char* panel, int64_t steps, int64_t ahead = 0) {
 }
 
 #if defined(PENSTOCK_QUADS)
-// Integer scales of a group and G vectors of columns, which make weights of 4 bits such of 8 bits with 128 added.
+// Converts 4-bit weights of a group and G vectors of columns to unsigned 8-bit weights, q * scale + 128.
 template <int G>
 struct IntegerScales {
   using Words = Vector<uint16_t, 2 * kWidth>;
@@ -339,8 +339,8 @@ struct IntegerScales {
   }
 };
 
-// A panel of W4A8 whose scales are integers as one of W8A8, in memory of this thread's that lasts until the next call. What
-// lies kSoon bytes ahead is asked for.
+// Converts a W4A8 panel with int8 group scales to W8A8 in a thread-local buffer, valid until the next call. Prefetches kSoon
+// bytes ahead.
 inline const char* widen_scaled(const Matrix& m, const char* panel, int64_t scales) {
   constexpr int64_t n = OctetStep::kInputs;
   constexpr int groups = kPanel / kWidth;
@@ -363,7 +363,7 @@ inline const char* widen_scaled(const Matrix& m, const char* panel, int64_t scal
   return to;
 }
 
-// W4A8 with integer scales by some rows: weights get 8 bits in registers, so that groups need no sums of their own.
+// W4A8 with int8 group scales for a few rows: weights are converted to 8 bits in registers, so groups need no separate sums.
 struct ScaledW4A8 : Rounded<OctetStep, 4, 8, OctetUnit, 8, 2> {
   using Many = ScaledW4A8;
 

@@ -32,12 +32,12 @@ struct OfGroups {
   GroupType type;
 };
 
-// A packed [outputs, in]. A weight of integers is q * scale + offset. Where scales are int8, it is q * scale times the
-// output's scale: an integer of 8 bits, too, so that products in integers need no floats before their last sum.
+// A packed [outputs, in]. A weight of integers is q * scale + offset. With int8 group scales, it is q * scale * output_scale;
+// q * scale fits in 8 bits, so products are summed in integers.
 struct Matrix {
   const void* panels;
   OfGroups scales, offsets;
-  const float* output_scales;  // [panels][64]; null: scales are no integers
+  const float* output_scales;  // [panels][64]; null unless group scales are int8
   const float* bias;           // [outputs]; null: none
   const int32_t* order;  // [in]: which input a column of the panels is; null: they lie as inputs come
   int64_t in, outputs, group;
@@ -419,7 +419,7 @@ inline int64_t panel_bytes(const Matrix& m) {
 }
 inline int64_t groups_of(const Matrix& m) { return ceil_div(m.in, m.group); }
 
-// Sums of a row's inputs that products need: of each group, and where scales are integers of the whole row after them.
+// Number of input sums per row: one per group, plus the row's total with int8 group scales.
 inline int64_t sums_of(const Matrix& m) { return groups_of(m) + (m.output_scales ? 1 : 0); }
 
 }  // namespace penstock

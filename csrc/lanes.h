@@ -186,7 +186,7 @@ inline To convert(const From& from) {
   static_assert(kLanesOf<To> == kLanesOf<From>, "the same lanes");
   using E = Element<To>;
   using F = Element<From>;
-  if constexpr (sizeof(E) * sizeof(F) == 4 && std::is_integral_v<E> && std::is_integral_v<F>) {
+  if constexpr (sizeof(E) * sizeof(F) == 4 && sizeof(E) != sizeof(F) && std::is_integral_v<E> && std::is_integral_v<F>) {
     // Between 8 and 32 bits GCC would go lane by lane.
     using Middle = std::conditional_t<std::is_signed_v<F>, int16_t, uint16_t>;
     return convert<To>(convert<Vector<Middle, kLanesOf<From>>>(from));

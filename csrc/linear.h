@@ -227,8 +227,8 @@ inline float search_scale(const T* weight, int64_t count, float base) {
   return as<float>((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
 }
 
-// A group's scale: the largest magnitude becomes 127 of 8 bits; of 4 bits it is searched. 0 for a group of nothing, and no
-// number for one with something that is none.
+// A group's scale: in 8 bits the largest magnitude becomes 127; in 4 bits the scale is searched. 0 for an all-zero group; NaN
+// if a weight is not finite.
 template <class F, class T>
 float scale_of(const T* weight, int64_t count) {
   const float most = magnitude(weight, count);
@@ -250,7 +250,7 @@ void round_group(const T* weight, int64_t count, float scale, int8_t* out) {
   }
 }
 
-// Rounds to nearest: to -127 to 127, or to -8 to 7. What has no scale is zero in `out` already.
+// Rounds to nearest: to -127 to 127, or to -8 to 7. Groups without a scale are zero in `out` already.
 template <class F, class T>
 void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales) {
   for (int64_t begin = 0; begin < m.in; begin += m.group, scales += kPanel) {
@@ -260,7 +260,7 @@ void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales)
   }
 }
 
-// The error of rounding with a scale, less the weights' squares, as ops/scale_search.py defines it to the bit.
+// Squared rounding error minus the constant sum of squared weights, as ops/scale_search.py defines it to the bit.
 template <class T>
 inline float rounding_error(const T* weight, int64_t count, float scale) {
   const float inverse = 1.0f / scale;
@@ -273,7 +273,7 @@ inline float rounding_error(const T* weight, int64_t count, float scale) {
   return (sum(squares) - 2.0f * sum(products)) * (scale * scale);
 }
 
-// The same with integer scales of groups (search_integer_scales of ops/scale_search.py), and the output's scale.
+// Rounds with int8 group scales and an output scale (search_integer_scales of ops/scale_search.py).
 template <class F, class T>
 void round_weights_by_integers(const Matrix& m, const T* weight, int8_t* out, int8_t* scales, float* output_scale) {
   constexpr float kMost = 15.0f;

@@ -41,8 +41,7 @@ __attribute__((noinline)) void multiply_tile(const Linear& a, int64_t row, int64
                               {soon.at, soon.at < until ? soon.lines : 0}, kept + c);
 }
 
-// What is left to do once everything is summed up: scales of outputs that have some of their own, those of inputs, and the
-// bias.
+// Epilogue: output scales (if any), row scales, bias.
 template <class F>
 inline void complete(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t count, Outputs* values) {
   const float *bias = a.matrix.bias, *scales = a.matrix.output_scales;
@@ -216,10 +215,10 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
 // --- Of a format -----------------------------------------------------------------------------------------------------
 
 #if defined(PENSTOCK_QUADS)
-// Rows for which weights of 4 bits with integer scales are made weights of 8 bits: in registers, or first.
+// From how many rows 4-bit weights with int8 group scales are converted to 8 bits: in registers, or before the product.
 constexpr int64_t kScaled = 5, kWidened = 9;
 
-// The product by a panel of W4A8 whose scales are integers as one of W8A8, which has the same bits. It lasts until the next
+// The product with a W4A8 panel with int8 group scales as a product with W8A8, which has the same bits. Valid until the next
 // call on this thread.
 inline Linear as_w8a8(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, int64_t scales) {
   thread_local int32_t sums[kRowBlock];
