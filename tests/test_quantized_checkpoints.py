@@ -275,7 +275,8 @@ def test_quantization_on_top(kind: str, quantization: str, kept: bool, tmp_path:
         weight = weight.bfloat16()
         expected = ops.reference.linear(x, ops.reference.pack([weight], None, scheme.layers))
     else:
-        given = rounded(x.float(), "int8", 0) if scheme.layers.activation_bits else x.float()
+        size = context.weights.format_of(name).group_size  # of activations, too
+        given = rounded(x.float(), "int8", size) if scheme.layers.activation_bits else x.float()
         expected = torch.nn.functional.linear(given, weight).bfloat16()
     torch.testing.assert_close(matrix.linear(x), expected)
     assert [wanted for _, wanted in context.dequantized_bytes] == ([] if kept else [scheme.layers])

@@ -88,7 +88,7 @@ struct Layer {
     bias.resize(count * kPanel);
     for (float& each : bias) each = float(draw());
     matrix.panels = panels.data();
-    matrix.scales = {scales.data(), false};
+    matrix.scales = {scales.data(), GroupType::float32};
     matrix.bias = biased ? bias.data() : nullptr;
     const Pack pack{matrix, weight.at(0), 0, outputs};
     for (int64_t task = 0; task < count; task++) kernels.pack(pack, task);
@@ -136,7 +136,7 @@ struct Inputs {
     integers.resize(rows * padded);
     scales.resize(rows);
     sums.resize(rows * groups);
-    const Quantize quantize{x.at(0), integers.data(), scales.data(), sums.data(), m.in, padded, m.group, 1, type};
+    const Quantize quantize{x.at(0), integers.data(), scales.data(), sums.data(), m.in, padded, m.group, 1, false, false, type};
     for (int64_t row = 0; row < rows; row++) {
       kernels.quantize(quantize, row);
       std::vector<int64_t> expected(groups);
@@ -238,7 +238,7 @@ void check_rotation(Format format, Type type, int64_t in, int64_t group) {
   std::vector<int8_t> integers(padded);
   std::vector<int32_t> sums(groups);
   float scale;
-  kernels.quantize({x.at(0), integers.data(), &scale, sums.data(), in, padded, group, block, type}, 0);
+  kernels.quantize({x.at(0), integers.data(), &scale, sums.data(), in, padded, group, block, false, false, type}, 0);
   kernels.rotate({x.at(0), out.at(0), in, block, type}, 0);
   for (int64_t i = 0; i < in; i++) {
     close("quantize, rotated", i, integers[i] * double(scale), expected[i], scale * 0.501);
@@ -249,7 +249,7 @@ void check_rotation(Format format, Type type, int64_t in, int64_t group) {
   m.in = in, m.outputs = 1, m.group = group, m.rotation = block, m.format = format, m.type = type;
   std::vector<char> panels(panel_bytes(m));
   std::vector<float> scales(groups * kPanel);
-  m.panels = panels.data(), m.scales = {scales.data(), false};
+  m.panels = panels.data(), m.scales = {scales.data(), GroupType::float32};
   kernels.pack({m, x.at(0), 0, 1}, 0);
   const int64_t id = 0;
   kernels.gather({m, &id, out.at(0), 0}, 0);

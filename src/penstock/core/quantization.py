@@ -132,18 +132,18 @@ class Scheme:
 
 
 _VALUES = re.compile(
-    r"(^|\.)((v|kv|value)_proj|v_proj\.linear|[Ww]v|v_lin|project_v|(self|attention)\.value|kv_a_proj_with_mqa|kv_b_proj)$"
+    r"(^|\.)((v|kv|value)_proj|v_proj\.linear|[Ww]v|v_lin|project_v|(self|attention)\.value|kv_a_proj_with_mqa|kv_b_proj)\Z"
 )
 """Names of value projections; in multi-head latent attention, of the down and up projections of keys and values."""
-_FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|[Ww]qkv|qkv|in_proj_qkvz?)$")
+_FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|[Ww]qkv|qkv|in_proj_qkvz?)\Z")
 """Names of queries, keys and values in one matrix. They are those of modules of transformers: families of Penstock's
 own ask for its parts, by the names of separate projections."""
 _DOWN = re.compile(
     r"(^|\.)(down_proj|proj_down|w2|w_out|Wo|c_proj|fc2|fc_out|dense_4h_to_h|lin2|layer_2|ffn\.2|output_linear"
-    r"|(?<!attention\.)output\.dense|feed_forward\.(value|output))$"
+    r"|(?<!attention\.)output\.dense|feed_forward\.(value|output))\Z"
 )
 """Names of down projections of MLPs and experts."""
-_IN_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.[^.]*$")
+_IN_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.[^.]*\Z")
 """Names of matrices of attention, where ``c_proj`` and ``Wo`` are output projections."""
 _LAYER = re.compile(r"\.(\d+)\.")
 

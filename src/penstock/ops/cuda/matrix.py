@@ -145,6 +145,7 @@ def packed_shapes(
     inputs: int, outputs: int, dtype: torch.dtype, format: Format
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of packed tensors, but for ``order``."""
+    format = _own_format(format)
     panels = -(-outputs // PANEL)
     if not format.bits:
         return {"values": ((outputs, inputs), dtype)}
