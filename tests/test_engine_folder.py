@@ -177,7 +177,7 @@ def test_limits_are_defaults(engine: Path, capsys: pytest.CaptureFixture[str]) -
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is 2, and .* was built for 1"),
         ({"quantization": "w8a8"}, "quantization: is w8a8, and .* was built for none"),
         ({"dtype": "bfloat16"}, "dtype: is bfloat16, and .* was built for float32"),
-        ({"ops": "reference"}, "was built for kernels of the layout cpu-3, and those here have reference-2; build it"),
+        ({"ops": "reference"}, "was built for kernels of the layout cpu-3, and those here have reference-3; build it"),
     ],
 )
 def test_options_that_contradict_a_build_are_refused(engine: Path, options: dict[str, Any], words: str) -> None:

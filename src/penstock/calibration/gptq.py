@@ -22,7 +22,7 @@ COLUMNS = 128
 
 @dataclass(frozen=True)
 class Factor:
-    """What matrices of one input need of their Hessian. Inputs are in the order of ``order``."""
+    """Factorized Hessian, shared by matrices with the same input. Inputs are in the order of ``order``."""
 
     hessian: Tensor
     """``[in, in]`` float32, damped."""
@@ -121,8 +121,7 @@ def _round_in_order(weight: Tensor, upper: Tensor, group_size: int, bits: int) -
 
 
 def _descend(weight: Tensor, values: Tensor, scales: Tensor, hessian: Tensor, group_size: int) -> None:
-    """Change each scale, and then each integer of its group, to what is best given all others: a pass of coordinate
-    descent on the squared error of the products.
+    """One pass of coordinate descent over scales and integers, which minimizes the squared error of the products.
 
     Args:
         weight: ``[in, out]`` float32.

@@ -41,7 +41,7 @@ class Method:
 
 
 _W4A8 = Scheme(Format(4, 32, 8, rotation=ROTATION), sensitive=SCHEMES["w4a8"].sensitive)
-"""Of files, which have no integer scales (``Format.integer_scales``)."""
+"""Scheme of written checkpoints: file formats have no integer scales (``Format.integer_scales``)."""
 _GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION), values_only=True)
 METHODS: dict[str, Method] = {
     "wint8": Method("8-bit weights, rounded to nearest", SCHEMES["wint8"], calibrates=False),

@@ -140,8 +140,8 @@ def _fitted(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions
         logger.warning("rotated blocks of %d do not divide the inputs of all matrices: %d is used", rotation, block)
         options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
     fitting = fitting_group_size(wanted, common)
-    if wanted and not options.group_size:  # by default powers of two, as kernels of other systems take few sizes
-        fitting = math.gcd(wanted, common)
+    if wanted and not options.group_size and (power := math.gcd(wanted, common)) % 8 == 0:
+        fitting = power  # by default a power of two, as kernels of other systems take few sizes
     if fitting != wanted:
         logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
         options = msgspec.structs.replace(options, group_size=fitting)

@@ -14,7 +14,7 @@ MIN_MAGNITUDE = 1e-30
 """Groups whose largest magnitude is not above this become zeros, as in ``ops.reference``."""
 
 CLIPPING = [1 + step / 24 for step in range(12)]
-"""Shares of -8 that a group's largest magnitude is tried as; what is larger is clipped."""
+"""Clipping factors: the largest magnitude is tried at ``-8 * factor``; integers below -8 are clipped."""
 
 
 def rotate(weight: Tensor, format: Format) -> Tensor:

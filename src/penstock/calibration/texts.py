@@ -106,7 +106,7 @@ def _unreadable(path: Path, error: OSError) -> PenstockError:
 
 
 def _built_in(tokens: int, seed: int) -> list[Mapping[str, Any]]:
-    """As much text of the manual as of chats, where the manual is installed."""
+    """Built-in samples: chats and Python's manual, about half each; chats alone if the manual is not installed."""
     chats = _read(BUILT_IN, tokens)
     manual = [window for topic in _manual() for window in _windows(topic, WINDOW_CHARACTERS * tokens)]
     if not manual:

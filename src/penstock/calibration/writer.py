@@ -267,9 +267,11 @@ class CheckpointWriter:
 
 
 def _compressed_config(scheme: Scheme, sensitive: list[str], ignored: list[str]) -> dict[str, Any]:
-    """Args:
-    sensitive: names of the matrices in the scheme's format of sensitive ones.
-    ignored: names of matrices that are not quantized.
+    """``quantization_config`` of a compressed-tensors checkpoint.
+
+    Args:
+        sensitive: names of the matrices in the scheme's format of sensitive ones.
+        ignored: names of matrices that are not quantized.
     """
     groups = [_config_group(scheme.layers, ["Linear"])]
     if scheme.sensitive and sensitive:
@@ -288,7 +290,7 @@ def _compressed_config(scheme: Scheme, sensitive: list[str], ignored: list[str])
 
 
 def _config_group(format: Format, targets: list[str]) -> dict[str, Any]:
-    """The scheme of some modules, which names or classes give."""
+    """A config group: format and target modules, by name or class."""
     kind = "float" if format.floating else "int"
     weights = _arguments(format.bits, kind, "group" if format.group_size else "channel", False)
     if format.group_size:

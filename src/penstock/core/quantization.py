@@ -90,8 +90,11 @@ class Format:
 
 
 def fitting_group_size(wanted: int, inputs: int) -> int:
-    """The largest group size up to ``wanted`` that divides ``inputs``, a multiple of 8 as kernels take them; ``wanted``
-    itself where there is none. 0, one scale for all inputs, always fits."""
+    """Largest multiple of 8 up to ``wanted`` that divides ``inputs``; ``wanted`` if no multiple of 8 does.
+
+    Args:
+        wanted: inputs of a group; 0, one scale for all inputs, is returned as it is.
+    """
     return next((size for size in range(wanted - wanted % 8, 0, -8) if inputs % size == 0), wanted)
 
 

@@ -23,7 +23,7 @@ from .kernels import matrix as kernels
 from .launch import MIN_FP8, architecture, launch, sm_count
 from .tiles import Tile, choose_tile
 
-LAYOUT = "cuda-2"
+LAYOUT = "cuda-3"
 """Version of the packed layout."""
 PANEL, BLOCK = 64, 128
 """Outputs of a panel, and inputs of a block of 8-bit weights."""

@@ -17,7 +17,7 @@ from ..quantized_weight import QuantizedWeight
 from ..scale_search import MIN_MAGNITUDE, search_integer_scales, search_scales
 from .logits import apply_bitmask
 
-LAYOUT = "reference-2"
+LAYOUT = "reference-3"
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
