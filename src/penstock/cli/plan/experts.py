@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import invalid
-from penstock.planning.expert_placement import (
+from penstock.core.expert_placement import (
     ExpertLoadReport,
     ExpertPlacement,
     balancedness,

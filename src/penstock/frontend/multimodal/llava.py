@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.anyres import Anyres, read_anyres
 from penstock.core import Code, PenstockError
 from penstock.core.multimodal import ImageInput
-from penstock.planning.anyres import Anyres, read_anyres
 
 from .decoding import to_rgb
 from .pixtral import read_pixtral

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
-from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
 
 from .decoding import to_rgb
