@@ -27,7 +27,6 @@ from typing import Any
 
 import msgspec
 import torch
-from penstock.models.loader import load_model
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
@@ -39,6 +38,7 @@ from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.gguf_file import GGUFFile
 from penstock.core.quantization import SCHEMES
 from penstock.frontend.gguf_folder import checkpoint_folder
+from penstock.models.loader import load_model
 from penstock.models.model import Model
 from penstock.ops import AttentionMetadata, Batch
 from penstock.planning.kv_size import bytes_per_weight

@@ -110,7 +110,7 @@ def quantize(
 
 def _check_family(config: ModelConfig, options: QuantizeOptions) -> None:
     """Raises ``PenstockError`` (``unsupported``) for families whose layers calibration does not know."""
-    if find_family(config.architecture, config.architecture).find_stored:
+    if find_family(config.architecture).find_stored:
         words = f"checkpoints of {config.architecture} have several matrices in one tensor, or other names than Llama's"
         raise PenstockError(Code.UNSUPPORTED, f"{words}: they are quantized at load (--quantization)", "model")
     if config.latent:

@@ -159,12 +159,13 @@ def build_stage(
     observer: Observer | None = None,
 ) -> Model:
     """The model with one layer alone; with the embedding before the first, norm and head behind the last."""
-    family = find_family(config.architecture, config.architecture)
+    family = find_family(config.architecture)
     layers = range(layer, layer + 1)
-    if observer is None:
-        return family.build(BuildContext(ops, weights, dtype, CPU, max_len, layers=layers), config, 0)
-    context = ObservingContext(ops, weights, dtype, CPU, max_len, layers=layers, observer=observer)
-    return family.build(context, config, 0)
+    context = BuildContext(ops, weights, dtype, CPU, max_len, layers=layers)
+    if observer is not None:
+        context = ObservingContext(ops, weights, dtype, CPU, max_len, layers=layers, observer=observer)
+    model: Model = family.build(context, config, 0)
+    return model
 
 
 def hidden_states(path: Path, shape: Sequence[int], dtype: torch.dtype, new: bool) -> Tensor:

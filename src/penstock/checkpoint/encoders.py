@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .config_defaults import CLASSIFIER, class_named
@@ -50,3 +51,26 @@ def first_position(config: Mapping[str, Any]) -> int:
 def is_gated(config: Mapping[str, Any]) -> bool:
     """Whether the feed-forward layers have three matrices, not two."""
     return encoder_prefix(config) in (None, "model", "gte")
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """What an encoder has besides a ``ModelConfig``."""
+
+    prefix: str
+    """What the names of tensors begin with where the model has a head."""
+    type_vocab_size: int
+    """Token types (BERT's first and second text); 0 where the model has none."""
+
+
+def encoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``dense_config`` that encoders name in another way."""
+    prefix = encoder_prefix(raw)
+    assert prefix is not None
+    return {
+        "encoder": EncoderConfig(prefix, int(raw.get("type_vocab_size") or 0)),
+        "max_model_len": max_encoder_len(raw),
+        "tie_word_embeddings": True,
+        "has_lm_head": False,
+        "num_mtp_layers": 0,
+    }

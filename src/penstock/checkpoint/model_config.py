@@ -10,12 +10,11 @@ from penstock.core import Code, PenstockError
 
 from .config_defaults import CLASSIFIER
 from .decoder_options import DecoderOptions
-from .encoder_config import EncoderConfig
-from .encoders import architecture_name, encoder_prefix, is_classifier, num_labels
+from .encoders import EncoderConfig, architecture_name, encoder_prefix, is_classifier, num_labels
 from .experts_config import ExpertsConfig
 from .latent_config import LatentConfig
 from .rope import max_model_len_of_config, rope_parameters_of
-from .speech_config import SpeechConfig
+from .speech import SpeechConfig
 from .stored_format import quantization_config_of, quantization_of
 
 COUNTED_WEIGHTS = "counted_weights"

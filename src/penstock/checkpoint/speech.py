@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 WHISPER = "WhisperForConditionalGeneration"
@@ -39,3 +40,23 @@ def encoder_weights(config: Mapping[str, Any]) -> int:
 def cross_attention_weights(config: Mapping[str, Any]) -> int:
     """Parameters of a decoder layer's attention to the audio."""
     return 4 * int(config["hidden_size"]) ** 2
+
+
+@dataclass(frozen=True)
+class SpeechConfig:
+    """The encoder of audio; it is as wide as the decoder."""
+
+    num_bins: int
+    """Mel bins of a frame."""
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    num_positions: int
+    """Hidden states of a window of audio, one for each two frames."""
+    median_filter_width: int = 7
+    """Hidden states over which attention is smoothed for times of tokens; odd."""
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of a window."""
+        return 2 * self.num_positions

@@ -12,21 +12,18 @@ from typing import Any, Literal
 from penstock.checkpoint.config_json import CONFIG, read_config_json, read_plain_config_json
 from penstock.checkpoint.encoders import architecture_name, encoder_prefix
 from penstock.checkpoint.model_config import PADDED_TO, ModelConfig, architecture_of, padded_head_dim
-from penstock.checkpoint.rope import rope_parameters_of
+from penstock.checkpoint.rope import check_rope_type, rope_parameters_of
 from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
-from penstock.layers.rope import check_rope_type
-from penstock.quant import read_quantization_config
 
-from .registry import OTHERS as OTHERS_HINT
-from .registry import Family, find_family, has_family
-from .transformers import FAMILY as OTHERS
+from .registry import OTHERS, TRANSFORMERS, Family, find_family, has_family, imported
 from .transformers.library import architectures_of, is_installed, knows, unknown
-from .weights.checkpoint import has_other_pytorch_head
 
 logger = logging.getLogger(__name__)
+has_other_pytorch_head = imported("penstock.models.weights.checkpoint:has_other_pytorch_head")
+read_quantization_config = imported("penstock.quant:read_quantization_config")
 
 ModelImpl = Literal["auto", "penstock", "transformers"]
 """Values of the option ``model_impl``."""
@@ -45,13 +42,13 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     raw, path = read_config_json(folder), folder / CONFIG
     if not raw.get("architectures") and model_impl != "penstock" and is_installed():
         raw = {**raw, "architectures": architectures_of(str(raw.get("model_type")))}
-    if raw.get("tie_word_embeddings") and has_other_pytorch_head(folder):
+    if raw.get("tie_word_embeddings") and any(folder.glob("pytorch_model*.bin")) and has_other_pytorch_head(folder):
         raw = {**raw, "tie_word_embeddings": False}
     architecture, name = architecture_of(raw)[0], architecture_name(raw)
     auto = model_impl == "auto" and is_installed()
     if model_impl == "transformers" or (auto and knows(name) and not has_family(architecture)):
         return _read_for_library(raw, folder)
-    others = unknown() if auto and not has_family(architecture) else OTHERS_HINT
+    others = unknown() if auto and not has_family(architecture) else OTHERS
     family = find_family(architecture, name, others)
     decodes = encoder_prefix(raw) is None
     if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
@@ -75,7 +72,7 @@ def _read_for_library(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
     told = {name: raw[name] for name in ("architectures", "tie_word_embeddings", "dtype") if raw.get(name) is not None}
     given = {name: value for name, value in read_plain_config_json(folder).items() if name != "torch_dtype"}
     with _checked(folder / CONFIG):
-        return OTHERS.read_config({**given, **told})
+        return TRANSFORMERS.read_config({**given, **told})
 
 
 def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
