@@ -48,11 +48,6 @@ def first_position(config: Mapping[str, Any]) -> int:
     return int(config.get("pad_token_id") or 0) + 1 if encoder_prefix(config) == "roberta" else 0
 
 
-def is_gated(config: Mapping[str, Any]) -> bool:
-    """Whether the feed-forward layers have three matrices, not two."""
-    return encoder_prefix(config) in (None, "model", "gte")
-
-
 @dataclass(frozen=True)
 class EncoderConfig:
     """What an encoder has besides a ``ModelConfig``."""

@@ -87,8 +87,8 @@ class ModelConfig:
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
-    has_vision: bool = False
-    """Whether it has a vision tower, and prompts may have images."""
+    vision_weights: int = 0
+    """Parameters of the matrices of the vision tower and its projector; 0 without a tower."""
     encoder: EncoderConfig | None = None
     """Of a model that attends in both directions; None for a decoder."""
     speech: SpeechConfig | None = None
@@ -99,6 +99,11 @@ class ModelConfig:
     """Outputs of the classifier; 0 where the checkpoint has none."""
     model_impl: Literal["penstock", "transformers"] = "penstock"
     """What computes it: our implementation, or the modules of transformers."""
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether prompts may have images."""
+        return self.vision_weights > 0
 
     @property
     def rotary_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""Models that transcribe speech: their ``config.json``, and their sizes."""
+"""``config.json`` of models that transcribe speech."""
 
 from __future__ import annotations
 
@@ -27,19 +27,6 @@ def with_decoder_fields(config: dict[str, Any]) -> dict[str, Any]:
 def is_speech(config: Mapping[str, Any]) -> bool:
     """Whether a model transcribes speech."""
     return WHISPER in (config.get("architectures") or ())
-
-
-def encoder_weights(config: Mapping[str, Any]) -> int:
-    """Parameters of the encoder's matrices, and of the decoder's positions."""
-    size, positions = int(config["d_model"]), int(config["max_source_positions"]) + int(config["max_target_positions"])
-    convolutions = 3 * size * (int(config["num_mel_bins"]) + size)
-    layer = 4 * size**2 + 2 * size * int(config["encoder_ffn_dim"])
-    return convolutions + positions * size + int(config["encoder_layers"]) * layer
-
-
-def cross_attention_weights(config: Mapping[str, Any]) -> int:
-    """Parameters of a decoder layer's attention to the audio."""
-    return 4 * int(config["hidden_size"]) ** 2
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,11 @@ from penstock.core import Code, PenstockError
 from .model_config import ACTIVATIONS as TEXT_ACTIVATIONS
 from .model_config import activation_of
 
+QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
+QWEN3_VL = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+QWEN_VL = ("Qwen2VLForConditionalGeneration", QWEN2_5_VL, *QWEN3_VL)
+"""Architectures of Qwen that see images."""
+ERNIE_VL = "Ernie4_5_VLMoeForConditionalGeneration"
 ACTIVATIONS = (*TEXT_ACTIVATIONS, "quick_gelu")
 """Values of ``hidden_act`` of vision transformers."""
 
@@ -33,6 +38,13 @@ class VisionConfig:
     merge_size: int
     """Patches of a feature's edge."""
     theta: float
+
+    def weights(self, mlp_matrices: int = 2, mergers: int = 1) -> int:
+        """Parameters of the tower's matrices: patches, blocks, and ``mergers`` of two matrices each."""
+        size, merged = self.size, self.size * self.merge_size**2
+        patches = 3 * self.temporal_patch_size * self.patch_size**2 * size
+        blocks = self.depth * (4 * size**2 + mlp_matrices * size * self.intermediate_size)
+        return patches + blocks + mergers * merged * (merged + self.output_size)
 
 
 def rope_theta(vision: Mapping[str, Any]) -> float:
@@ -91,6 +103,11 @@ class ViTConfig:
     def num_positions(self) -> int:
         """Rows of the table of positions."""
         return self.grid**2 + self.class_token
+
+    def weights(self, depth: int) -> int:
+        """Parameters of the encoder's matrices, of as many layers as are used."""
+        block = (4 * self.size + (3 if self.gated else 2) * self.intermediate_size) * self.size
+        return self.size * (3 * self.patch_size**2 + self.num_positions) + depth * block
 
 
 def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:

@@ -34,7 +34,7 @@ from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import read_config
 from penstock.planning.kv_size import CachePlan, weight_bytes
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import model_size_of, size_of
 from penstock.planning.pipeline import split_layers
 
 from .draft_folder import draft_size
@@ -165,7 +165,7 @@ class Engine:
                 buffer,
                 layouts,
                 split_layers(
-                    model_size_of(config.raw),
+                    size_of(config),
                     options.pipeline_parallel_size,
                     options.pipeline_parallel_layers,
                     options.quantization,

@@ -23,13 +23,21 @@ TEXT = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Ministral3", "
 PROJECTOR = "multi_modal_projector"
 
 
-def read_text(raw: Mapping[str, Any]) -> ModelConfig:
-    """The language model's configuration. Raises ``PenstockError`` (``unsupported``) where it is of another family."""
+def read_text(raw: Mapping[str, Any], tower: int, inputs: int) -> ModelConfig:
+    """The language model's configuration.
+
+    Args:
+        tower: parameters of the tower.
+        inputs: of the projector.
+
+    Raises ``PenstockError`` (``unsupported``) where it is of another family.
+    """
     kind = str(raw["text_config"].get("model_type"))
     if kind not in TEXT:
         words = f"the language model {kind[:40]!r} of {raw.get('model_type')}; known are {', '.join(TEXT)}"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
-    return replace(find_family(TEXT[kind]).read_config(raw), has_vision=True)
+    config = find_family(TEXT[kind]).read_config(raw)
+    return replace(config, vision_weights=tower + (inputs + config.hidden_size) * config.hidden_size)
 
 
 def projector_activation(raw: Mapping[str, Any]) -> str:

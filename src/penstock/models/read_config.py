@@ -9,9 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.checkpoint.config_defaults import class_named
 from penstock.checkpoint.config_json import CONFIG, read_config_json, read_plain_config_json
+from penstock.checkpoint.decoder_options import DecoderOptions
 from penstock.checkpoint.encoders import architecture_name, encoder_prefix
-from penstock.checkpoint.model_config import PADDED_TO, ModelConfig, architecture_of, padded_head_dim
+from penstock.checkpoint.experts_config import read_common_experts
+from penstock.checkpoint.latent_config import read_latent_config
+from penstock.checkpoint.model_config import (
+    COUNTED_WEIGHTS,
+    PADDED_TO,
+    ModelConfig,
+    architecture_of,
+    dense_config,
+    padded_head_dim,
+)
 from penstock.checkpoint.rope import check_rope_type, rope_parameters_of
 from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
@@ -93,6 +104,28 @@ def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig
             raise invalid("model", message)
         _check_rope(config, path)
         return _with_padded_heads(config)
+
+
+def config_of(raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a model of any architecture, as far as its size depends on it: that of its family; where it
+    has none, or asks for what its family does not compute, by the names that most share. Needs no torch.
+
+    Raises ``PenstockError`` (``invalid``) where a value is missing or of the wrong kind.
+    """
+    architecture, known = architecture_of(raw)[0], class_named(raw.get("model_type"))
+    if not has_family(architecture) and known and known.architecture:
+        architecture = known.architecture
+    with _checked(Path(CONFIG)):
+        if has_family(architecture) and COUNTED_WEIGHTS not in raw:
+            try:
+                return _with_padded_heads(find_family(architecture).read_config(raw))
+            except PenstockError as error:
+                if error.failure.code is not Code.UNSUPPORTED:
+                    raise
+        config = dense_config(raw, options=DecoderOptions(), experts=read_common_experts(raw))
+        if raw.get("kv_lora_rank"):
+            return replace(config, latent=read_latent_config(raw, config.rope_parameters, rope_interleave=True))
+        return replace(config, head_dim=padded_head_dim(config.head_dim))
 
 
 def _with_padded_heads(config: ModelConfig) -> ModelConfig:

@@ -28,7 +28,7 @@ from penstock.models.model import Model
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.draft_size import METHODS, head_method
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
 from ..draft_folder import draft_folder
@@ -97,7 +97,7 @@ def load_models(
     max_len = options.max_model_len or None
     layers, split = None, options.pipeline_parallel_layers
     if stage.size > 1 or split:
-        size = model_size_of(config.raw)
+        size = size_of(config)
         layers = split_layers(size, stage.size, split, options.quantization, options.dtype)[stage.rank]
 
     def load(

@@ -26,7 +26,7 @@ from penstock.models.whisper import Whisper
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.host_memory import free_host_bytes
 from penstock.planning.kv_size import weight_bytes
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import size_of
 
 from ..step import (
     AllocateCache,
@@ -151,7 +151,7 @@ class Worker:
         self._adapters = AdapterSlots(self._runner, options.max_lora_rank)
         rank = self._stage.rank * self._group.size + self._group.rank
         self._kv_copies = KVCopies(self._runner, options.block_size, KV_QUANTIZATION[options.kv_cache_dtype], rank)
-        info, model_size = loaded.info, model_size_of(loaded.model.config.raw)
+        info, model_size = loaded.info, size_of(loaded.model.config)
         redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
         model_size = model_size.with_redundant_experts(redundant)
         if loaded.device.type == "cpu":

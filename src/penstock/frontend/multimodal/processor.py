@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.config_json import CONFIG, read_config_json
+from penstock.checkpoint.vision_config import ERNIE_VL, QWEN3_VL, QWEN_VL
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
-from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
 
 from .decoding import to_rgb
 from .gemma3 import read_gemma3
@@ -146,7 +146,7 @@ def read_image_processor(
     architecture = next(iter(config.get("architectures") or [""]))
     if reader := READERS.get(architecture):
         return _read_processor(reader, folder, config, limit, token_id).with_kwargs(kwargs)
-    if architecture not in (*ARCHITECTURES, ERNIE):
+    if architecture not in (*QWEN_VL, ERNIE_VL):
         return None
     given = _read(folder)
     if (kind := given.get("image_processor_type", PROCESSORS[0])) not in PROCESSORS:
@@ -156,11 +156,11 @@ def read_image_processor(
             raise PenstockError(Code.UNSUPPORTED, f"{folder} has an image processor with {name} false", "model")
     try:
         vision = config["vision_config"]
-        patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in DEEPSTACK else 14))
+        patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in QWEN3_VL else 14))
         merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
-        smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * (6177 if architecture == ERNIE else 1280))
+        smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * (6177 if architecture == ERNIE_VL else 1280))
         processor = QwenVLProcessor(
-            placeholder=int(config.get("image_token_id", 100295 if architecture == ERNIE else 151655)),
+            placeholder=int(config.get("image_token_id", 100295 if architecture == ERNIE_VL else 151655)),
             edge=patch * merge,
             min_pixels=int(smallest),
             max_pixels=int(largest),

@@ -28,7 +28,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 def read_bert_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The names that BERT and its successors share."""
     eps = float(raw.get("layer_norm_eps") or 1e-12)
-    return dense_config(raw, **encoder_fields(raw), rms_norm_eps=eps, options=options_of({"hidden_act": "gelu", **raw}))
+    return dense_config(
+        raw, **encoder_fields(raw), rms_norm_eps=eps, options=options_of({"hidden_act": "gelu", **raw}, gated_mlp=False)
+    )
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

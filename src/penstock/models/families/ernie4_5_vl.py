@@ -61,7 +61,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     if len(kinds) != layers:
         raise ValueError(f"mlp_layer_types has {len(kinds)} of {layers} layers")
-    size, _ = expert_sizes(raw)
+    size, vision_size = map(int, raw.get("moe_intermediate_size") or (1536, 512))
     shared = raw.get("moe_num_shared_experts")
     top_k, min_sum = int(raw.get("moe_k") or 6), float(raw.get("moe_norm_min") or 1e-12)
     experts = ExpertsConfig(
@@ -72,17 +72,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         shared_size=size * int(2 if shared is None else shared),
         router_bias="moe_statics.e_score_correction_bias",
         router_float32=True,
-        by_modality=True,
+        vision_intermediate_size=vision_size,
     )
-    read_vision_config(raw)
+    vision = read_vision_config(raw)
+    merged = vision.size * vision.merge_size**2
+    weights = vision.weights() + 4 * merged**2  # of the resampler
     rope = {**config.rope_parameters, "rope_type": "default", "mrope_section": sections}
-    return replace(config, rope_parameters=rope, experts=experts, has_vision=True)
-
-
-def expert_sizes(raw: Mapping[str, Any]) -> tuple[int, int]:
-    """Intermediate sizes of experts for text, and for images."""
-    text, vision = raw.get("moe_intermediate_size") or (1536, 512)
-    return int(text), int(vision)
+    return replace(config, rope_parameters=rope, experts=experts, vision_weights=weights)
 
 
 FAMILY = Family(

@@ -28,9 +28,11 @@ def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, int]:
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    read_vision(raw)
+    vision, _ = read_vision(raw)
     uncapped = {**raw, "final_logit_softcapping": None}  # with images, logits have no soft cap, as in transformers
-    return replace(read_gemma3(uncapped), raw=raw, has_vision=True)
+    config = read_gemma3(uncapped)
+    weights = vision.weights(vision.depth) + vision.size * config.hidden_size
+    return replace(config, raw=raw, vision_weights=weights)
 
 
 FAMILY = Family(

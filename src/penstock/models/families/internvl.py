@@ -57,9 +57,10 @@ def merge_size(raw: Mapping[str, Any]) -> int:
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    read_vision(raw)
+    vision, merge = read_vision(raw), merge_size(raw)
     projector_activation(raw)
-    return read_text(raw)
+    (depth,) = feature_layers(raw["vision_feature_layer"], vision.depth)
+    return read_text(raw, vision.weights(depth) + vision.size, merge**2 * vision.size)
 
 
 FAMILY = Family(

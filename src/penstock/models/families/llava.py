@@ -43,16 +43,16 @@ def is_pixtral(raw: Mapping[str, Any]) -> bool:
 def read_llava(raw: Mapping[str, Any]) -> ModelConfig:
     if is_pixtral(raw):
         return pixtral.read_config(raw)
-    read_vision(raw)
-    return read_text(raw)
+    config, layers = read_vision(raw)
+    return read_text(raw, config.weights(max(layers)), len(layers) * config.size)
 
 
 def read_onevision(raw: Mapping[str, Any]) -> ModelConfig:
-    config, _ = read_vision(raw)
+    config, layers = read_vision(raw)
     read_anyres(raw)
     if config.class_token or raw["vision_feature_select_strategy"] != "full":
         raise ValueError("vision_feature_select_strategy must be full, without class token, for tiles")
-    return read_text(raw)
+    return read_text(raw, config.weights(max(layers)), len(layers) * config.size)
 
 
 LLAVA = Family(

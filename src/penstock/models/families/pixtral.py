@@ -50,7 +50,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     if merge_size(raw) and len(layers) > 1:
         raise ValueError("vision_feature_layer must be a single one where patches are merged")
     projector_activation(raw)
-    return read_text(raw)
+    tower = vision.weights(max(layers)) + merge_size(raw) ** 2 * vision.size**2
+    return read_text(raw, tower, len(layers) * vision.size)
 
 
 def merge_size(raw: Mapping[str, Any]) -> int:

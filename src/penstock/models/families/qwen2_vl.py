@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.vision_config import VisionConfig, rope_theta
+from penstock.checkpoint.vision_config import QWEN2_5_VL, VisionConfig, rope_theta
 
 from ..registry import Family, imported
 from . import qwen2
-
-WINDOWED = "Qwen2_5_VLForConditionalGeneration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class Qwen2VisionConfig(VisionConfig):
 
 def read_vision_config(raw: Mapping[str, Any]) -> Qwen2VisionConfig:
     """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
-    vision, windowed = raw["vision_config"], WINDOWED in raw["architectures"]
+    vision, windowed = raw["vision_config"], QWEN2_5_VL in raw["architectures"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
     theta = rope_theta(vision)
     if windowed:
@@ -65,10 +63,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     sections = [int(size) for size in rope.get("mrope_section") or (16, 24, 24)]
     if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
         raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
-    read_vision_config(raw)
-    return replace(config, rope_parameters={**rope, "mrope_section": sections}, has_vision=True)
+    vision = read_vision_config(raw)
+    weights = vision.weights(mlp_matrices=3 if vision.windowed else 2)
+    return replace(config, rope_parameters={**rope, "mrope_section": sections}, vision_weights=weights)
 
 
 FAMILY = Family(
-    ("Qwen2VLForConditionalGeneration", WINDOWED), read_config, imported("penstock.models.vision.qwen2_vl:build")
+    ("Qwen2VLForConditionalGeneration", QWEN2_5_VL), read_config, imported("penstock.models.vision.qwen2_vl:build")
 )

@@ -64,10 +64,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     sections = [int(size) for size in config.rope_parameters.get("mrope_section") or (24, 20, 20)]
     if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
         raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
-    read_vision_config(raw)
+    vision = read_vision_config(raw)
+    weights = vision.weights(mergers=1 + len(vision.deepstack)) + vision.grid**2 * vision.size
     kind = "default" if config.rope_parameters["rope_type"] == "mrope" else config.rope_parameters["rope_type"]
     rope = {**config.rope_parameters, "rope_type": kind, "mrope_section": sections}
-    return replace(config, rope_parameters=rope, has_vision=True)
+    return replace(config, rope_parameters=rope, vision_weights=weights)
 
 
 def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -25,7 +25,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_positions=int(raw["max_source_positions"]),
         median_filter_width=int(raw.get("median_filter_width", 7)),
     )
-    config = dense_config(raw, options=options_of({"hidden_act": name}))
+    config = dense_config(raw, options=options_of({"hidden_act": name}, gated_mlp=False))
     if config.hidden_size % speech.num_heads:
         raise ValueError(f"encoder_attention_heads is {speech.num_heads}, and d_model is {config.hidden_size}")
     if speech.median_filter_width < 1 or speech.median_filter_width % 2 == 0:

@@ -24,7 +24,7 @@ from penstock.ops import Batch, LayerExport, QuantizedWeight
 
 from ..decoder import Decoder
 from ..experts import feed_forward
-from ..families.ernie4_5_vl import EPS, FRAMES, expert_sizes, read_vision_config
+from ..families.ernie4_5_vl import EPS, FRAMES, read_vision_config
 from ..layer import MLPFactory, dense_mlp
 from ..vision_tower import Embed, MRoPEPositions, tower_context
 from .patches import normalized_patches, patch_positions
@@ -113,7 +113,7 @@ VISION_TOKENS = {
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
     assert config.experts
-    vision_sizes = replace(config.experts, intermediate_size=expert_sizes(config.raw)[1], shared_size=0)
+    vision_sizes = replace(config.experts, intermediate_size=config.experts.vision_intermediate_size, shared_size=0)
     of_experts = replace(context, weights=_ExpertWeights(context.weights, config.experts.num_experts))
     kinds = TokenKinds()
 
