@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from penstock.cli.flags import add_options, configure
+from penstock.cli.screen import print_json
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
             raise invalid(name, "must be above 0", 0)
     result = plan(args, configure(args).configuration)
     if args.json:
-        json.dump(result, sys.stdout, indent=1)
-        print()
+        print_json(result)
     else:
         _print(result)
     return 0
