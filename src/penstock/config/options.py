@@ -1,4 +1,4 @@
-"""The options: every one with its type, default, unit and help, under the names that vLLM and others use.
+"""The options: every one with its type, default, unit and docstring, under the names that vLLM and others use.
 
 Flags, configuration files and their documentation are generated from it.
 """
