@@ -62,18 +62,11 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     """Facts by name. Raises ``PenstockError`` where there is no such model, or no room for its cache."""
     from penstock.engine.draft_folder import draft_size
     from penstock.frontend.downloads import Selection
-    from penstock.frontend.hub import resolve, resolve_draft
+    from penstock.frontend.hub import resolve_draft, resolve_source
 
-    options, source = configuration.engine, configuration.model
-    folder = resolve(
-        options.model,
-        revision=source.revision,
-        token=source.hf_token or None,
-        cache_dir=source.download_dir or None,
-        hub=source.model_hub,
-        progress=sys.stderr.isatty(),
-        selection=Selection(include=["config.json"]),
-    )
+    options = configuration.engine
+    selection = Selection(include=["config.json"])
+    folder = resolve_source(options.model, configuration.model, progress=sys.stderr.isatty(), selection=selection)
     size = model_size_of(read_config_json(folder))
     size = size.with_redundant_experts(num_redundant_experts(options.expert_placement, options.num_redundant_experts))
     if args.gpu_memory is None:
