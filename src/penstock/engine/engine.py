@@ -37,6 +37,10 @@ from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 from penstock.planning.sentence_transformers import read_dense_modules
 
+from .checks.options import check_options, check_transformers
+from .checks.requests import check_request
+from .checks.speech import speech_options
+from .checks.whole_prompts import scratch_blocks, whole_prompts
 from .draft_folder import draft_size
 from .executor.base import WorkerLostError
 from .executor.start import start_executor
@@ -47,8 +51,6 @@ from .kv.memory import count_blocks, count_host_blocks
 from .kv.offloading import new_host_tier, start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import NO_ADAPTER, LoRAManager
-from .option_checks import check_options
-from .request_checks import check_request
 from .request_spans import RequestSpans
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
@@ -56,15 +58,12 @@ from .scheduling.step_builder import add_drafts, probe_step
 from .sequence.plan import Plan
 from .sequence.sequence import Sequence
 from .sleep import SleepManager
-from .spec.ngram import NGramDrafter
-from .spec.speculation import Speculation
-from .speech_limits import speech_options
+from .spec_decode.ngram import NGramDrafter
+from .spec_decode.speculation import Speculation
 from .step import DeviceMemory, MemoryProfile, Propose, ReadExpertLoad
 from .step_counts import StepCounts
-from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
-from .whole_prompts import scratch_blocks, whole_prompts
 
 if TYPE_CHECKING:
     from penstock.tracing import Tracer

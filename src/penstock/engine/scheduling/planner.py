@@ -11,7 +11,7 @@ from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import CacheHit, KVCacheManager
 from ..sequence.plan import Plan, ScheduledSequence
 from ..sequence.sequence import Sequence, State
-from ..spec.speculation import Speculation
+from ..spec_decode.speculation import Speculation
 from .admission import Admission
 from .encoder_cache import EncoderCache
 from .preemption import Preemption

@@ -26,7 +26,7 @@ from ..kv.cache_manager import KVCacheManager
 from ..kv.offloading import KVOffloading
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
-from ..spec.speculation import Speculation
+from ..spec_decode.speculation import Speculation
 from ..step import SampledTokens, StepOutput
 from .admission import Admission
 from .encoder_cache import EncoderCache

@@ -50,9 +50,6 @@ from ..step import (
 )
 from .adapter_slots import AdapterSlots
 from .background_reads import BackgroundReads
-from .draft_model import DraftModel
-from .drafter import VerifiedStep, WorkerDrafter
-from .head_drafter import HeadDrafter
 from .host_copy import to_device
 from .input_batch import InputBatch
 from .kv_copies import KVCopies, export_places
@@ -63,9 +60,12 @@ from .multimodal import ImageFeatures
 from .pending_step import PendingStep
 from .prompt_outputs import PromptOutputs
 from .row import Position
+from .spec_decode.draft_model import DraftModel
+from .spec_decode.drafter import VerifiedStep, WorkerDrafter
+from .spec_decode.head_drafter import HeadDrafter
+from .spec_decode.step_drafts import StepDrafts
+from .spec_decode.tree_rows import TreeMemory, with_paths
 from .speech import SpeechStates
-from .step_drafts import StepDrafts
-from .tree_rows import TreeMemory, with_paths
 
 logger = logging.getLogger(__name__)
 
