@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock import demo
+from penstock.checkpoint.engine_config import DECIDED, engine_config_of
+from penstock.checkpoint.sentence_transformers import read_dense_modules
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.config.progress import Progress
 from penstock.config.speculative import SpeculativeConfig
@@ -27,15 +29,13 @@ from penstock.core import (
     Vocabulary,
 )
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import num_redundant_experts
 from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import read_config
-from penstock.planning.engine_config import DECIDED, engine_config_of
-from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
-from penstock.planning.sentence_transformers import read_dense_modules
 
 from .checks.options import check_options, check_transformers
 from .checks.requests import check_request

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from penstock import demo
+from penstock.checkpoint.config_json import CONFIG, read_config_json
+from penstock.checkpoint.speech import is_speech
 from penstock.config.options import ModelOptions
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.core.multimodal import ImageInput
-from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.speech import is_speech
 from penstock.text import (
     ChatTemplate,
     ParserConfig,

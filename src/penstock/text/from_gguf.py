@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from penstock.checkpoint.gguf_file import GGUFFile
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.gguf_file import GGUFFile
 
 from . import tiktoken_formats as patterns
 from .from_sentencepiece import Kind, Piece, Settings, tokenizer_json

@@ -8,8 +8,8 @@ from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import check_sizes, read_placement
 from penstock.models import ModelConfig
-from penstock.planning.expert_placement import check_sizes, read_placement
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
