@@ -61,7 +61,7 @@ from .sleep import SleepManager
 from .spec_decode.ngram import NGramDrafter
 from .spec_decode.speculation import Speculation
 from .step import DeviceMemory, InitCache, LoadModel, MemoryProfile, ModelInfo, ProfileMemory, ReadExpertLoad
-from .step_counts import StepCounts
+from .step_statistics import StepCounts
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
 
@@ -216,7 +216,7 @@ class Engine:
         """The plan of the last step that was submitted."""
         self.before_step: Callable[[int], None] = lambda tokens: None
         """Called before each step is submitted or waited for, with the number of tokens in flight."""
-        self.after_step: Callable[[Plan, float, float], None] = lambda plan, begun, ended: None
+        self.after_step: Callable[[Plan, float, float], None] | None = None
         """Called after each step was computed, with when it began and ended, in seconds of ``time.perf_counter``."""
         if options.use_warmup:
             self._warm_up()
@@ -412,7 +412,7 @@ class Engine:
                 if version := self.weights.poll(len(self._in_flight)):
                     self._on_weights_changed(version)
                 if self.kv_connector:
-                    self.kv_connector.set_suspended(self.sleeper.is_sleeping)
+                    self.kv_connector.set_suspended(bool(self.sleeper.asleep))
             if self.adapters.has_pending:
                 self.adapters.process_pending()
             submitted = False
@@ -451,9 +451,8 @@ class Engine:
                 add_drafts(step, plan)
             if self.kv_connector:
                 self.kv_connector.before_step(plan, step)
-            grammar_bitmask = self._bitmasks.submit(
-                [(one.guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
-            )
+            guides = [(one.guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
+            grammar_bitmask = self._bitmasks.submit(guides) if any([guide for guide, _ in guides]) else None
             step.has_grammar_bitmask = grammar_bitmask is not None
             self._executor.submit(step, grammar_bitmask)
         except WorkerLostError:
@@ -480,7 +479,8 @@ class Engine:
         begun, self._collected = max(submitted, self._collected), now
         if self.speculation:
             self.speculation.record_step(plan, output, now - begun)
-        self.after_step(plan, begun, now)
+        if self.after_step:
+            self.after_step(plan, begun, now)
         return self.scheduler.update(plan, output)
 
     def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:

@@ -71,6 +71,8 @@ class LoRAManager:
         """Adapters that were unloaded while the workers loaded them."""
         self._free_slots = list(range(max_loras))
         self._lora_slots = lora_slots
+        self.has_pending = False
+        """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
 
     @property
     def paths(self) -> dict[str, str]:
@@ -81,11 +83,6 @@ class LoRAManager:
     def names(self, keys: set[str]) -> list[str]:
         """The names of loaded adapters by their keys, sorted."""
         return sorted(name for name, adapter in self._loaded.items() if adapter.key in keys)
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
-        return bool(self._loading or self._unloading or self._unwanted)
 
     def key(self, name: str) -> str:
         """The key of a loaded adapter, which identifies its contents.
@@ -109,6 +106,7 @@ class LoRAManager:
             if self._needs_load(name, path):
                 slot = self._free_slots.pop()
                 self._loading[name] = PendingLoad(path, slot, self._executor.call(LoadLoRA(slot, path)), future)
+                self.has_pending = True
             elif name in self._loading:
                 future = self._loading[name].done
             else:
@@ -125,6 +123,7 @@ class LoRAManager:
         """
         if load := self._loading.pop(name, None):
             self._unwanted.append(load)
+            self.has_pending = True
             words = f"adapter {name!r} was unloaded while it was being loaded"
             load.done.set_exception(PenstockError(Code.UNAVAILABLE, words, "lora_name"))
             return
@@ -166,6 +165,7 @@ class LoRAManager:
             self._loaded[name] = LoadedAdapter(load.path, key := load.reply.result(), self._slot_of(key, load.slot))
             logger.info("adapter %s is loaded from %s", name, load.path)
             load.done.set_result(None)
+        self.has_pending = bool(self._loading or self._unloading or self._unwanted)
 
     def _slot_of(self, key: str, slot: int) -> int:
         """The slot of an adapter that was loaded into ``slot``: where another with the same contents has one already,

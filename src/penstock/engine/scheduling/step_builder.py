@@ -53,7 +53,8 @@ class StepBuilder:
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, sampling, *_ = zip(*plan.scheduled, strict=True)
-        evicted, encoded = self._encoder_cache.take() if self._encoder_cache else ([], [])
+        cache = self._encoder_cache
+        evicted, encoded = cache.take() if cache and cache.is_used else ([], [])
         if self._send_sampled:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True):
                 if start + length > sequence.prompt_length:
