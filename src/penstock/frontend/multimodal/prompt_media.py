@@ -15,7 +15,7 @@ from penstock.text import Tokenizer
 from .kwargs import image_kwargs, merge_media_kwargs, video_kwargs
 from .media import IMAGE, VIDEO, MediaLoader, MediaSource
 from .placeholders import Media
-from .processor import read_image_processor
+from .processors import read_image_processor
 from .prompts import Crops, spread_crops
 from .video import Video
 from .video_config import read_placeholders, read_video_processor
