@@ -191,7 +191,7 @@ void tile_block(const typename Step::X* x, int64_t ldx, int64_t rows, const char
     for (int64_t i = 0; i * Step::kInputs < rest; i++)
       for (int c = 0; c < C; c++) {
         const char* at = from + i * stride + c * 64;
-        const auto w = (i + 1) * Step::kInputs > rest ? Step::last(at) : Step::weights(at);
+        const auto w = (i + 1) * Step::kInputs > rest ? last_weights<Step>(at) : Step::weights(at);
         memcpy(some_w + (i * C + c) * 64, &w, 64);
       }
     tile_step<Step, two, C>(some_x, 64, some_w, C * 64);

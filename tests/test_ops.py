@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, QuantizedWeight, backend, reference
 from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.ops.hadamard import hadamard
-from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 kernels: Any = cpu._kernels

@@ -15,18 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock import ops
+from penstock.checkpoint.engine_config import read_engine_config
+from penstock.checkpoint.kv_spec import KV_QUANTIZATION
+from penstock.checkpoint.model_config import PADDED_TO
 from penstock.config.progress import Progress, print_line
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import fitting_group_size
-from penstock.models import Model, ModelConfig, read_config
+from penstock.models import ModelConfig, read_config
+from penstock.models.model import Model
 from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint, find_gguf
 from penstock.ops import Ops, reference
 from penstock.ops.cores import usable_cores
-from penstock.planning.engine_config import read_engine_config
-from penstock.planning.kv_spec import KV_QUANTIZATION
-from penstock.planning.model_size import PADDED_TO
 from penstock.text import Tokenizer
 from penstock.version import __version__
 
@@ -171,7 +172,7 @@ class _Run:
         self._ops: Ops = ops.backend(CPU)
         self._threads = state.details["threads"]
         self._ops.set_threads(self._threads)
-        self._dtype = torch.bfloat16 if config.dtype is torch.float16 else config.dtype
+        self._dtype = torch.bfloat16 if config.dtype == "float16" else getattr(torch, config.dtype)
         self._kv_quantization = KV_QUANTIZATION[options.kv_cache_dtype]
         has_kernels = not options.format.activation_bits or self._ops.supports(options.format, self._dtype)
         self._quantized_ops: Ops = self._ops if has_kernels and self._kv_quantization != "fp8" else reference

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config import logs, secrets
 from penstock.config.profiles import Alias, Profile, load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import Setting, settings, settings_of
 from penstock.config.sources import ResolvedConfiguration, convert_value, read
-from penstock.planning.engine_config import engine_defaults
 
 from .parser import Parser
 

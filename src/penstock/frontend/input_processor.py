@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from penstock import demo
+from penstock.checkpoint.config_json import CONFIG, read_config_json
+from penstock.checkpoint.speech import is_speech
 from penstock.config.options import ModelOptions
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.core.multimodal import ImageInput
-from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.speech import is_speech
 from penstock.text import (
     ChatTemplate,
     ParserConfig,
@@ -39,7 +39,7 @@ from penstock.text.side_files import choose_template, read_side_files
 from .generation_config import read_generation_config
 from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, move_tool_media, split_media
 from .multimodal.kwargs import image_kwargs, merge_media_kwargs, video_kwargs
-from .multimodal.processor import read_image_processor
+from .multimodal.processors import read_image_processor
 from .multimodal.prompts import Crops, spread_crops
 from .multimodal.python import python_sources
 from .multimodal.video import Video

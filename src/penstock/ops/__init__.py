@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import Routing
+from penstock.checkpoint.kv_spec import KVSpec, TransferLayout
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
-from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from . import reference
 from .batch import AttentionMetadata, Batch, CrossAttention, ForwardFn, LayerExport, QKNorms
-from .experts import Routing
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.planning.kv_spec import TransferLayout
+from penstock.checkpoint.kv_spec import TransferLayout
 
 
 @dataclass(slots=True)

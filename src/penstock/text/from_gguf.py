@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from tokenizers.processors import TemplateProcessing
 
+from penstock.checkpoint.gguf_file import GGUFFile
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.gguf_file import GGUFFile
 
 from . import tiktoken_formats as patterns
 from .from_sentencepiece import Kind, Piece, Settings, tokenizer_json

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import PROGRESS_BITS, bytes_per_block
 from penstock.core import Logprob
-from penstock.models import LanguageModelHead, Model
+from penstock.models.model import LanguageModelHead, Model
 from penstock.ops import AttentionMetadata, Batch, ForwardFn, KVSpec, LayerExport, Ops
 from penstock.ops.eager import capture as eager
-from penstock.planning.kv_spec import PROGRESS_BITS, bytes_per_block
 
 from ..step import SampledTokens
 from .host_copy import HostCopy, to_device

@@ -9,10 +9,10 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
+from penstock.checkpoint.stored_tensors import INDEX
 from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
 from penstock.core.numbers import read_decimal
-from penstock.planning.stored_tensors import INDEX
 from penstock.text import side_files, tokenizer_files
 
 from .downloader import MAX_WORKERS

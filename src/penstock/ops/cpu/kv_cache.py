@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import KVSpec, TransferLayout
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from .. import _kernels, pages
 from ..batch import AttentionMetadata, QKNorms

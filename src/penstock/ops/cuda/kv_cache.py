@@ -11,9 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import SCALE_BYTES, KVSpec, TransferLayout, bytes_per_block
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout, bytes_per_block
 
 from .. import pages
 from ..batch import QKNorms

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
+from penstock.checkpoint.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
 from ..scale_search import MIN_MAGNITUDE
 
