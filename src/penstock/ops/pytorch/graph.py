@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch import Batch, ForwardFn
-
-CPU = torch.device("cpu")
+from ..batch import Batch, CaptureOptions, ForwardFn
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -22,39 +20,22 @@ def is_capturing() -> bool:
     return False
 
 
-def capture(
-    forward: ForwardFn,
-    max_tokens: int,
-    max_sequences: int,
-    max_blocks: int,
-    use_lora: bool = False,
-    hidden_states: Tensor | None = None,
-    *,
-    device: torch.device = CPU,
-    graph_sizes: Sequence[int] = (),
-    sampled: Tensor | None = None,
-    key_ends: bool = False,
-) -> ForwardFn:
+def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
     """The forward pass in the form that this backend runs fastest: over batches in host memory. Its result is on the
     device, and valid until the next call.
 
     Args:
-        forward: makes the same calls of ops for every batch, and nothing else.
-        max_tokens, max_sequences: of a batch.
-        max_blocks: of a sequence.
-        use_lora: whether its batches have ``lora_slots``.
-        hidden_states: ``[max_tokens, hidden]``, for batches that have ``hidden_states``: memory for them.
-        device: that ``forward`` computes on.
-        graph_sizes: numbers of sequences to capture CUDA graphs for.
-        sampled: int64 on the device: the tokens that the step before has sampled, to which token ids of a batch may
-            refer where the backend is ``ASYNCHRONOUS``.
-        key_ends: whether its batches have ``AttentionMetadata.key_ends``; on CPUs only.
+        forward: makes the same calls of ops for every batch, and nothing else; here it may make any calls.
     """
-    if device.type == "cpu":
+    device, sampled = options.device, options.sampled
+    if device.type == "cpu" and sampled is None:
         return forward
 
     def run(batch: Batch) -> Tensor:
         moved = batch.to(device)
+        if sampled is not None:
+            ids = moved.token_ids
+            moved.token_ids = torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)
         out = forward(moved)
         batch.aux_hidden_states = moved.aux_hidden_states
         return out
