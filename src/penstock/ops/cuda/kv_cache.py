@@ -17,7 +17,7 @@ from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout, bytes
 
 from .. import pages
 from ..batch import QKNorms
-from ..pytorch.kv_cache import CACHE_DTYPES
+from ..reference.kv_cache import CACHE_DTYPES
 from .elementwise import power_of_two, rms_norm, rope
 from .kernels import kv_cache as kernels
 from .launch import MIN_FP8, architecture, launch
