@@ -31,7 +31,7 @@ from penstock.text import Tokenizer
 from penstock.version import __version__
 
 from .fold import SCALING, can_scale
-from .layer import Observations, QuantizedLayer, check_shape, is_ignored, quantize_layer
+from .layer import LayerQuantizer, Observations, QuantizedLayer, check_shape, is_ignored
 from .options import METHODS, QuantizeOptions
 from .quality import compare, relative_error
 from .report import make_report, write_report
@@ -210,7 +210,8 @@ class _Run:
         observed = self._run_original(number, before, after, progress)
         prefix = f"model.layers.{number}."
         stored = read_tensors(self._checkpoint, prefix)
-        layer = quantize_layer(self._ops, self._config, self._options, prefix, stored, observed, self._threads)
+        quantizer = LayerQuantizer(self._ops, self._config, self._options, prefix, stored, observed, self._threads)
+        layer = quantizer.quantize()
         stage, backend = self._build(number, self._quantized_ops, layer), self._quantized_ops
         with torch_threads(self._threads if backend is reference else 1):
             run_stage(stage, backend, before[QUANTIZED], after[QUANTIZED], self._kv_quantization, progress)

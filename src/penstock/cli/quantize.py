@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help=f"inputs that share a scale; -1: all (default: {_by_method(_group_size)})",
+        help=f"inputs that share a scale; -1: all (default: {_by_method(lambda method: method.format.group_size)})",
     )
     parser.add_argument(
         "--rotation",
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rotate weights and activations by Hadamard blocks of N inputs, at most 64, which loses less; written as "
         "compressed-tensors with a transform_config and, in 4 bits, some matrices in 8. 0: not rotated, one format for "
-        f"all matrices, with gptq as AutoGPTQ writes it (default: {_by_method(_rotation)})",
+        f"all matrices, with gptq as AutoGPTQ writes it (default: {_by_method(lambda method: method.format.rotation)})",
     )
     parser.add_argument(
         "--act-order",
@@ -106,14 +106,6 @@ def _by_method(value: Callable[[Method], int]) -> str:
     for name, method in METHODS.items():
         names.setdefault(value(method), []).append(name)
     return "; ".join(f"{number} of {', '.join(of)}" for number, of in names.items() if number)
-
-
-def _group_size(method: Method) -> int:
-    return method.format.group_size
-
-
-def _rotation(method: Method) -> int:
-    return method.format.rotation
 
 
 def run(args: argparse.Namespace) -> int:

@@ -37,6 +37,10 @@ from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 from penstock.planning.sentence_transformers import read_dense_modules
 
+from .checks.options import check_options, check_transformers
+from .checks.requests import check_request
+from .checks.speech import speech_options
+from .checks.whole_prompts import scratch_blocks, whole_prompts
 from .draft_folder import draft_size
 from .executor.base import WorkerLostError
 from .executor.start import start_executor
@@ -47,8 +51,6 @@ from .kv.memory import count_blocks, count_host_blocks
 from .kv.offloading import new_host_tier, start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import NO_ADAPTER, LoRAManager
-from .option_checks import check_options
-from .request_checks import check_request
 from .request_spans import RequestSpans
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
@@ -56,15 +58,12 @@ from .scheduling.step_builder import add_drafts, probe_step
 from .sequence.plan import Plan
 from .sequence.sequence import Sequence
 from .sleep import SleepManager
-from .spec.ngram import NGramDrafter
-from .spec.speculation import Speculation
-from .speech_limits import speech_options
-from .step import DeviceMemory, MemoryProfile, Propose, ReadExpertLoad
+from .spec_decode.ngram import NGramDrafter
+from .spec_decode.speculation import Speculation
+from .step import DeviceMemory, InitCache, LoadModel, MemoryProfile, ModelInfo, ProfileMemory, ReadExpertLoad
 from .step_counts import StepCounts
-from .transformers_limits import check_transformers
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
-from .whole_prompts import scratch_blocks, whole_prompts
 
 if TYPE_CHECKING:
     from penstock.tracing import Tracer
@@ -110,10 +109,10 @@ class Engine:
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
         try:
-            self.info = self._executor.load(weights)
+            self.info: ModelInfo = self._executor.run(LoadModel(weights))
             if self.info.asynchronous and not options.max_concurrent_batches:
                 self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
-            profile = self._executor.profile()
+            profile: MemoryProfile = self._executor.run(ProfileMemory())
             blocks = count_blocks(options, profile, self.max_model_len)
             if config.encoder:
                 blocks = min(blocks, scratch_blocks(options, self._max_concurrent_batches))
@@ -122,14 +121,13 @@ class Engine:
             buffer = new_transfer_buffer(options, layouts) if layouts else None
             block_layouts = model_layouts(options, config.raw, self.info, options.block_size)
             host_tier = new_host_tier(options, block_layouts)
-            self._executor.init_cache(
-                blocks,
-                host_blocks,
-                buffer.memory if buffer else None,
-                host_tier.memory if host_tier else None,
-            )
+            transfer, offload = buffer.memory if buffer else None, host_tier.memory if host_tier else None
+            self._executor.run(InitCache(blocks, host_blocks, transfer, offload))
         except WorkerLostError as error:
             raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
+        except BaseException:
+            self._executor.close()
+            raise
         lora_slots = {"": NO_ADAPTER}
         device_pool = BlockPool(blocks - _scratch_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading = (
@@ -250,7 +248,7 @@ class Engine:
                         raise PenstockError.of(delta.failure)
                     progress.update(delta.finished is not None)
         if self._counts_experts:
-            self._executor.wait(self._executor.call(ReadExpertLoad(reset=True)))
+            self._executor.run(ReadExpertLoad(reset=True))
         logger.info("warmed up with %d tokens in %.1f seconds", tokens, time.monotonic() - begun)
 
     def _log_memory(
@@ -352,13 +350,11 @@ class Engine:
         if self._in_flight:
             return self._gpu_memory
         try:
-            answer = self._executor.call(DeviceMemory())
-            self._executor.wait(answer)
+            self._gpu_memory = self._executor.run(DeviceMemory())
         except WorkerLostError as error:  # lost while idle; with requests, ``step`` would have noticed
             logger.error("the engine has failed: %s", error)
             self.failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
             return 0
-        self._gpu_memory = answer.result()
         return self._gpu_memory
 
     @property
@@ -451,7 +447,7 @@ class Engine:
             self.before_step(self._tokens_in_flight)
             step = self.scheduler.builder.build(plan)
             if self.speculation:
-                step.updates = self.speculation.fill_placeholders(plan, step.updates, self._propose)
+                step.updates = self.speculation.fill_placeholders(plan, step.updates, self._executor.run)
                 add_drafts(step, plan)
             if self.kv_connector:
                 self.kv_connector.before_step(plan, step)
@@ -466,13 +462,6 @@ class Engine:
             self._in_flight.pop()
             return self._handle_step_error(plan, error)
         return None
-
-    def _propose(self, message: Propose) -> list[list[int] | None]:
-        """Have the workers draft tokens; returns those of each row, None where the drafter has failed."""
-        answer = self._executor.call(message)
-        self._executor.wait(answer)
-        drafts: list[list[int] | None] = answer.result()
-        return drafts
 
     def _collect(self) -> list[TokenDelta]:
         """Wait for the oldest step; returns its deltas."""

@@ -12,7 +12,7 @@ from penstock.core.errors import invalid
 from .executor.base import Executor, WorkerLostError
 from .modes import KV_CACHE, TAGS, WEIGHTS, PauseMode
 from .scheduling.scheduler import Scheduler
-from .step import AllocateCache, FreeMemory, Op
+from .step import AllocateCache, FreeMemory
 from .weights import WeightsManager
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class SleepManager:
             if mode == "abort":  # what has come while the last step was computed
                 self._abort_all()
             self._scheduler.forget_kv()
-            dropped = self._call(FreeMemory(level))
+            dropped = self._executor.run(FreeMemory(level))
             self.asleep |= {KV_CACHE, WEIGHTS} if dropped else {KV_CACHE}
             logger.info("asleep, without %s", " and ".join(sorted(self.asleep)))
 
@@ -185,7 +185,7 @@ class SleepManager:
                 return
         if KV_CACHE in self._wanted & self.asleep:
             try:
-                self._call(AllocateCache())
+                self._executor.run(AllocateCache())
             except WorkerLostError:
                 raise
             except Exception as error:
@@ -210,11 +210,6 @@ class SleepManager:
             done.set_exception(error)
         else:
             done.set_result(None)
-
-    def _call(self, op: Op) -> int:
-        future = self._executor.call(op)
-        self._executor.wait(future)
-        return int(future.result() or 0)
 
 
 def _failed(error: PenstockError) -> Future[None]:

@@ -17,7 +17,7 @@ from penstock.core import Code, PenstockError
 from .executor.base import Executor, WorkerLostError
 from .modes import Running
 from .scheduling.scheduler import Scheduler
-from .step import ChangeWeights, LoadWeights, Op
+from .step import ChangeWeights, LoadWeights
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class WeightsManager:
         version = self._loaded.result()
         self._swapped = None
         try:
-            self._call(ChangeWeights("swap"))
+            self._executor.run(ChangeWeights("swap"))
         except WorkerLostError:
             raise
         except Exception as error:
@@ -152,7 +152,7 @@ class WeightsManager:
             self._scheduler.hold("weights", None)
             swapped.set_exception(_shown(error, "used"))
             return None
-        self._call(ChangeWeights("commit"))
+        self._executor.run(ChangeWeights("commit"))
         self.path, self._loaded = self._path, None
         self.num_updates += 1
         self._scheduler.set_weights(version)
@@ -163,12 +163,7 @@ class WeightsManager:
 
     def _drop(self) -> None:
         self._loaded = None
-        self._call(ChangeWeights("revert"))
-
-    def _call(self, op: Op) -> None:
-        future = self._executor.call(op)
-        self._executor.wait(future)
-        future.result()
+        self._executor.run(ChangeWeights("revert"))
 
 
 def _shown(error: BaseException, done: str) -> PenstockError | WorkerLostError:

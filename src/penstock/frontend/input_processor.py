@@ -39,7 +39,7 @@ from penstock.text.side_files import choose_template, read_side_files
 from .generation_config import read_generation_config
 from .multimodal import IMAGE, VIDEO, Media, MediaLoader, MediaSource, move_tool_media, split_media
 from .multimodal.kwargs import image_kwargs, merge_media_kwargs, video_kwargs
-from .multimodal.processor import read_image_processor
+from .multimodal.processors import read_image_processor
 from .multimodal.prompts import Crops, spread_crops
 from .multimodal.python import python_sources
 from .multimodal.video import Video

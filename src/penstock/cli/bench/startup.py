@@ -20,6 +20,7 @@ from penstock.config.settings import settings
 from penstock.core import Code, PenstockError
 
 from ..flags import add_options
+from ..screen import print_json
 from .arg_types import integer_from
 from .sse import DONE, EventReader, decode_chunk, error_message
 
@@ -49,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     median = {name: statistics.median(start[name] for start in others) for name in first} if others else None
     if args.json:
         results = {"bench": "startup", "first_s": first, "median_of_others_s": median, "starts_s": starts}
-        json.dump(results, sys.stdout, indent=1)
-        print()
+        print_json(results)
         return 0
     print(f"{'seconds until':<16}{'first':>8}" + (f"{f'median of {len(others)} more':>20}" if median else ""))
     for name, seconds in first.items():

@@ -91,26 +91,19 @@ def only_value(value: str, why: str, short: str = "") -> Alias:
     """A name that accepts one value, without effect; other values are refused with the reason."""
 
     def read(text: str) -> Mapping[str, Any]:
-        if text.lower() != value and not _same_number(text, value):
+        if text.lower() != value and (_number(text) is None or _number(text) != _number(value)):
             raise ValueError(f"{why}; only {value} is possible")
         return {}
 
     return Alias(read=read, short=short)
 
 
-def _same_number(text: str, value: str) -> bool:
+def _number(text: str) -> float | None:
+    """The number that a text is; None where it is none."""
     try:
-        return float(text) == float(value)
+        return float(text)
     except ValueError:
-        return False
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        return None
 
 
 def refused(
@@ -227,7 +220,7 @@ def translate_variables(
             continue
         if KUBERNETES.search(name) or (name.endswith("_PORT") and "://" in environment[name]):
             continue
-        if SECURITY.search(name) and not (name.endswith("_TOKENS") and _is_number(environment[name])):
+        if SECURITY.search(name) and not (name.endswith("_TOKENS") and _number(environment[name]) is not None):
             raise invalid(
                 name, f"is not known of {profile.title}, and its name is about security, so it is not ignored: unset it"
             )

@@ -26,7 +26,7 @@ from ..kv.cache_manager import KVCacheManager
 from ..kv.offloading import KVOffloading
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
-from ..spec.speculation import Speculation
+from ..spec_decode.speculation import Speculation
 from ..step import SampledTokens, StepOutput
 from .admission import Admission
 from .encoder_cache import EncoderCache
@@ -36,6 +36,7 @@ from .preemption import Preemption
 from .prerequisites import Prerequisite
 from .running import RunningBatch
 from .sequence_group import SequenceGroup
+from .state import SchedulerState
 from .step_builder import StepBuilder
 from .waiting import WaitingQueue
 
@@ -90,23 +91,12 @@ class Scheduler:
         self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
         self.running = RunningBatch(options.max_num_seqs, self.kv, self.waiting.schedule_key)
-        self.admission = Admission(options, device_pool, self.kv, self.waiting, self.running)
-        self._preemption = Preemption(
-            options, device_pool, self.kv, self.running, self.waiting, self._groups, self.builder
+        state = SchedulerState(
+            options, device_pool, self.kv, self.waiting, self.running, self._groups, self.encoder_cache, self.builder
         )
-        self._planner = Planner(
-            options,
-            device_pool,
-            self.kv,
-            self.running,
-            self.waiting,
-            self._groups,
-            self._preemption,
-            self.admission,
-            self.encoder_cache,
-            pipeline_stages,
-            max_concurrent_batches,
-        )
+        self.admission = Admission(state)
+        self._preemption = Preemption(state)
+        self._planner = Planner(state, self._preemption, self.admission, pipeline_stages, max_concurrent_batches)
 
     # --- Numbers ----------------------------------------------------------------------------------------------------
 

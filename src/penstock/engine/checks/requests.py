@@ -6,8 +6,8 @@ from penstock.core import Code, EngineRequest, PenstockError, PoolingParams
 from penstock.core.errors import invalid
 from penstock.models import ModelConfig
 
-from .speech_limits import check_audio
-from .step import MAX_VALUE_BYTES, ModelInfo
+from ..step import MAX_VALUE_BYTES, ModelInfo
+from .speech import check_audio
 
 MAX_TIME = 2**31
 """Of ``ImageInput.time``."""

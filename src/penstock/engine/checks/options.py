@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
@@ -10,6 +12,8 @@ from penstock.models import ModelConfig
 from penstock.planning.expert_placement import check_sizes, read_placement
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
+
+logger = logging.getLogger(__name__)
 
 
 def check_options(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
@@ -43,7 +47,7 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
     """Refuse ranks that cannot share the model before any is started. Raises ``PenstockError``."""
     if options.nnodes > 1 or options.node_rank:
-        from .executor.rendezvous import check_nodes
+        from ..executor.rendezvous import check_nodes
 
         check_nodes(options)
         if options.node_rank:
@@ -84,3 +88,26 @@ def _check_experts(options: EngineOptions, num_experts: int) -> None:
         if getattr(options, name):
             words = "is for several ranks (tensor_parallel_size) of a model with experts, with enable_expert_parallel"
             raise invalid(name, words)
+
+
+def check_transformers(options: EngineOptions, config: ModelConfig) -> None:
+    """Refuse options that need an implementation of ours, and log what differs.
+
+    Raises ``PenstockError`` (``unsupported``), with the option as its field.
+    """
+    for name, asked in {
+        "tensor_parallel_size": options.tensor_parallel_size > 1,
+        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
+        "enable_lora": options.enable_lora,
+        "lora_modules": bool(options.lora_modules),
+        "role": options.role != "mixed",
+        "kv_offloading_size": options.host_tier_bytes > 0,
+    }.items():
+        if asked:
+            words = f"{name} is not supported for {config.architecture}, which is run by transformers"
+            raise PenstockError(Code.UNSUPPORTED, words, name)
+    logger.warning(
+        "%s is run by the modules of transformers (model_impl): slower than an implementation of ours, on one rank, "
+        "without LoRA and KV transfer; and not batch-invariant: other requests may change the last bits of a result.",
+        config.architecture,
+    )
