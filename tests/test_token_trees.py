@@ -14,7 +14,7 @@ from test_speculative_heads import OPTIONS, answers, simple, speculative
 from penstock import LLM, PenstockError, SamplingParams
 from penstock.checkpoint.kv_spec import KVSpec, transfer_layouts
 from penstock.config.token_tree import TokenTree, depths, segments
-from penstock.engine.spec.speculation import SpecDecodingStats
+from penstock.engine.spec_decode.speculation import SpecDecodingStats
 from penstock.ops import cpu, reference
 
 __all__ = ["simple"]  # a fixture

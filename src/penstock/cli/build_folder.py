@@ -32,11 +32,7 @@ def build(options: EngineOptions, output: Path, **arguments: Any) -> EngineConfi
     from penstock.engine.engine_folder import build_engine
 
     with Progress("packed", 0, "B", log_or_print(logger)) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.update(done - bar.done, total=max(total, done))
-
-        return build_engine(options, output, progress=progress, **arguments)
+        return build_engine(options, output, progress=bar.set, **arguments)
 
 
 def described(config: EngineConfig) -> str:

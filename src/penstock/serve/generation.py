@@ -8,8 +8,8 @@ from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 
 from .http.request_record import RequestRecord
 from .models.service import ModelService
@@ -23,7 +23,7 @@ CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 async def generate(
     service: ModelService,
     record: RequestRecord,
-    prompt: Prompt,
+    prompt: TokenizedPrompt,
     sampling: SamplingParams,
     **options: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
@@ -60,7 +60,7 @@ async def generate(
     )
     metrics, counted, last = service.metrics, 0, None
     final_only = service.options.disable_streaming
-    with span or nullcontext():
+    with span or nullcontext(), metrics.tokens:
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 record.weights_version = record.weights_version or output.weights_version
@@ -74,7 +74,7 @@ async def generate(
                     if not counted:
                         metrics.record_first_token(output)
                     now = output.times.last_token
-                    metrics.record_tokens(tokens - counted, now - last if now and last else None, len(output.outputs))
+                    metrics.tokens.add(tokens - counted, now - last if now and last else None, len(output.outputs))
                     counted, last = tokens, now
                 if output.finished:
                     metrics.record_finish(output)

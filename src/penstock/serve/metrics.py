@@ -6,6 +6,9 @@ them up; what the engine knows is read from the engine.
 
 from __future__ import annotations
 
+import collections
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
@@ -18,7 +21,7 @@ from penstock.config.options import EngineOptions
 from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
 from penstock.engine.service.messages import Stats
-from penstock.engine.step_counts import BUCKETS
+from penstock.engine.step_statistics import BUCKETS
 from penstock.frontend.outputs import RequestOutput
 
 from .encoder_metrics import encoder_metrics
@@ -255,7 +258,7 @@ class ModelMetrics:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
-        self._generation_tokens = metrics.generation_tokens.labels(model)
+        self.tokens = TokenCounts(metrics.generation_tokens.labels(model), metrics.inter_token_latency.labels(model))
         self._cache_queries = metrics.cache_queries.labels(model)
         self._cache_hits = metrics.cache_hits.labels(model)
         self._computed = metrics.prompt_tokens_by_source.labels(model, "local_compute")
@@ -263,7 +266,6 @@ class ModelMetrics:
         self._requests = metrics.requests.labels(model)
         self._cache_hit_requests = metrics.cache_hit_requests.labels(model)
         self._time_to_first_token = metrics.time_to_first_token.labels(model)
-        self._inter_token_latency = metrics.inter_token_latency.labels(model)
         self._time_per_output_token = metrics.time_per_output_token.labels(model)
         self._e2e_latency = metrics.e2e_latency.labels(model)
         self._queue_time = metrics.queue_time.labels(model)
@@ -299,12 +301,6 @@ class ModelMetrics:
         self._time_to_first_token.observe(times.first_token - times.arrived)
         self._queue_time.observe(times.queued)
 
-    def record_tokens(self, tokens: int, seconds: float | None, sequences: int) -> None:
-        """Count new tokens of a request. ``seconds``: since its previous tokens; None for the first."""
-        self._generation_tokens.inc(tokens)
-        if seconds is not None:
-            self._inter_token_latency.observe(seconds / max(tokens / sequences, 1))
-
     def record_finish(self, output: RequestOutput) -> None:
         """Record a finished request."""
         times, tokens = output.times, sum(len(completion.token_ids) for completion in output.outputs)
@@ -325,6 +321,48 @@ class ModelMetrics:
             each = max(len(completion.token_ids) for completion in output.outputs)
             if each > 1:
                 self._time_per_output_token.observe((times.last_token - times.first_token) / (each - 1))
+
+
+class TokenCounts:
+    """Generated tokens and the latencies between them, written to the process's file several at a time.
+
+    Every token of every stream is counted, and three writes for each took 4 % of an API process's time at 64 streams.
+    A context manager, to be entered while a request generates: at its end all that was counted is written.
+    """
+
+    FLUSH_INTERVAL = 0.1
+    """Seconds between two writes while tokens are counted."""
+
+    def __init__(self, tokens: Counter, latency: Histogram) -> None:
+        self._counter, self._histogram = tokens, latency
+        self._tokens, self._latencies, self._flushed = 0, list[float](), 0.0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+
+    def add(self, tokens: int, seconds: float | None, sequences: int) -> None:
+        """Count new tokens of a request.
+
+        Args:
+            seconds: since its previous tokens; None for the first.
+            sequences: number of its sequences.
+        """
+        self._tokens += tokens
+        if seconds is not None:
+            self._latencies.append(seconds / max(tokens / sequences, 1))
+        if time.monotonic() - self._flushed > self.FLUSH_INTERVAL:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._counter.inc(self._tokens)
+        counts = collections.Counter(bisect_left(PER_TOKEN_BUCKETS, latency) for latency in self._latencies)
+        for bucket, count in counts.items():  # Histogram.observe takes one observation at a time
+            self._histogram._buckets[bucket].inc(count)
+        self._histogram._sum.inc(sum(self._latencies))
+        self._tokens, self._latencies, self._flushed = 0, [], time.monotonic()
 
 
 class _Page:

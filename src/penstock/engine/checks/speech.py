@@ -12,7 +12,7 @@ from penstock.core.audio import Alignment
 from penstock.core.errors import invalid
 from penstock.models import ModelConfig
 
-from .step import ModelInfo
+from ..step import ModelInfo
 
 logger = logging.getLogger(__name__)
 

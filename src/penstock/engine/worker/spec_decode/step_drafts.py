@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..step import SampledTokens, StepInput
-from .input_batch import InputBatch
+from ...step import SampledTokens, StepInput
+from ..input_batch import InputBatch
 from .tree_rows import SlotCopies, TreeMemory, TreePaths, joined
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .decoding import to_rgb
-from .prompts import TokenizedImage
-from .tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
+from ..decoding import to_rgb
+from ..prompts import ImageProcessor, ProcessorFiles, Reader, TokenizedImage
+from ..tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,10 +23,9 @@ MAX_TILES = 256
 
 
 @dataclass(frozen=True)
-class InternVLProcessor:
-    """An ``ImageProcessor``."""
+class InternVLProcessor(ImageProcessor):
+    """As ``ImageProcessor``."""
 
-    placeholder: int
     start: int
     end: int
     """The tokens before and behind an image's features."""
@@ -39,11 +37,6 @@ class InternVLProcessor:
     tiled: bool = True
     min_tiles: int = 1
     max_tiles: int = 12
-
-    @property
-    def marker(self) -> int:
-        """As ``ImageProcessor.marker``."""
-        return self.placeholder
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> InternVLProcessor:
         """As ``ImageProcessor.with_kwargs``."""
@@ -87,21 +80,15 @@ class InternVLProcessor:
         return best
 
 
-def read_internvl(
-    folder: Path,
-    config: Mapping[str, Any],
-    given: Mapping[str, Any],
-    names: Mapping[str, Any],
-    token_id: Callable[[str], int | None],
-    limit: int,
-) -> InternVLProcessor:
+def read_internvl(files: ProcessorFiles) -> InternVLProcessor:
     """As ``prompts.Reader``."""
+    config, given = files.config, files.image_processor
     size, edge = read_edges(given.get("size"), 448), config["vision_config"]["image_size"]
     edge = int(edge[0] if isinstance(edge, list) else edge)
     if size != (edge, edge):
-        words = f"{folder} has an image processor for tiles of {size}, and an encoder for {edge} pixels"
+        words = f"{files.folder} has an image processor for tiles of {size}, and an encoder for {edge} pixels"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
-    start, end = (token_id(str(names.get(name) or default)) for name, default in NAMES.items())
+    start, end = (files.token_id(str(files.tokenizer.get(name) or default)) for name, default in NAMES.items())
     if start is None or end is None:
         raise ValueError(f"the tokenizer has no {' or no '.join(NAMES.values())}")
     processor = InternVLProcessor(
@@ -110,6 +97,9 @@ def read_internvl(
         end=end,
         edge=edge,
         num_features=int(config["image_seq_length"]),
-        resizing=read_resizing(folder, given, ("GotOcr2ImageProcessor",), limit),
+        resizing=read_resizing(files, ("GotOcr2ImageProcessor",)),
     )
     return processor.with_kwargs({name: given.get(name) for name in ("min_patches", "max_patches")})
+
+
+READERS: dict[str, Reader] = {"InternVLForConditionalGeneration": read_internvl}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ..step import SampledTokens
-from .input_batch import InputBatch
-from .model_runner import ModelRunner
-from .row import Position
+from ...step import SampledTokens
+from ..input_batch import InputBatch
+from ..model_runner import ModelRunner
+from ..row import Position
 from .tree_rows import SlotCopies
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .decoding import to_rgb
-from .prompts import Crops
-from .tiles import BILINEAR, HALF, Resizing, check_kwargs, count_of, read_edges, read_resizing
+from ..decoding import to_rgb
+from ..prompts import Crops, ImageProcessor, ProcessorFiles, Reader
+from ..tiles import BILINEAR, HALF, Resizing, check_kwargs, count_of, read_edges, read_resizing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -74,17 +73,22 @@ KWARGS = (
 
 
 @dataclass(frozen=True)
-class Gemma3Processor:
-    """An ``ImageProcessor``."""
+class Gemma3Processor(ImageProcessor):
+    """As ``ImageProcessor``."""
 
-    placeholder: int
-    marker: int
+    image_start: int
+    """The token that chat templates write for an image."""
     names: tuple[str, str, str]
     """Of the tokens before, of and behind an image's features."""
     size: tuple[int, int]
     num_features: int
     resizing: Resizing
     pan_and_scan: PanAndScan
+
+    @property
+    def marker(self) -> int:
+        """As ``ImageProcessor.marker``."""
+        return self.image_start
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> Gemma3Processor:
         """As ``ImageProcessor.with_kwargs``."""
@@ -108,30 +112,27 @@ class Gemma3Processor:
         return Crops(tuple(self.resizing.image_input([tile], **fields) for tile in tiles), text)
 
 
-def read_gemma3(
-    folder: Path,
-    config: Mapping[str, Any],
-    given: Mapping[str, Any],
-    names: Mapping[str, Any],
-    token_id: Callable[[str], int | None],
-    limit: int,
-) -> Gemma3Processor:
+def read_gemma3(files: ProcessorFiles) -> Gemma3Processor:
     """As ``prompts.Reader``."""
-    resizing = read_resizing(folder, given, ("Gemma3ImageProcessor",), limit, HALF, BILINEAR)
+    resizing = read_resizing(files, ("Gemma3ImageProcessor",), HALF, BILINEAR)
+    config, given = files.config, files.image_processor
     size, edge = read_edges(given.get("size"), 224), int(config["vision_config"]["image_size"])
     if size != (edge, edge):
-        words = f"{folder} has an image processor for {size[1]} x {size[0]} pixels, and an encoder for {edge}"
+        words = f"{files.folder} has an image processor for {size[1]} x {size[0]} pixels, and an encoder for {edge}"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
-    start, placeholder, end = (str(names.get(name) or default) for name, default in NAMES.items())
-    marker = token_id(start)
-    if marker is None:
+    start, placeholder, end = (str(files.tokenizer.get(name) or default) for name, default in NAMES.items())
+    image_start = files.token_id(start)
+    if image_start is None:
         raise ValueError(f"the tokenizer has no {start}")
     return Gemma3Processor(
         placeholder=int(config["image_token_index"]),
-        marker=marker,
+        image_start=image_start,
         names=(start, placeholder, end),
         size=size,
         num_features=int(config["mm_tokens_per_image"]),
         resizing=resizing,
         pan_and_scan=PanAndScan().with_kwargs(given),
     )
+
+
+READERS: dict[str, Reader] = {"Gemma3ForConditionalGeneration": read_gemma3}

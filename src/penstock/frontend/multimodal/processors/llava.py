@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.anyres import Anyres, read_anyres
 from penstock.core import Code, PenstockError
 from penstock.core.multimodal import ImageInput
 
-from .decoding import to_rgb
+from ..decoding import to_rgb
+from ..prompts import ImageProcessor, ProcessorFiles, Reader
+from ..tiles import CLIP, HALF, Pixel, Resizing, check_kwargs, read_edges, read_resizing
 from .pixtral import read_pixtral
-from .prompts import ImageProcessor
-from .tiles import CLIP, HALF, Pixel, Resizing, check_kwargs, read_edges, read_resizing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,10 +23,9 @@ KINDS = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
 
 
 @dataclass(frozen=True)
-class LlavaProcessor:
-    """An ``ImageProcessor``."""
+class LlavaProcessor(ImageProcessor):
+    """As ``ImageProcessor``."""
 
-    placeholder: int
     shortest_edge: int
     """Of the resized image, of which the middle is taken; 0 where it is resized to a square."""
     edge: int
@@ -36,11 +34,6 @@ class LlavaProcessor:
     pad: bool
     """Whether to pad images to squares first."""
     resizing: Resizing
-
-    @property
-    def marker(self) -> int:
-        """As ``ImageProcessor.marker``."""
-        return self.placeholder
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> LlavaProcessor:
         """As ``ImageProcessor.with_kwargs``."""
@@ -75,18 +68,12 @@ def padded_to_square(image: Image, resizing: Resizing) -> Image:
     return square
 
 
-def read_llava(
-    folder: Path,
-    config: Mapping[str, Any],
-    given: Mapping[str, Any],
-    names: Mapping[str, Any],
-    token_id: Callable[[str], int | None],
-    limit: int,
-) -> ImageProcessor:
+def read_llava(files: ProcessorFiles) -> ImageProcessor:
     """As ``prompts.Reader``."""
+    config, given = files.config, files.image_processor
     vision = config["vision_config"]
     if vision.get("model_type") == "pixtral":
-        return read_pixtral(folder, config, given, names, token_id, limit)
+        return read_pixtral(files)
     siglip = vision.get("model_type") == "siglip_vision_model"
     colours: tuple[Pixel, Pixel] = HALF if "Siglip" in str(given.get("image_processor_type")) else CLIP
     edge, grid = int(vision["image_size"]), int(vision["image_size"]) // int(vision["patch_size"])
@@ -95,7 +82,9 @@ def read_llava(
     cut = read_edges(given.get("crop_size"), shortest or edge) if crop or (crop is None and not siglip) else None
     resized = cut if shortest else read_edges(size, edge)
     if resized != (edge, edge) or (cut or resized) != (edge, edge) or 0 < shortest < edge:
-        words = f"{folder} has an image processor for images of {resized or size}, and an encoder for {edge} pixels"
+        words = (
+            f"{files.folder} has an image processor for images of {resized or size}, and an encoder for {edge} pixels"
+        )
         raise PenstockError(Code.UNSUPPORTED, words, "model")
     skipped = config["vision_feature_select_strategy"] == "default"
     return LlavaProcessor(
@@ -104,22 +93,16 @@ def read_llava(
         edge=edge,
         num_features=grid**2 + (not siglip) - skipped,
         pad=bool(given.get("do_pad")),
-        resizing=read_resizing(folder, given, KINDS, limit, colours),
+        resizing=read_resizing(files, KINDS, colours),
     )
 
 
 @dataclass(frozen=True)
-class OneVisionProcessor:
-    """An ``ImageProcessor``."""
+class OneVisionProcessor(ImageProcessor):
+    """As ``ImageProcessor``."""
 
-    placeholder: int
     anyres: Anyres
     resizing: Resizing
-
-    @property
-    def marker(self) -> int:
-        """As ``ImageProcessor.marker``."""
-        return self.placeholder
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> OneVisionProcessor:
         """As ``ImageProcessor.with_kwargs``."""
@@ -168,25 +151,24 @@ def _fitted(height: int, width: int, largest_height: int, largest_width: int) ->
     return largest_height, min(-int(-(width * down) // 1), largest_width)
 
 
-def read_onevision(
-    folder: Path,
-    config: Mapping[str, Any],
-    given: Mapping[str, Any],
-    names: Mapping[str, Any],
-    token_id: Callable[[str], int | None],
-    limit: int,
-) -> OneVisionProcessor:
+def read_onevision(files: ProcessorFiles) -> OneVisionProcessor:
     """As ``prompts.Reader``."""
-    anyres = read_anyres(config)
+    given, anyres = files.image_processor, read_anyres(files.config)
     size, pinpoints = read_edges(given.get("size"), 384), given.get("image_grid_pinpoints")
     if size != (anyres.edge, anyres.edge) or given.get("do_center_crop") or given.get("crop_size"):
-        words = f"{folder} has an image processor for tiles of {size}, and an encoder for {anyres.edge} pixels"
+        words = f"{files.folder} has an image processor for tiles of {size}, and an encoder for {anyres.edge} pixels"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != anyres.resolutions:
-        words = f"{folder} has other image_grid_pinpoints for the image processor than for the encoder"
+        words = f"{files.folder} has other image_grid_pinpoints for the image processor than for the encoder"
         raise PenstockError(Code.UNSUPPORTED, words, "model")
     return OneVisionProcessor(
-        placeholder=int(config["image_token_index"]),
+        placeholder=int(files.config["image_token_index"]),
         anyres=anyres,
-        resizing=read_resizing(folder, given, ("LlavaOnevisionImageProcessor",), limit),
+        resizing=read_resizing(files, ("LlavaOnevisionImageProcessor",)),
     )
+
+
+READERS: dict[str, Reader] = {
+    "LlavaForConditionalGeneration": read_llava,
+    "LlavaOnevisionForConditionalGeneration": read_onevision,
+}

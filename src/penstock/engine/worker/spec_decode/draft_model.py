@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..step import RowUpdates, SampledTokens
+from ...step import RowUpdates, SampledTokens
+from ..input_batch import InputBatch
+from ..model_runner import ModelRunner
 from .drafter import DraftBuilder, VerifiedStep
-from .input_batch import InputBatch
-from .model_runner import ModelRunner
 
 
 class DraftModel:

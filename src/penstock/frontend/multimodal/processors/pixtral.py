@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import invalid
 
-from .decoding import to_rgb
-from .prompts import TokenizedImage
-from .tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
+from ..decoding import to_rgb
+from ..prompts import ImageProcessor, ProcessorFiles, Reader, TokenizedImage
+from ..tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,10 +20,9 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True)
-class PixtralProcessor:
-    """An ``ImageProcessor``."""
+class PixtralProcessor(ImageProcessor):
+    """As ``ImageProcessor``."""
 
-    placeholder: int
     row_end: int
     """The token behind each row but the last."""
     image_end: int
@@ -33,11 +31,6 @@ class PixtralProcessor:
     size: tuple[int, int]
     """Height and width of images, at most."""
     resizing: Resizing
-
-    @property
-    def marker(self) -> int:
-        """As ``ImageProcessor.marker``."""
-        return self.placeholder
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> PixtralProcessor:
         """As ``ImageProcessor.with_kwargs``."""
@@ -65,18 +58,11 @@ class PixtralProcessor:
         return TokenizedImage(self.resizing.image_input([tile], num_features=len(tokens)), tokens)
 
 
-def read_pixtral(
-    folder: Path,
-    config: Mapping[str, Any],
-    given: Mapping[str, Any],
-    names: Mapping[str, Any],
-    token_id: Callable[[str], int | None],
-    limit: int,
-) -> PixtralProcessor:
+def read_pixtral(files: ProcessorFiles) -> PixtralProcessor:
     """As ``prompts.Reader``."""
-    size = given.get("size") or {"longest_edge": 1024}
+    config, size = files.config, files.image_processor.get("size") or {"longest_edge": 1024}
     longest = size.get("longest_edge") if isinstance(size, Mapping) else None
-    row_end, image_end = token_id(BREAK), token_id(END)
+    row_end, image_end = files.token_id(BREAK), files.token_id(END)
     if row_end is None or image_end is None:
         raise ValueError(f"the tokenizer has no {BREAK} or {END}")
     return PixtralProcessor(
@@ -85,5 +71,8 @@ def read_pixtral(
         image_end=image_end,
         edge=int(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size") or 1),
         size=(int(longest), int(longest)) if longest else read_edges(size, 1024),
-        resizing=read_resizing(folder, given, ("PixtralImageProcessor",), limit),
+        resizing=read_resizing(files, ("PixtralImageProcessor",)),
     )
+
+
+READERS: dict[str, Reader] = {"Mistral3ForConditionalGeneration": read_pixtral}

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.config.token_tree import depths, segments
 
-from .input_batch import InputBatch
+from ..input_batch import InputBatch
 
 
 class SlotCopies(NamedTuple):

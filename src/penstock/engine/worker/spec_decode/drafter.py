@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.core import Code
 
-from ..step import RowUpdates, SampledTokens
+from ...step import RowUpdates, SampledTokens
 
 
 class VerifiedStep(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from penstock.config.token_tree import TokenTree
 
-from ..step import RowUpdates
+from ...step import RowUpdates
+from ..input_batch import InputBatch
+from ..model_runner import ModelRunner
 from .drafter import DraftBuilder, VerifiedStep
 from .head_runner import HeadRunner
-from .input_batch import InputBatch
-from .model_runner import ModelRunner
 from .tree_drafter import TreeDrafter
 from .tree_rows import TreeMemory
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
+from penstock.checkpoint.engine_config import DECIDED, engine_config_of
+from penstock.checkpoint.sentence_transformers import read_dense_modules
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
@@ -11,18 +16,35 @@ from penstock.models import ModelConfig
 from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
+from .speech import speech_options
+from .whole_prompts import whole_prompts
 
-def check_options(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
-    """Raise ``PenstockError``, with the option as its field, for options that this model is not run with.
+logger = logging.getLogger(__name__)
+
+
+def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -> EngineOptions:
+    """The options as this model is run with them.
 
     Args:
-        speculative: of ``options``.
+        folder: of the checkpoint.
+
+    Raises ``PenstockError``, with the option as its field, for options that it is not run with.
     """
+    if config.model_impl == "transformers":
+        _check_transformers(options, config)
+    if config.encoder or read_dense_modules(folder):
+        options = whole_prompts(options, config, folder)
+    if config.speech:
+        options = speech_options(options, config)
+    if built := engine_config_of(config.raw, folder):
+        built.check(folder, {name: getattr(options, name) for name in DECIDED})
+    speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
         words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
         raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
     _check_vision(options, config, speculative)
     _check_ranks(options, config)
+    return options
 
 
 def _check_vision(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
@@ -43,7 +65,7 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
     """Refuse ranks that cannot share the model before any is started. Raises ``PenstockError``."""
     if options.nnodes > 1 or options.node_rank:
-        from .executor.rendezvous import check_nodes
+        from ..executor.rendezvous import check_nodes
 
         check_nodes(options)
         if options.node_rank:
@@ -84,3 +106,26 @@ def _check_experts(options: EngineOptions, num_experts: int) -> None:
         if getattr(options, name):
             words = "is for several ranks (tensor_parallel_size) of a model with experts, with enable_expert_parallel"
             raise invalid(name, words)
+
+
+def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
+    """Refuse options that need an implementation of ours, and log what differs.
+
+    Raises ``PenstockError`` (``unsupported``), with the option as its field.
+    """
+    for name, asked in {
+        "tensor_parallel_size": options.tensor_parallel_size > 1,
+        "pipeline_parallel_size": options.pipeline_parallel_size > 1,
+        "enable_lora": options.enable_lora,
+        "lora_modules": bool(options.lora_modules),
+        "role": options.role != "mixed",
+        "kv_offloading_size": options.host_tier_bytes > 0,
+    }.items():
+        if asked:
+            words = f"{name} is not supported for {config.architecture}, which is run by transformers"
+            raise PenstockError(Code.UNSUPPORTED, words, name)
+    logger.warning(
+        "%s is run by the modules of transformers (model_impl): slower than an implementation of ours, on one rank, "
+        "without LoRA and KV transfer; and not batch-invariant: other requests may change the last bits of a result.",
+        config.architecture,
+    )
