@@ -144,9 +144,9 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind.
     """
-    vocabulary, hidden, intermediate, heads, layers = (
+    hidden, vocabulary, intermediate, heads, layers = (
         _count(raw, name)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+        for name in ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
     )
     max_position_embeddings, rope = int(raw.get("max_position_embeddings") or 2048), rope_parameters_of(raw)
     bias = bool(raw.get("attention_bias", False))
