@@ -3,13 +3,14 @@
 from penstock.checkpoint.decoder_options import DecoderOptions
 from penstock.checkpoint.experts_config import ExpertsConfig
 from penstock.checkpoint.latent_config import LatentConfig
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 
 from .read_config import read_config
 from .registry import Family, imported, register
 from .stored import Stored
 
 __all__ = [
+    "ConfigJson",
     "DecoderOptions",
     "ExpertsConfig",
     "Family",
