@@ -199,8 +199,8 @@ def serve(
 ) -> Iterator[list[TokenDelta]]:
     """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas. Steps
     fail where ``fails`` says so, before they are sent or when they are collected."""
-    under_way = deque[tuple[Plan, StepOutput]]()
-    while scheduler.num_unfinished_requests or under_way or scheduler.kv.has_stores:
+    under_way, offloading = deque[tuple[Plan, StepOutput]](), scheduler.kv.offloading
+    while scheduler.num_unfinished_requests or under_way or (offloading and offloading.has_stores):
         plan = scheduler.schedule() if len(under_way) < depth else Plan()
         if plan:
             check_limits(scheduler, plan)

@@ -39,7 +39,6 @@ from .local_ranks import CLOSE_TIMEOUT, LocalRanks
 from .messages import (
     Call,
     CallReply,
-    ExecuteStep,
     Failed,
     FromWorker,
     GrammarBitmask,
@@ -132,7 +131,7 @@ class MultiprocExecutor(Executor):
         tokens = int(step.lengths.sum()) + len(step.draft_token_ids)
         tokens += sum(image.num_patches for image in step.encoded_images)
         tokens += sum(new.audio.length for new in step.updates.new if new.audio)
-        self._send(ExecuteStep(step))
+        self._send(step)
         self._steps.append((tokens, time.monotonic()))
         if step.has_grammar_bitmask:
             assert grammar_bitmask is not None

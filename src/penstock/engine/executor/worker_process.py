@@ -33,7 +33,6 @@ from .messages import (
     Call,
     CallReply,
     Close,
-    ExecuteStep,
     Failed,
     FromWorker,
     GrammarBitmask,
@@ -91,7 +90,7 @@ class WorkerProcess:
                 if not self._reader.has_message() and self._parent_ended():
                     return
             message = to_worker.decode(self._reader.receive())
-            while self._running and not isinstance(message, ExecuteStep):
+            while self._running and not isinstance(message, StepInput):
                 self._answer_step()
             if isinstance(message, Close):
                 return
@@ -101,8 +100,8 @@ class WorkerProcess:
 
     def _answer(self, message: ToWorker) -> None:
         match message:
-            case ExecuteStep(step):
-                self._running.append(self._submit(step))
+            case StepInput():
+                self._running.append(self._submit(message))
             case Call(number, call):
                 try:
                     future = self._worker.call(call)

@@ -89,9 +89,8 @@ class Endpoint:
         self._steps: list[_Step] = []
         """Steps in flight that export something, the oldest first."""
         self._steps_changed = asyncio.Event()
-        self._work: deque[Callable[[], None]] = deque()
+        self._work: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         """What is to be done for decode engines."""
-        self._work_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = 0
         """TCP port that is listened at; 0 where there is none."""
@@ -171,24 +170,18 @@ class Endpoint:
 
     def _do(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function in the thread, after those before it."""
-        self._call(self._append_work, partial(function, *args))
-
-    def _append_work(self, work: Callable[[], None]) -> None:
-        self._work.append(work)
-        self._work_changed.set()
+        self._call(self._work.put_nowait, partial(function, *args))
 
     async def _work_off(self) -> None:
         """Do one thing after the other. What it has to send is sent before the next, so that the peer reads a piece
         while the checksum of the next one is computed."""
         while True:
-            await self._work_changed.wait()
-            while self._work:
-                try:
-                    self._work.popleft()()
-                except Exception:  # one transfer's; the others go on
-                    logger.exception("a KV transfer has failed")
-                await asyncio.sleep(0)
-            self._work_changed.clear()
+            work = await self._work.get()
+            try:
+                work()
+            except Exception:  # one transfer's; the others go on
+                logger.exception("a KV transfer has failed")
+            await asyncio.sleep(0)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -318,7 +318,8 @@ class Scheduler:
         requests = {item.sequence.request.request_id for item in plan.scheduled}
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
         self._preemption.cancel_swaps(plan)
-        self.kv.cancel_offloading(plan)
+        if self.kv.offloading:
+            self.kv.offloading.cancel(plan.stores, plan.loads)
         for item in plan.scheduled:
             for sequence in (item.sequence, *item.sampling_sequences):
                 self.running.release(sequence)
@@ -328,7 +329,8 @@ class Scheduler:
         """Process the output of the oldest step in flight. Returns a delta for each sequence that got something."""
         self.admission.invalidate_free_capacity()
         self._preemption.confirm_swaps(plan)
-        self.kv.confirm_offloading(plan)
+        if self.kv.offloading and (plan.stores or plan.loads):
+            self.kv.offloading.confirm(plan.stores, plan.loads)
         deltas: list[TokenDelta] = []
         outputs = iter(output.sampled)
         for i, item in enumerate(plan.scheduled):
