@@ -27,10 +27,10 @@ from penstock.core import (
     Vocabulary,
 )
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import num_redundant_experts
 from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import read_config
-from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from penstock.checkpoint.engine_config import DECIDED, engine_config_of
+from penstock.checkpoint.sentence_transformers import read_dense_modules
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import check_sizes, read_placement
 from penstock.models import ModelConfig
-from penstock.planning.engine_config import DECIDED, engine_config_of
-from penstock.planning.expert_placement import check_sizes, read_placement
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
-from penstock.planning.sentence_transformers import read_dense_modules
 
 from .speech import speech_options
 from .whole_prompts import whole_prompts

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.kv_spec import CANONICAL_LAYOUT, TransferLayout
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
-from penstock.planning.kv_spec import CANONICAL_LAYOUT, TransferLayout
 
 from ..sequence.plan import OffloadedBlock
 from ..step import TransferMemory

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.kv_spec import TransferLayout, transfer_layouts
 from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.kv_size import kv_specs
-from penstock.planning.kv_spec import TransferLayout, transfer_layouts
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 

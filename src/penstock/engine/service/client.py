@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
+from penstock.core.requests import ENCODE_ERRORS, invalid_request
 from penstock.version import __version__
 
 from . import messages
@@ -150,12 +151,16 @@ class EngineClient:
         return adapter in self._reloads.values()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request. Raises ``PenstockError`` (``unavailable``) as ``require_engine`` does."""
+        """Send a request. Raises ``PenstockError``: ``unavailable`` as ``require_engine`` does, ``invalid`` for a value
+        that cannot be encoded."""
         self.require_engine()
+        time_left = None
         if self._connection.remote and request.deadline is not None:
-            self._send(messages.Add(request, time_left=max(request.deadline - time.monotonic(), 0.0)))
-        else:
-            self._send(messages.Add(request))
+            time_left = max(request.deadline - time.monotonic(), 0.0)
+        try:
+            self._send(messages.Add(request, time_left))
+        except ENCODE_ERRORS as error:
+            raise invalid_request(request, error) from error
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; does nothing where it has ended, or its engine has died."""
