@@ -16,11 +16,7 @@ from torch import Tensor
 from penstock.checkpoint.kv_spec import PROGRESS_BITS, bytes_per_block
 from penstock.core import Logprob
 from penstock.models.model import LanguageModelHead, Model
-from penstock.ops import AttentionMetadata, Batch, ForwardFn, KVSpec, LayerExport, Ops
-from penstock.ops.eager import capture as eager
-from penstock.models import LanguageModelHead, Model
 from penstock.ops import AttentionMetadata, Batch, CaptureOptions, ForwardFn, KVSpec, LayerExport, Ops, reference
-from penstock.checkpoint.kv_spec import PROGRESS_BITS, bytes_per_block
 
 from ..step import SampledTokens
 from .host_copy import HostCopy, to_device
