@@ -505,7 +505,7 @@ def test_who_is_cancelled_leaves_nothing_in_the_queue(policy: str) -> None:
     for name in names:
         assert engine.abort(name)
     assert sequences_of(names) == 0
-    assert engine.request_ids() == ["0", "1"] and engine.num_waiting == 1 and not engine.admission._deadlines
+    assert engine.request_ids() == ["0", "1"] and engine.admission.num_waiting == 1 and not engine.admission._deadlines
     assert form.cancelled() and running
 
 

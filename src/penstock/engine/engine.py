@@ -405,7 +405,7 @@ class Engine:
         except WorkerLostError as error:
             logger.error("the engine has failed: %s", error)
             return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
-        if pending := self.scheduler.pending_prerequisites + self.weights.reading:
+        if pending := self.scheduler.admission.prerequisites.futures + self.weights.reading:
             if self.kv_connector:
                 pending.append(self.kv_connector.activity)
             wait(pending, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)

@@ -349,14 +349,6 @@ class KVCacheManager:
     def _drop(self, sequence: Sequence) -> None:
         self._device_pool.release(self._imported.pop(sequence).blocks)
 
-    def hold_blocks(self, blocks: list[int]) -> None:
-        """Add a reference to each block."""
-        self._device_pool.incref(blocks)
-
-    def release_blocks(self, blocks: list[int]) -> None:
-        """Release references of ``hold_blocks``."""
-        self._device_pool.release(blocks)
-
     # --- A sequence is forked -----------------------------------------------------------------------------------------
 
     def fork(self, first: Sequence, index: int) -> Sequence:

@@ -162,7 +162,7 @@ class KVExports:
             one.sequence, one.num_cached = None, sequence.num_cached_tokens or 0
             if one.num_exported < one.num_tokens:
                 one.blocks = list(sequence.blocks)
-                self._kv.hold_blocks(one.blocks)
+                self._scheduler.device_pool.incref(one.blocks)
             else:
                 self._finish_if_exported(one)
 
@@ -277,12 +277,12 @@ class KVExports:
     def _finish_if_exported(self, one: _Export) -> None:
         if one.num_exported == one.num_tokens and one.sequence is None:
             del self._exports[one.request_id]
-            self._kv.release_blocks(one.blocks)  # the workers export them before they compute anything else
+            self._scheduler.device_pool.release(one.blocks)  # the workers export them before they compute anything else
             self._finishing[one.start.transfer] = one.num_cached
 
     def _drop(self, one: _Export) -> None:
         """Forget a transfer that has ended before all of it was exported."""
-        self._kv.release_blocks(one.blocks)
+        self._scheduler.device_pool.release(one.blocks)
         if one.open:
             self._release_open_slot(one)
 

@@ -472,8 +472,8 @@ class EngineServer:
         waiting = scheduler.adapters() - in_use if adapters.paths else set[str]()
         return messages.Stats(
             running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
-            waiting_prerequisites=scheduler.num_waiting_prerequisites,
+            waiting=scheduler.admission.num_waiting,
+            waiting_prerequisites=len(scheduler.admission.prerequisites),
             prompt_tokens=scheduler.num_prompt_tokens,
             requests_of_others=sum(_split_internal_id(name)[0] != client for name in scheduler.request_ids()),
             blocks=scheduler.device_pool.total,
@@ -481,7 +481,7 @@ class EngineServer:
             preemptions=scheduler.num_preemptions,
             num_preempted_waiting=scheduler.num_preempted_waiting,
             num_swapped=scheduler.num_swapped,
-            blocks_reused=scheduler.num_hit_blocks,
+            blocks_reused=scheduler.kv.num_hit_blocks,
             steps=self._engine.steps,
             steps_by_tokens=self._engine.step_counts.steps,
             step_tokens=self._engine.step_counts.tokens,
