@@ -7,7 +7,7 @@ import time
 from ..exit_status import exit_reason
 from ..step import encoder
 from .fork_server import fork_worker
-from .messages import Close, FromWorker, Start, from_worker
+from .messages import Close, Start
 from .poller import PeerLostError, Poller
 from .ring import Reader, Writer
 
@@ -67,13 +67,8 @@ class RankProcess:
         """Whether it has sent something, be it a part of a message."""
         return self._reader.has_message()
 
-    def receive(self, deadline: float) -> FromWorker:
-        """Its next message. Raises as ``send``."""
-        message: FromWorker = from_worker.decode(self.receive_bytes(deadline))
-        return message
-
-    def receive_bytes(self, deadline: float) -> bytes:
-        """The same, encoded."""
+    def receive(self, deadline: float) -> bytes:
+        """Its next message, encoded. Raises as ``send``."""
         return self._reader.receive(deadline)
 
     def kill(self) -> None:

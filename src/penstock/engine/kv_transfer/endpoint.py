@@ -56,7 +56,6 @@ class Endpoint:
     Args:
         instance: of this engine.
         buffer: the engine's transfer buffer.
-        layer_ends: end of each layer within a slot, bytes.
         stages: layers and world ranks of each pipeline stage.
         wake: called, in the thread, when ``take_events`` has something.
 
@@ -67,14 +66,13 @@ class Endpoint:
         self,
         instance: Instance,
         buffer: TransferBuffer,
-        layer_ends: list[int],
         stages: list[tuple[range, list[int]]],
         options: KVTransferOptions,
         wake: Callable[[], None],
     ) -> None:
         self.stats = TransferStats()
         self.buffer = buffer
-        self._context = Context(instance, buffer, layer_ends, options, self.stats, self._report)
+        self._context = Context(instance, buffer, options, self.stats, self._report)
         if options.transport == "nixl":
             self._context.nixl = NixlAgent(buffer)
         self._wake = wake
@@ -135,8 +133,8 @@ class Endpoint:
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
         """Offer layers of slots that this engine has exported."""
-        ends = [0, *self._context.layer_ends]
-        few = max(1, OFFER_BYTES // (ends[last_layer] - ends[first_layer]))
+        offsets = self.buffer.layer_offsets
+        few = max(1, OFFER_BYTES // (offsets[last_layer] - offsets[first_layer]))
         for begin in range(0, len(exported), few):
             self._do(self._offer, transfer, exported[begin : begin + few], first_layer, last_layer)
 
@@ -221,7 +219,7 @@ class Endpoint:
 
     def _offer_layers(self, step: _Step, done: bool = False) -> None:
         """Offer the layers that a step has exported since the last call; all others with ``done``."""
-        few = max(1, len(self._context.layer_ends) // OFFERS_PER_STEP)
+        few = max(1, self.buffer.num_layers // OFFERS_PER_STEP)
         for i, (layers, ranks) in enumerate(self._stages):
             if i and not step.offered[0]:
                 return  # with the first layer the slots become the transfer's
