@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx2
@@ -69,7 +68,7 @@ class ModelScope:
         if status == 404:
             raise self._not_found()
         try:
-            listed = msgspec.convert(_data(answer), type=list[_File])
+            listed = msgspec.convert(answer["Data"]["Files"], type=list[_File])
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise self._unavailable(f"status {status}, which is not its API's answer") from error
         if len(listed) >= MAX_FILES:
@@ -106,8 +105,3 @@ class ModelScope:
 
     def _unavailable(self, problem: object) -> PenstockError:
         return unavailable(f"{self.name} from {self.endpoint}", problem, ADVICE)
-
-
-def _data(answer: Any) -> Any:
-    """The listing in an answer. Raises ``KeyError`` or ``TypeError`` where there is none."""
-    return answer["Data"]["Files"]
