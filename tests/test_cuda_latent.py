@@ -24,7 +24,7 @@ from test_cuda_attention import cut as cut_attention
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.ops import KVSpec, reference
 from penstock.ops.cuda import kv_cache, latent
-from penstock.ops.pytorch.kv_cache import store_vectors
+from penstock.ops.reference.kv_cache import store_vectors
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:

@@ -8,8 +8,8 @@ from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 
 from .http.request_record import RequestRecord
 from .models.service import ModelService
@@ -23,7 +23,7 @@ CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 async def generate(
     service: ModelService,
     record: RequestRecord,
-    prompt: Prompt,
+    prompt: TokenizedPrompt,
     sampling: SamplingParams,
     **options: Any,
 ) -> AsyncGenerator[RequestOutput, None]:

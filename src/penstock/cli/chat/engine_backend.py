@@ -44,13 +44,13 @@ class Engine:
 
     async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
         processor = self._llm.gateway.input_processor
-        if conversation.tools and processor.response_formats().tools is None:
+        if conversation.tools and processor.chats.response_formats().tools is None:
             raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them")
         given = to_sampling_params(conversation.sampling)
         names = conversation.sampling.keys() - {TEMPLATE_KWARGS}
         changes = {"max_tokens": None} | {name: getattr(given, name) for name in names}
         stream = self._llm.chat(
-            messages_of(msgspec.convert(messages, list[RequestMessage]), processor.sees_images),
+            messages_of(msgspec.convert(messages, list[RequestMessage]), processor.media.sees_images),
             self._llm.get_default_sampling_params().replace(**changes),
             conversation.tools or None,
             conversation.sampling.get(TEMPLATE_KWARGS),

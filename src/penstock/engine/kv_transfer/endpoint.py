@@ -73,6 +73,7 @@ class Endpoint:
         wake: Callable[[], None],
     ) -> None:
         self.stats = TransferStats()
+        self.buffer = buffer
         self._context = Context(instance, buffer, layer_ends, options, self.stats, self._report)
         if options.transport == "nixl":
             self._context.nixl = NixlAgent(buffer)

@@ -286,7 +286,8 @@ class Worker:
             self._stage.pass_on()
             return lambda: (StepOutput([]), None)
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
-        self._drafts.write(step)
+        if len(step.drafts) or self._drafts.trees:
+            self._drafts.write(step)
         if len(step.drafts):
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
         if not self._stage.is_last:
@@ -368,7 +369,8 @@ class Worker:
     def poll(self) -> None:
         """Put adapters that have been loaded into their slots, keep weights that have been loaded, and complete the
         futures of their calls."""
-        self._reads.poll()
+        if self._reads.unfinished:
+            self._reads.poll()
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 

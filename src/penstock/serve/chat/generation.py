@@ -39,7 +39,7 @@ class ChatGeneration:
         self._adapter = service.adapter_of(request.model)
         self.model = self._adapter or service.name
         """The model's name in the answer: the adapter's, or else the base model's."""
-        self.sampling = chat_sampling(request, service.gateway.input_processor.default_sampling())
+        self.sampling = chat_sampling(request, service.gateway.input_processor.default_sampling)
         self.prompt = ChatPrompt(service, request, size, record)
         if (constraint := forced_tool_call(request, self.prompt.tools)) is not None:
             if self.sampling.guided_decoding:

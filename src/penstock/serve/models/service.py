@@ -62,7 +62,7 @@ class ModelService:
     @property
     def sees_images(self) -> bool:
         """Whether prompts may have images."""
-        return self.gateway.input_processor.sees_images
+        return self.gateway.input_processor.media.sees_images
 
     @property
     def timeout(self) -> float | None:

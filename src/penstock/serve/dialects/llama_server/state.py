@@ -16,7 +16,7 @@ from .handler import settings_of
 def props(served_models: ServedModels, service: ModelService) -> dict[str, Any]:
     processor = service.gateway.input_processor
     tokenizer = processor.tokenizer
-    sampling = processor.default_sampling()
+    sampling = processor.default_sampling
     return {
         "default_generation_settings": {
             "id": 0,

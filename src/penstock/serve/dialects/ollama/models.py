@@ -56,7 +56,7 @@ class OllamaModels:
         config, entry = self._config(service), self._entry(service, service.name)
         family = entry["details"]["family"]
         processor = service.gateway.input_processor
-        tools, reasoning = processor.response_formats()
+        tools, reasoning = processor.chats.response_formats()
         capabilities = {
             "completion": True,
             "insert": find_infill_format(processor.tokenizer) is not None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -11,9 +11,8 @@ from msgspec import UNSET
 
 from penstock.core import SamplingParams
 from penstock.core.errors import invalid
-from penstock.frontend.gateway import MAX_INLINE_SIZE
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.prompt import truncate
 from penstock.serve.generation import SequenceCursor, generate, merge_streams
 from penstock.serve.http.request_record import RequestRecord
@@ -48,7 +47,7 @@ class CompletionHandler:
         self._fair_queue = service.gateway.fair_queue
         self._tokenizer = service.gateway.input_processor.tokenizer
         self._adapter = service.adapter_of(request.model)
-        self.sampling: SamplingParams = completion_sampling(request, service.gateway.input_processor.default_sampling())
+        self.sampling: SamplingParams = completion_sampling(request, service.gateway.input_processor.default_sampling)
         self._suffix = request.suffix or ""
         if self._suffix:
             if request.truncate_prompt_tokens is not None:
@@ -108,22 +107,17 @@ class CompletionHandler:
             yield event(self._response([], usage=usage_of(list(last.values()), self.num_hidden_tokens)))
         yield DONE
 
-    async def _prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt, encoded here where it is to be truncated, or too long to be encoded in the event loop."""
-        request, size = self._request, self._size
+    async def _prompt(self, prompt: str | list[int]) -> TokenizedPrompt:
+        request, size, gateway = self._request, self._size, self._service.gateway
+        text = prompt if isinstance(prompt, str) else None
         if self._suffix:
-            assert isinstance(prompt, str | Sequence) and isinstance(self._suffix, str)
-            token_ids = await self._service.gateway.encode_infill(prompt, self._suffix, size)
-            return {"prompt": prompt if isinstance(prompt, str) else None, "prompt_token_ids": token_ids}
-        special = request.add_special_tokens is not False
-        inline = not isinstance(prompt, str) or (special and size <= MAX_INLINE_SIZE)
-        if request.truncate_prompt_tokens is None and inline:
-            return prompt
-        token_ids = await self._service.gateway.encode(prompt, special, size)
+            assert isinstance(self._suffix, str)
+            return TokenizedPrompt(await gateway.encode_infill(prompt, self._suffix, size), text)
+        token_ids = await gateway.encode(prompt, request.add_special_tokens is not False, size)
         if request.truncate_prompt_tokens is None:
-            return {"prompt": prompt, "prompt_token_ids": token_ids}
-        maximum = self._service.gateway.engine_pool.require_engine().max_model_len - (self.sampling.max_tokens or 1)
-        return truncate(token_ids, request, maximum)
+            return TokenizedPrompt(token_ids, text)
+        maximum = gateway.engine_pool.require_engine().max_model_len - (self.sampling.max_tokens or 1)
+        return TokenizedPrompt(truncate(token_ids, request, maximum))
 
     async def added(
         self, i: int, output: RequestOutput, completion: CompletionOutput, progress: SequenceCursor
@@ -220,7 +214,7 @@ class CompletionHandler:
         return result
 
 
-def _prompts(request: CompletionRequest) -> list[Prompt]:
+def _prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
     """One or several: texts, or lists of token ids.
 
     Raises ``PenstockError`` (``invalid``) where these are mixed.
@@ -235,4 +229,4 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
         return [cast(list[int], prompt)]
     if len(prompt) > MAX_PROMPTS:
         raise invalid(field, f"holds {len(prompt)} prompts, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
-    return cast(list[Prompt], prompt)
+    return cast(list[str], prompt)

@@ -12,8 +12,9 @@ import msgspec
 
 from penstock.core import PenstockError, PoolingParams
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import NO_GENERATION, Prompt
+from penstock.frontend.input_processor import NO_GENERATION
 from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.prompt import truncate
 from penstock.serve.generation import generate, merge_streams
 from penstock.serve.http.request_record import RequestRecord
@@ -23,7 +24,7 @@ from penstock.text.encoding import Texts
 from .requests import MAX_PROMPTS, PoolingRequest
 from .responses import EmbeddingUsage, encode
 
-Input = Prompt | Texts
+Input = str | list[int] | Texts
 
 
 class PoolingHandler:
@@ -75,11 +76,10 @@ class PoolingHandler:
             if isinstance(prompt, str):
                 prompt = Texts(prompt, add_special_tokens=self._special)
             if isinstance(prompt, Texts):
-                prompt = await self._service.gateway.encode_texts(self._limited(prompt), size)
-            elif self._request.truncate_prompt_tokens is not None:
-                token_ids = await self._service.gateway.encode(prompt)
-                prompt = {"prompt_token_ids": truncate(token_ids, self._request, self._max_len, "right")}
-            stream = generate(self._service, self._record, prompt, NO_GENERATION, pooling=pooling, **self._options)
+                tokenized = await self._service.gateway.encode_texts(self._limited(prompt), size)
+            else:
+                tokenized = TokenizedPrompt(truncate(prompt, self._request, self._max_len, "right"))
+            stream = generate(self._service, self._record, tokenized, NO_GENERATION, pooling=pooling, **self._options)
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
@@ -110,7 +110,7 @@ def usage(outputs: Sequence[RequestOutput]) -> EmbeddingUsage:
     return EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
-def inputs(given: str | Sequence[str | int | list[int]]) -> list[Prompt]:
+def inputs(given: str | Sequence[str | int | list[int]]) -> list[str] | list[list[int]]:
     """One or several: texts, or lists of token ids.
 
     Raises ``PenstockError`` (``invalid``) where these are mixed.
@@ -123,4 +123,4 @@ def inputs(given: str | Sequence[str | int | list[int]]) -> list[Prompt]:
         return [cast(list[int], given)]
     if len(given) > MAX_PROMPTS:
         raise invalid("input", f"holds {len(given)} inputs, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
-    return cast(list[Prompt], given)
+    return cast(list[str], given)

@@ -13,8 +13,8 @@ from msgspec import UNSET
 
 from penstock.core import Code, FinishReason, PenstockError
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.messages import messages_of
 from penstock.serve.generation import SequenceCursor, generate
 from penstock.serve.http.request_record import RequestRecord
@@ -115,16 +115,16 @@ class PaddleNLPHandler:
             async for output in outputs:
                 yield output
 
-    async def _prompt(self) -> Prompt:
+    async def _prompt(self) -> TokenizedPrompt:
         """The prompt in token ids; refused where prompt and ``max_dec_len`` exceed the context."""
         request, gateway = self._request, self._service.gateway
         if self._messages:
             prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self._record.sender)
         elif request.text is not None:
-            prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}
+            prompt = TokenizedPrompt(await gateway.encode(request.text), request.text)
         else:
-            prompt = {"prompt_token_ids": request.input_ids}
-        count, max_dec_len = len(prompt["prompt_token_ids"]), field_value(request, "max_dec_len") or 0
+            prompt = TokenizedPrompt(request.input_ids or [])
+        count, max_dec_len = len(prompt.token_ids), field_value(request, "max_dec_len") or 0
         maximum = gateway.engine_pool.require_engine().max_model_len
         if max_dec_len and count + max_dec_len > maximum:
             message = f"{count} tokens of input and {max_dec_len} of output are more than the {maximum} of the context"

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from penstock.core import Code, Failure, PenstockError, SamplingParams
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 
 from ...chat.prompt import truncate
 from ...chat.request import GenerationRequest
@@ -164,11 +164,11 @@ class GenerateHandler:
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         request = self._request
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
-        prompt: Prompt = request.prompt
+        gateway = self._service.gateway
+        prompt = TokenizedPrompt(await gateway.encode(request.prompt), request.prompt)
         if request.truncate_prompt_tokens is not None:
-            gateway = self._service.gateway
             maximum = gateway.engine_pool.require_engine().max_model_len - (self._sampling.max_tokens or 1)
-            prompt = truncate(await gateway.encode(prompt), request, maximum)
+            prompt = TokenizedPrompt(truncate(prompt.token_ids, request, maximum))
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:

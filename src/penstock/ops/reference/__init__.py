@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from .activations import activation, activation_and_mul
-from .experts import combine_experts, count_experts, place_experts, select_experts
-from .pytorch.attention import attention, rope_and_store
-from .pytorch.elementwise import (
+from ..activations import activation, activation_and_mul
+from ..experts import combine_experts, count_experts, place_experts, select_experts
+from ..sampling import sample_random
+from .attention import attention, rope_and_store
+from .elementwise import (
     add_residual,
     add_rms_norm,
     clone,
@@ -22,13 +23,13 @@ from .pytorch.elementwise import (
     scale,
     to_float32,
 )
-from .pytorch.experts import experts_activation_and_mul, experts_linear, stack_experts
-from .pytorch.graph import capture, empty, is_capturing
-from .pytorch.kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, store_kv
-from .pytorch.latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
-from .pytorch.logits import apply_bitmask, log_softmax, topk
-from .pytorch.lora import add_lora, new_lora_slots, pack_lora, set_lora
-from .pytorch.matrix import (
+from .experts import experts_activation_and_mul, experts_linear, stack_experts
+from .graph import capture, empty, is_capturing
+from .kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, store_kv
+from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
+from .logits import apply_bitmask, log_softmax, topk
+from .lora import add_lora, new_lora_slots, pack_lora, set_lora
+from .matrix import (
     LAYOUT,
     argmax,
     embedding,
@@ -40,7 +41,6 @@ from .pytorch.matrix import (
     packed_tensors,
     supports,
 )
-from .sampling import sample_random
 
 NAME = "reference"
 BATCH_INVARIANT = False

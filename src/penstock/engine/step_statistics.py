@@ -1,11 +1,29 @@
-"""Bounds on the duration of steps, to tell a long step from one that hangs."""
+"""Tokens and durations of steps: counts for a histogram, and bounds that tell a long step from one that hangs."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
+BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds, tokens; a last bucket has all larger steps."""
 DECAY = 0.95
 """Factor of the slowest time per token after each step, so that an outlier is forgotten after some dozens of steps."""
 FIRST_STEP_TIMEOUT_FACTOR = 9
 """Multiple of ``engine_iteration_timeout`` that the first step may take, since no step was measured before."""
+
+
+class StepCounts:
+    """Counts of steps by their tokens, drafts included, since the engine's start."""
+
+    def __init__(self) -> None:
+        self.steps = [0] * (len(BUCKETS) + 1)
+        """Of each bucket."""
+        self.tokens = 0
+        """Of all steps together."""
+
+    def record(self, tokens: int) -> None:
+        self.steps[bisect_left(BUCKETS, tokens)] += 1
+        self.tokens += tokens
 
 
 class StepTimes:
