@@ -40,8 +40,6 @@ from .registry import Family, register
 from .vision import gemma3 as gemma3_vision
 from .vision import internvl, llava, pixtral
 
-__all__ = ["Family", "ModelConfig", "read_config", "register"]
-
 for family in (
     bert.FAMILY,
     *cohere.FAMILIES,
