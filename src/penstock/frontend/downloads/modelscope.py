@@ -66,7 +66,10 @@ class ModelScope:
         if status in (401, 403):
             raise self._no_access()
         if status == 404:
-            raise self._not_found()
+            says = (
+                f"{self.endpoint} has no model {self.name} with the revision {self.revision}, or hides it: check both"
+            )
+            raise PenstockError(Code.NOT_FOUND, f"model: {says}, or set MODELSCOPE_API_TOKEN", "model")
         try:
             listed = msgspec.convert(answer["Data"]["Files"], type=list[_File])
         except (msgspec.ValidationError, KeyError, TypeError) as error:
@@ -98,10 +101,6 @@ class ModelScope:
     def _no_access(self) -> PenstockError:
         says = f"{self.endpoint} refuses {self.name}: set MODELSCOPE_API_TOKEN to a token that may read it"
         return PenstockError(Code.INVALID, f"model: {says}", "model")
-
-    def _not_found(self) -> PenstockError:
-        says = f"{self.endpoint} has no model {self.name} with the revision {self.revision}, or hides it: check both, "
-        return PenstockError(Code.NOT_FOUND, f"model: {says}or set MODELSCOPE_API_TOKEN", "model")
 
     def _unavailable(self, problem: object) -> PenstockError:
         return unavailable(f"{self.name} from {self.endpoint}", problem, ADVICE)
