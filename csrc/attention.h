@@ -186,13 +186,13 @@ PENSTOCK_INLINE inline void multiply_columns(const typename Step::In* x, int64_t
                                              int64_t columns, int64_t inputs, Soon soon, Begin&& begin, Finish&& finish) {
   auto some = [&]<int G>(int64_t c) PENSTOCK_INLINE {
     typename Step::Sum sums[R][G];
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * kWidth);
+    PENSTOCK_FOR (int r = 0; r < R; r++)
+      PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * kWidth);
     multiply<Step, R, G>(x, ldx, (const char*)panel + c / kWidth * Step::kBytes, width / kWidth * Step::kBytes, inputs, sums,
                          soon);
     soon.at += inputs / Step::kInputs * soon.lines * 64;
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) finish(r, c + g * kWidth, sums[r][g]);
+    PENSTOCK_FOR (int r = 0; r < R; r++)
+      PENSTOCK_FOR (int g = 0; g < G; g++) finish(r, c + g * kWidth, sums[r][g]);
   };
   constexpr int most = groups_of_rows(R), few = 16 / kWidth < most ? 16 / kWidth : most;
   int64_t c = 0;

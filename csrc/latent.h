@@ -67,7 +67,7 @@ inline void lay_out_keys(const typename K::Element* vectors, int64_t dim, uint32
   const int64_t bytes = dim * sizeof(typename K::Element);
   for (int64_t word = 0; word < bytes / 4; word += 4) {
     Four v[4];
-    PENSTOCK_UNROLL for (int i = 0; i < 4; i++) {
+    PENSTOCK_FOR (int i = 0; i < 4; i++) {
       v[i] = load_bits<Four>((const char*)vectors + i * bytes + word * 4);
       if constexpr (K::kRounds) v[i] = v[i] ^ 0x80808080;  // keys have 128 added
     }
@@ -112,7 +112,7 @@ inline void lay_out_values(const typename K::Element* vectors, int64_t dim, int6
       Pairs first[2], second[2], zipped[2];
       zip(load_bits<Bytes>(vectors + d), load_bits<Bytes>(vectors + dim + d), first);
       zip(load_bits<Bytes>(vectors + 2 * dim + d), load_bits<Bytes>(vectors + 3 * dim + d), second);
-      PENSTOCK_UNROLL for (int half = 0; half < 2; half++) {
+      PENSTOCK_FOR (int half = 0; half < 2; half++) {
         zip(first[half], second[half], zipped);
         store_bits(values + d * 4 + half * 32, zipped[0]);
         store_bits(values + d * 4 + half * 32 + 16, zipped[1]);

@@ -47,6 +47,12 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// An aggregate by its fields, in their order.
+template <class A, class... Fields>
+A fields_of(Fields... fields) {
+  return A{fields...};
+}
+
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
   for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
@@ -157,9 +163,9 @@ using Product = void (*Kernels::*)(const Linear&, int64_t task);
 void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out,
               int64_t out_stride, int64_t outputs, int64_t rows, int out_type, int activation = 0) {
   make({rows, 0}, [=](Size size) {
-    const Linear args{matrix,     at<void>(x), at<float>(x_scales),     at<void>(x_sums), at<void>(out),
+    const auto args = fields_of<Linear>(matrix,     at<void>(x), at<float>(x_scales),     at<void>(x_sums), at<void>(out),
                       out_stride, size.tokens, panels_of_task(outputs), Type(out_type),
-                      Activation(activation)};
+                      Activation(activation));
     const int64_t tasks = ceil_div(args.rows, kernels->linear_rows) * ceil_div(outputs, kPanel * args.panels);
     pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
   });
@@ -339,8 +345,8 @@ bool allows_any(const Allowed& a, int64_t row) {
 void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address allowed, Address out,
                Address most, int64_t rows) {
   make({rows, 0}, [=](Size size) {
-    const Linear product{matrix,  at<void>(x), at<float>(x_scales),            at<void>(x_sums),
-                         nullptr, 0,           size.tokens, panels_of_task(matrix.outputs), Type::float32};
+    const auto product = fields_of<Linear>(matrix,  at<void>(x), at<float>(x_scales),            at<void>(x_sums),
+                         nullptr, 0,           size.tokens, panels_of_task(matrix.outputs), Type::float32);
     const int64_t tasks = ceil_div(matrix.outputs, kPanel * product.panels);
     std::vector<float> values(product.rows * tasks);
     std::vector<int64_t> places(product.rows * tasks);
@@ -368,8 +374,8 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
   const auto threads = pool();
   for (int64_t first = 0; first < rows; first += kernels->linear_rows) {
     const int64_t some = std::min(kernels->linear_rows, rows - first), width = (m.in + 7) / 8 * 8;
-    const Linear product{sketch.rounded, at<int8_t>(rounded) + first * width, at<float>(x_scales) + first,
-                         at<int32_t>(x_sums) + first, nullptr, 0, some, panels_of_task(m.outputs), Type::float32};
+    const auto product = fields_of<Linear>(sketch.rounded, at<int8_t>(rounded) + first * width, at<float>(x_scales) + first,
+                         at<int32_t>(x_sums) + first, nullptr, 0, some, panels_of_task(m.outputs), Type::float32);
     const int64_t tasks = ceil_div(m.outputs, kPanel * product.panels), room = some * product.panels * (kPanel / 16);
     std::vector<float> lengths(some), off(some);
     std::vector<std::atomic<float>> least(some);
@@ -377,12 +383,12 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
     for (auto& each : least) each = -INFINITY;
     with_room(candidates, tasks * room);
     const int64_t bytes = m.in * (m.type == Type::float32 ? 4 : 2);
-    const Screening args{product,        allowed_of(allowed, m, first),
+    const auto args = fields_of<Screening>(product,        allowed_of(allowed, m, first),
                          &m,             sketch.off,
                          sketch.lengths, at<char>(x) + first * bytes,
                          lengths.data(), off.data(),
                          least.data(),   candidates.data(),
-                         counts.data()};
+                         counts.data());
     threads->run(some, [&](int64_t row) { kernels->measure(args, row); });
     for (int64_t row = 0; row < some; row++)
       if (!std::isfinite(lengths[row]) || !std::isfinite(off[row])) return false;
@@ -523,10 +529,10 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
     for (int64_t token = 0; token < size.tokens; token++)
       if (at<int64_t>(places)[token] >= 0) chosen.push_back(token);
     if (chosen.empty()) return;
-    const Exchange args{at<void>(cache), at<char>(buffer) + offset, at<int64_t>(slots), at<int64_t>(places),
+    const auto args = fields_of<Exchange>(at<void>(cache), at<char>(buffer) + offset, at<int64_t>(slots), at<int64_t>(places),
                         chosen.data(),   int64_t(chosen.size()),    kv_heads,           dim,
                         panel_of(block_size), all_heads,                 first_head,         slot_tokens,
-                        slot_bytes,      Type(type),                rounded,            latent};
+                        slot_bytes,      Type(type),                rounded,            latent);
     pool()->run(ceil_div(args.count, kRowsTogether), [&](int64_t task) { (kernels->*kernel)(args, task); });
     if (progress) at<std::atomic<int64_t>>(progress)->fetch_add(1, std::memory_order_release);
   });
@@ -574,9 +580,9 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
                Address sinks, int64_t latent, bool causal, Address key_ends, bool chunked) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
-    Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts, at<int32_t>(lengths),
+    auto args = fields_of<Attention>(at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts, at<int32_t>(lengths),
                    nullptr, 0, heads, kv_heads, dim, block_size, table_width, window, out_stride, scale, Type(type), rounded,
-                   cap, at<float>(sinks), latent, kernels->attention_rows, nullptr, causal, at<int32_t>(key_ends), chunked};
+                   cap, at<float>(sinks), latent, kernels->attention_rows, nullptr, causal, at<int32_t>(key_ends), chunked);
     if (latent) {
       const LatentTasks tasks = latent_tasks(starts, args.lengths, size.sequences, heads, latent);
       args.tiles = tasks.tiles.data(), args.tasks = int64_t(tasks.tiles.size()) / 4;
@@ -601,16 +607,16 @@ void latent_store(Address q, Address k, Address latent, Address out, Address pos
                   int64_t q_stride, int64_t q_head, int64_t k_stride, int64_t latent_stride, int64_t out_stride,
                   int64_t out_head, bool pairs, int type, bool rounded) {
   make_rows(tokens, &Kernels::latent_store,
-            LatentStore{at<void>(q), at<void>(k), at<void>(latent), at<void>(out), at<int64_t>(positions),
+            fields_of<LatentStore>(at<void>(q), at<void>(k), at<void>(latent), at<void>(out), at<int64_t>(positions),
                         at<float>(table), at<void>(cache), at<int64_t>(slots), heads, rope, dim, panel_of(block_size),
-                        q_stride, q_head, k_stride, latent_stride, out_stride, out_head, pairs, Type(type), rounded});
+                        q_stride, q_head, k_stride, latent_stride, out_stride, out_head, pairs, Type(type), rounded));
 }
 
 void by_head(Address x, const Matrix& matrix, Address out, int64_t x_stride, int64_t x_head, int64_t out_stride,
              int64_t out_head, int64_t rows, int64_t heads, int64_t outputs) {
   make({rows, 0}, [=](Size size) {
-    const ByHead args{matrix, at<void>(x), at<void>(out), x_stride, x_head,  out_stride,
-                      out_head, size.tokens, heads,       outputs,  ceil_div(outputs, kPanel) * kPanel};
+    const auto args = fields_of<ByHead>(matrix, at<void>(x), at<void>(out), x_stride, x_head,  out_stride,
+                      out_head, size.tokens, heads,       outputs,  ceil_div(outputs, kPanel) * kPanel);
     const int64_t tasks = heads * ceil_div(args.rows, kernels->linear_rows);
     pool()->run(tasks, [&](int64_t task) { kernels->by_head(args, task); });
   });
@@ -686,11 +692,11 @@ NB_MODULE(_kernels, m) {
            [](Matrix* self, Address panels, Address scales, int scale_type, Address offsets, int offset_type,
               Address output_scales, Address bias, Address order, int64_t in, int64_t outputs, int64_t group,
               int64_t rotation, bool x_in_groups, int format, int type) {
-             new (self) Matrix{at<void>(panels),
-                               {at<void>(scales), GroupType(scale_type)},
-                               {at<void>(offsets), GroupType(offset_type)},
-                               at<float>(output_scales), at<float>(bias), at<int32_t>(order), in, outputs, group,
-                               rotation, x_in_groups, Format(format), Type(type)};
+             const OfGroups group_scales{at<void>(scales), GroupType(scale_type)};
+             const OfGroups group_offsets{at<void>(offsets), GroupType(offset_type)};
+             new (self) Matrix(fields_of<Matrix>(at<void>(panels), group_scales, group_offsets, at<float>(output_scales),
+                                                 at<float>(bias), at<int32_t>(order), in, outputs, group, rotation,
+                                                 x_in_groups, Format(format), Type(type)));
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Tape>(m, "Tape")

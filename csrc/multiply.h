@@ -173,7 +173,7 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
           load_groups(m.scales, scales + group * kPanel, scale);
           if (m.offsets.at) load_groups(m.offsets, scales + group * kPanel, offset);
           for (int64_t r = 0; r < rows; r++)
-            PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+            PENSTOCK_FOR (int g = 0; g < kPanel / 16; g++) {
               auto sum = load_bits<typename Step::Sum>(from + r * kPanel + g * 16);
               if constexpr (F::kIntegers) sum -= F::kZero * F::x_sum(a, (row + r) * groups + group);
               float* out = to + r * kPanel + g * 16;
