@@ -330,8 +330,8 @@ struct IntegerScales {
 #if defined(__AVX512F__)
     return (u32xw)_mm512_shuffle_epi8((__m512i)v, _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
 #else
-    return (u32xw)_mm256_shuffle_epi8((__m256i)v, _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404,
-                                                                     0x08080808, 0x0c0c0c0c));
+    return (u32xw)_mm256_shuffle_epi8(
+        (__m256i)v, _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c));
 #endif
   }
 };

@@ -261,8 +261,8 @@ struct WideOctets : BrainInputs {
     const u32xw all = load_bits<u32xw>(at);
     Wide found;
     PENSTOCK_FOR (int n = 0; n < 4; n++)
-      found.of[n] = as<u32xw>(_mm512_permutexvar_epi16((__m512i)((all >> (4 * n)) & 0x000f000f),
-                                                       (__m512i)load_bits<u32xw>(Numbers::kValues)));
+      found.of[n] = as<u32xw>(
+          _mm512_permutexvar_epi16((__m512i)((all >> (4 * n)) & 0x000f000f), (__m512i)load_bits<u32xw>(Numbers::kValues)));
     return found;
   }
   template <int part = 0>
