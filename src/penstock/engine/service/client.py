@@ -19,8 +19,8 @@ from penstock.version import __version__
 
 from . import messages
 from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
-from .curve import frames
-from .operations import EngineState, Operation
+from .curve import MAX_FRAME, frames
+from .operations import EngineState
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started ag
 class EngineClient:
     """Sends requests to the engine process at an address, and reconnects to the next one when it dies or is lost.
 
-    Create and use it in one event loop. Only ``ready`` and the methods that wait for a ``CallResult`` are coroutines.
+    Create and use it in one event loop. Only ``ready``, ``call`` and ``close`` are coroutines.
 
     Args:
         address: ZeroMQ address: ``ipc://…`` of a process on this host, ``tcp://…`` of one on any.
@@ -162,41 +162,10 @@ class EngineClient:
         except ENCODE_ERRORS as error:
             raise invalid_request(request, error) from error
 
-    def abort(self, request_id: str) -> None:
-        """Cancel a request; does nothing where it has ended, or its engine has died."""
-        if self._connection.confirmed:  # also after stop_serving()
-            self._send(messages.Abort(request_id))
-
-    def finish_sequence(self, request_id: str, sequence: int) -> None:
-        """End a sequence whose text contains a stop string."""
+    def tell(self, message: messages.ToEngine) -> None:
+        """Send a message about open requests, also after ``stop_serving``; dropped if their engine has died."""
         if self._connection.confirmed:
-            self._send(messages.FinishSequence(request_id, sequence))
-
-    def cancel(self, request_ids: list[str]) -> None:
-        """Cancel requests by their external ids, in all clients of the engine."""
-        if self._connection.confirmed:
-            self._send(messages.Cancel(request_ids))
-
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes of the engine."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.ResetPrefixCache(call_id))
-
-    def pause(self, request_id: str, paused: bool) -> None:
-        """Pause or resume a request's sequences."""
-        if self._connection.confirmed:
-            self._send(messages.Pause(request_id, paused))
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter; returns once requests may name it. Raises ``PenstockError`` where it cannot load."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.LoadAdapter(call_id, name, path))
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter; running requests keep it. Raises ``PenstockError`` (``not_found``) where it is not
-        loaded."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.UnloadAdapter(call_id, name))
+            self._send(message)
 
     def set_adapters(self, adapters: dict[str, str]) -> None:
         """Have the engine load and unload LoRA adapters until it has these, without waiting for it; where there is no
@@ -211,24 +180,19 @@ class EngineClient:
             self._reloads[call_id] = name
             self._send(messages.LoadAdapter(call_id, name, adapters[name]))
 
-    async def operate(self, operation: Operation) -> None:
-        """Have the engine carry out an operation; returns once it has. Raises ``PenstockError`` where it cannot."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.Operate(call_id, operation))
+    async def call(self, kind: Callable[..., messages.ToEngine], *fields: object) -> Snapshot | None:
+        """Send a message and wait for its ``CallResult``.
 
-    async def inspect(self) -> Snapshot:
-        """What the engine is doing. Raises ``PenstockError`` (``unavailable``) where there is none."""
-        call_id = next(self._call_ids)
-        snapshot = await self._call(call_id, messages.Inspect(call_id))
-        assert snapshot
-        return snapshot
+        Args:
+            kind: class of the message, whose first field is the call's id; ``fields`` are the others.
 
-    async def _call(self, call_id: int, message: messages.ToEngine) -> Snapshot | None:
-        """Send a message and wait for its ``CallResult``."""
+        Raises ``PenstockError``: ``unavailable`` where no engine is connected, and the error of the call.
+        """
         self.require_engine()
+        call_id = next(self._call_ids)
         self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(message)
+            self._send(kind(call_id, *fields))
             return await self._calls[call_id]
         finally:
             del self._calls[call_id]
@@ -265,8 +229,9 @@ class EngineClient:
         self._socket = self._connection.socket
 
     def _send(self, message: messages.ToEngine) -> None:
+        data = messages.encode(message)
         with contextlib.suppress(zmq.Again):  # a connection that is lost, which will be noticed
-            self._socket.send_multipart(frames(messages.encode(message)), zmq.NOBLOCK)
+            self._socket.send_multipart(frames(data) if len(data) > MAX_FRAME else [data], zmq.NOBLOCK)
         self._loop.call_soon(self._receive)  # ZeroMQ's descriptor is edge-triggered, and sending may consume its edge
 
     def _keep_process_alive(self) -> None:

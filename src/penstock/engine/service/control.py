@@ -102,7 +102,7 @@ class ModelControl:
 
     async def _ask_all(self, operation: Operation) -> None:
         """Have all engines carry out an operation. Raises the first error, after all have answered."""
-        answers = [client.operate(operation) for client in self._clients]
+        answers = [client.call(messages.Operate, operation) for client in self._clients]
         for result in await asyncio.gather(*answers, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -116,7 +116,8 @@ class ModelControl:
                 await self._ask_all(LoadWeights(update.path))
             except BaseException:
                 await asyncio.gather(
-                    *(client.operate(DiscardWeights()) for client in self._clients), return_exceptions=True
+                    *(client.call(messages.Operate, DiscardWeights()) for client in self._clients),
+                    return_exceptions=True,
                 )
                 raise
             await self._commit(update)
@@ -128,7 +129,7 @@ class ModelControl:
         path = update.path or self._processes.weights
 
         async def commit(client: EngineClient) -> None:
-            await client.operate(CommitWeights(update.running))
+            await client.call(messages.Operate, CommitWeights(update.running))
             self._processes.weights = path
 
         results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)
@@ -157,7 +158,7 @@ class ModelControl:
         if operation is not self._halted:
             return
         try:
-            await client.operate(operation)
+            await client.call(messages.Operate, operation)
         except PenstockError as error:
             logger.error("an engine that has started again could not be paused as before: %s", error)
 

@@ -165,7 +165,9 @@ class EnginePool:
     async def synchronize(self) -> None:
         """Return once all that connected engines have told is known here."""
         clients = [one.client for one in self._replicas if one.client.engine]
-        await asyncio.gather(*(client.operate(Synchronize()) for client in clients), return_exceptions=True)
+        await asyncio.gather(
+            *(client.call(messages.Operate, Synchronize()) for client in clients), return_exceptions=True
+        )
 
     def check_alive(self) -> None:
         """Raise ``PenstockError`` (``unavailable``) where no engine lives that computes answers, be it asleep."""
@@ -223,7 +225,7 @@ class EnginePool:
         async def ask(replica: Replica) -> tuple[messages.Stats, Snapshot | None]:
             try:
                 async with asyncio.timeout(INSPECT_TIMEOUT):
-                    snapshot = await replica.client.inspect()
+                    snapshot = await replica.client.call(messages.Inspect)
             except (PenstockError, TimeoutError):
                 return self._stats_of(replica), None
             return self._stats_of(replica), snapshot
@@ -238,35 +240,38 @@ class EnginePool:
         except PenstockError:
             replicas = self._replicas[:1]
         for replica in replicas:
-            replica.client.cancel(request_ids)
+            replica.client.tell(messages.Cancel(request_ids))
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes of the engines that work."""
         self._prefixes.clear()
-        await asyncio.gather(*(replica.client.reset_prefix_cache() for replica in self._connected(asleep=True)))
+        connected = self._connected(asleep=True)
+        await asyncio.gather(*(replica.client.call(messages.ResetPrefixCache) for replica in connected))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter into every engine; returns once requests may name it. Raises ``PenstockError`` where one
         cannot load it; those that have loaded it unload it then."""
         working = [replica.client for replica in self._connected()]
         without = [client for client in working if client.adapters.get(name) != path]
-        results = await asyncio.gather(*(one.load_adapter(name, path) for one in working), return_exceptions=True)
+        loading = [one.call(messages.LoadAdapter, name, path) for one in working]
+        results = await asyncio.gather(*loading, return_exceptions=True)
         if error := next((result for result in results if isinstance(result, BaseException)), None):
             loaded = [one for one, result in zip(working, results, strict=True) if result is None and one in without]
-            await asyncio.gather(*(one.unload_adapter(name) for one in loaded), return_exceptions=True)
+            await asyncio.gather(*(one.call(messages.UnloadAdapter, name) for one in loaded), return_exceptions=True)
             raise error
         for replica in self._replicas:
             if replica.client not in working:
                 replica.client.set_adapters({**replica.client.adapters, name: path})
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter from every engine. Raises as ``EngineClient.unload_adapter``."""
+        """Unload a LoRA adapter from every engine; running requests keep it. Raises ``PenstockError`` (``not_found``)
+        where it is not loaded."""
         working = [replica.client for replica in self._connected()]
         for client in [replica.client for replica in self._replicas]:
             if client not in working:
                 client.set_adapters({key: path for key, path in client.adapters.items() if key != name})
         with_it = [client for client in working if name in client.adapters]
-        await asyncio.gather(*(client.unload_adapter(name) for client in with_it or working))
+        await asyncio.gather(*(client.call(messages.UnloadAdapter, name) for client in with_it or working))
 
     def stop_serving(self, failure: Failure) -> None:
         """Fail open requests, and refuse new ones from now on, with ``failure``."""
@@ -282,17 +287,29 @@ class EnginePool:
 
     # --- Requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest) -> None:
-        """Send a request to a replica. ``release`` must follow. Raises ``PenstockError`` (``unavailable``) as
-        ``require_engine`` does."""
-        self._send(request)
+    def add(self, request: EngineRequest, full: frozenset[Replica] = frozenset()) -> None:
+        """Send a request to a replica, which is none of ``full``. ``release`` must follow. Raises ``PenstockError``:
+        ``unavailable`` as ``require_engine`` does, ``overloaded`` where no other works, as ``EngineClient.add``."""
+        working = [replica for replica in self._working() if replica not in full]
+        if not working:
+            raise PenstockError(Code.OVERLOADED, "all queues are full")
+        cached = self._cached_tokens(request)
+        replica = self._route(request, working, cached)
+        uncached = len(request.prompt) - cached[replica]
+        prefills = self._prefill_instances(request, uncached, cached) if replica.takes_kv else []
+        if self._routes:
+            for one in [replica, *prefills[:1]]:
+                self._prefixes.insert(request, [], one.number)
+        addresses = tuple([one.kv_address for one in prefills])
+        replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
+        self._open[request.request_id] = OpenRequest(request, replica, uncached, prefills, full)
 
     def release(self, request_id: str, cancel: bool) -> None:
         """Forget a request that has ended, or, with ``cancel``, cancel it."""
         if (entry := self._open.pop(request_id, None)) is None:
             return
         if cancel:
-            entry.replica.client.abort(request_id)
+            entry.replica.client.tell(messages.Abort(request_id))
         if self._routes:
             self._prefixes.insert(entry.request, entry.output, entry.replica.number)
         if entry.replica.leaving:
@@ -302,17 +319,17 @@ class EnginePool:
         """Cancel a request, which is then still to be released."""
         if entry := self._open.get(request_id):
             entry.settle()
-            entry.replica.client.abort(request_id)
+            entry.replica.client.tell(messages.Abort(request_id))
 
     def finish_sequence(self, request_id: str, sequence: int) -> None:
         """End a sequence whose text contains a stop string."""
         if entry := self._open.get(request_id):
-            entry.replica.client.finish_sequence(request_id, sequence)
+            entry.replica.client.tell(messages.FinishSequence(request_id, sequence))
 
     def pause(self, request_id: str, paused: bool) -> None:
         """Pause or resume a request's sequences."""
         if entry := self._open.get(request_id):
-            entry.replica.client.pause(request_id, paused)
+            entry.replica.client.tell(messages.Pause(request_id, paused))
 
     # --- Routing ----------------------------------------------------------------------------------------------------
 
@@ -345,21 +362,6 @@ class EnginePool:
         if not working:
             raise PenstockError.of(NO_ENGINE)
         return working
-
-    def _send(self, request: EngineRequest, full: frozenset[Replica] = frozenset()) -> None:
-        """Send a request to a replica, which is none of ``full``. Raises as ``add``, and where no other works."""
-        working = [replica for replica in self._working() if replica not in full]
-        if not working:
-            raise PenstockError(Code.OVERLOADED, "all queues are full")
-        cached = self._cached_tokens(request)
-        replica = self._route(request, working, cached)
-        uncached = len(request.prompt) - cached[replica]
-        prefills = self._prefill_instances(request, uncached, cached) if replica.takes_kv else []
-        if self._routes:
-            for one in [replica, *prefills[:1]]:
-                self._prefixes.insert(request, [], one.number)
-        replica.client.add(msgspec.structs.replace(request, prefill=tuple(one.kv_address for one in prefills)))
-        self._open[request.request_id] = OpenRequest(request, replica, uncached, prefills, full)
 
     def _cached_tokens(self, request: EngineRequest) -> dict[Replica, int]:
         """Leading tokens of a request's prompt that each replica has in its cache."""
@@ -479,7 +481,7 @@ class EnginePool:
         if not entry.retriable:
             return False
         try:
-            self._send(entry.request, entry.full | {full} if full else entry.full)
+            self.add(entry.request, entry.full | {full} if full else entry.full)
         except PenstockError:
             return False
         return True
