@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,17 +21,16 @@ from penstock.engine.service.operations import EngineState
 
 from ..expert_load import expert_report
 from ..http.access import Access
-from ..http.body import convert, read_object
-from ..http.openapi import OBJECT, operation, reference
-from ..http.request_record import record_of
+from ..http.body import RequestBody
 from ..http.routes import Routes
 from ..models.manager import ModelManager
 from ..models.served_models import ServedModels
 from ..models.service import ModelService
-from .openai.responses import ErrorResponse
+from .endpoints import DialectRoutes
+from .openai.schema import ErrorResponse
 
 
-class Reload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Reload(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """Change the weights of a model."""
 
     path: str = ""
@@ -41,9 +39,6 @@ class Reload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether running requests finish on the old weights, or are computed again with the new ones and go on after what
     was generated."""
     model: str | None = None
-
-
-SCHEMAS = (Reload,)
 
 
 class Operator:
@@ -102,8 +97,7 @@ def is_sleeping(services: list[ModelService]) -> bool:
 
 def add_routes(routes: Routes, operator: Operator) -> None:
     """Add the paths."""
-    routes.describe(SCHEMAS)
-    failure = reference(ErrorResponse)
+    added = DialectRoutes(routes, operator.served_models, schemas=(Reload,), failure=ErrorResponse)
 
     async def weights(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_described(one) for one in operator.served_models]})
@@ -121,35 +115,20 @@ def add_routes(routes: Routes, operator: Operator) -> None:
             raise PenstockError(Code.UNSUPPORTED, "the load of experts is not counted: start with --expert-load")
         return JSONResponse(expert_report(service.name, stats, options))
 
-    for path, state, summary in (
-        ("/v1/weights", weights, "Weights of the models, and whether they sleep"),
-        ("/expert_load", experts, "Tokens that chose each expert, by layer"),
-        ("/is_sleeping", sleeping, "Whether KV cache or weights are freed"),
-        ("/is_paused", paused, "Whether nothing is computed"),
-    ):
-        routes.add(path, state, access=Access.INFERENCE, summary=summary, described=operation(OBJECT, failure))
-    if operator.served_models.options.server_dev_mode:
-        _add_reload(routes, operator)
+    added.add("/v1/weights", weights, "Weights of the models, and whether they sleep")
+    added.add("/expert_load", experts, "Tokens that chose each expert, by layer")
+    added.add("/is_sleeping", sleeping, "Whether KV cache or weights are freed")
+    added.add("/is_paused", paused, "Whether nothing is computed")
+    if not operator.served_models.options.server_dev_mode:
+        return
 
-
-def _add_reload(routes: Routes, operator: Operator) -> None:
     async def reload(request: Request) -> Response:
-        given = await body_of(request, operator, Reload)
+        given, _ = await added.read(request, Reload, optional=True)
         service = operator.served_models.find(given.model)
         await operator.reload(service, given.path, given.running)
         return JSONResponse(_described(service))
 
-    described = operation(OBJECT, reference(ErrorResponse), reference(Reload))
-    summary = "Change a model's weights"
-    routes.add("/v1/weights/reload", reload, access=Access.CONTROL, method="POST", summary=summary, described=described)
-
-
-async def body_of(request: Request, operator: Operator, schema: type[Any]) -> Any:
-    """The body of a request; an empty one has the schema's defaults."""
-    unknown = record_of(request.scope).unknown
-    return await operator.served_models.read(
-        request, lambda body: convert(read_object(body or b"{}"), schema, unknown, "pydantic")
-    )
+    added.post("/v1/weights/reload", reload, "Change a model's weights", Reload, access=Access.CONTROL)
 
 
 def _described(service: ModelService) -> dict[str, Any]:

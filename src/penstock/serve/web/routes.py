@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.version import __version__
 
-from ..dialects.openai.responses import ErrorResponse
+from ..dialects.openai.schema import ErrorResponse
 from ..http.access import Access
 from ..http.openapi import OBJECT, operation, reference
 from ..http.routes import Endpoint, Route, Routes

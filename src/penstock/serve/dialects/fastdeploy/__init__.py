@@ -1,6 +1,6 @@
 """FastDeploy's dialect: OpenAI's paths with its own answers, and paths that only it has."""
 
-from .dialect import NAME, FastDeploy
-from .routes import add_routes
+from .management import add_routes
+from .routes import NAME, FastDeploy
 
 __all__ = ["NAME", "FastDeploy", "add_routes"]

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -17,8 +16,9 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 from penstock.serve.http.access import Access
-from penstock.serve.http.body import convert, read_object
+from penstock.serve.http.body import RequestBody, convert, read_object
 from penstock.serve.http.body_parser import check_elements
+from penstock.serve.http.encoding import Json, encode, event
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
 from penstock.serve.http.reply import Reply
@@ -35,7 +35,7 @@ from .repository import ModelRepository
 from .shared_memory import NO_CUDA, SharedMemory, in_memory
 from .tensors import from_bytes, from_json, in_json, to_bytes
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=RequestBody)
 V = TypeVar("V")
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -46,46 +46,32 @@ COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 class KServeErrorFormat(ErrorFormat):
     dialect = "kserve"
 
-    def error(self, failure: Failure) -> bytes:
-        return msgspec.json.encode({"error": failure.message})
-
-    def stream_error(self, failure: Failure) -> bytes:
-        return event({"error": failure.message})
+    def document(self, failure: Failure) -> object:
+        return {"error": failure.message}
 
 
 ERROR_FORMAT = KServeErrorFormat()
 
 
-def event(document: object) -> bytes:
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
-
-
-class IndexRequest(msgspec.Struct):
+class IndexRequest(RequestBody):
     """Body of ``/v2/repository/index``."""
 
     ready: bool = False
     """List ready models only."""
 
 
-class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
+class LoadRequest(RequestBody, forbid_unknown_fields=True):
     """Body of a request to load or unload a model."""
 
     parameters: dict[str, Any] | None = None
 
 
-class Registration(msgspec.Struct, forbid_unknown_fields=True):
+class Registration(RequestBody, forbid_unknown_fields=True):
     """Body of a request to register a region."""
 
     key: str
     byte_size: int
     offset: int = 0
-
-
-class Json(Response):
-    media_type = "application/json"
-
-    def __init__(self, document: object) -> None:
-        super().__init__(msgspec.json.encode(document))
 
 
 def add_routes(routes: Routes, repository: ModelRepository) -> None:
@@ -119,7 +105,7 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
 
     async def change_of(request: Request, schema: type[T]) -> T:
         """Parse a request that changes the server; unknown fields are refused, as it would do something else."""
-        return convert(await settings_body_of(request), schema, UnknownFields(strict=True))
+        return convert(await settings_body_of(request), schema, UnknownFields(strict=True), "")
 
     async def live(_: Request) -> Response:
         return Response()
@@ -171,14 +157,14 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
                 async with aclosing(stream):
                     async for response in stream:
                         output = await to_fields(model, infer_request, response)
-                        yield event(output) if streamed else msgspec.json.encode(output)
+                        yield event(output) if streamed else encode(output)
 
             return Reply(model.service, pieces(), ERROR_FORMAT, streamed)
 
         return generate
 
     async def index(request: Request) -> Response:
-        wish = convert(await settings_body_of(request), IndexRequest, record_of(request.scope).unknown)
+        wish = convert(await settings_body_of(request), IndexRequest, record_of(request.scope).unknown, "")
         return Json(state.repository_index(repository, wish.ready))
 
     async def load(request: Request, name: str) -> Response:
@@ -406,7 +392,7 @@ async def encode_response(
         outputs.append(output)
     result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
     result |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}
-    return msgspec.json.encode(result), b"".join(raw) if raw else None
+    return encode(result), b"".join(raw) if raw else None
 
 
 def decompressed(body: bytes, encoding: str, maximum: int) -> bytes:

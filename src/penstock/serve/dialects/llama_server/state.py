@@ -10,7 +10,25 @@ from penstock.serve.models.service import ModelService
 from penstock.text.side_files import TOOL_USE
 from penstock.version import __version__
 
-from .handler import settings_of
+RANDOM_SEED = 2**32 - 1
+"""Stands for a seed that is drawn."""
+
+
+def settings_of(sampling: Any) -> dict[str, Any]:
+    """Sampling parameters under llama-server's names."""
+    return {
+        "seed": RANDOM_SEED if sampling.seed is None else sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": max(sampling.top_k, 0),
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": [*sampling.stop],
+        "ignore_eos": sampling.ignore_eos,
+        "n_probs": sampling.logprobs or 0,
+    }
 
 
 def props(served_models: ServedModels, service: ModelService) -> dict[str, Any]:

@@ -3,46 +3,110 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncGenerator
+from typing import Annotated, Literal
+
+import msgspec
 
 from penstock.core import PoolingParams
 from penstock.frontend.outputs import RequestOutput, embedding_of, vectors_of
+from penstock.serve.chat.request import TokenId, TokenIds
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
-from .pooling import PoolingHandler, inputs, usage
-from .requests import EmbeddingRequest, PoolRequest
-from .responses import Embedding, EmbeddingResponse, Pooled, PoolResponse
+from .pooling import EmbeddingUsage, Input, PoolingHandler, PoolingRequest, usage
+from .schema import PROMPT_SCHEMAS, one_or_several
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    input: Annotated[
+        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
+    ]
+    """One or several texts, or lists of token ids."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or float32 in base64."""
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Number of leading elements of a vector to keep, before it is normalized."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; by default as the checkpoint says."""
+    prompt_name: str | None = None
+    """What texts begin with, of the checkpoint's prompts; by default as it says, and empty is nothing."""
+
+
+class PoolRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    input: Annotated[
+        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
+    ]
+    """One or several texts, or lists of token ids."""
+    task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
+    """Those of tokens give a vector for each token; by default what the checkpoint is for."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or float32 in base64."""
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Number of leading elements of a vector to keep, before it is normalized."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; by default as the checkpoint says."""
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class Pooled(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float | list[float]] | str
+
+
+class PoolResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: EmbeddingUsage
 
 
 class EmbeddingHandler(PoolingHandler):
     kind = "embd"
+    field = "input"
+    """The request's field with the texts."""
 
     def __init__(self, service: ModelService, record: RequestRecord, request: EmbeddingRequest) -> None:
         super().__init__(service, record, request)
         self._as_text = request.encoding_format == "base64"
-        pooler, name = self._pooler, request.prompt_name
         self._prompts = [
-            pooler.with_prompt(prompt, name) if isinstance(prompt, str) else prompt for prompt in inputs(request.input)
+            self._pooler.with_prompt(prompt, request.prompt_name) if isinstance(prompt, str) else prompt
+            for prompt in one_or_several(request.input, "input", "inputs")
         ]
-        self._pooling = pooler.embedding_params(_wanted(request))
+        self.pooling = self._pooler.embedding_params(_wanted(request))
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer([("input", prompt) for prompt in self._prompts], self._pooling, self._response)
+    async def prompts(self) -> list[tuple[str, Input]]:
+        return [(self.field, prompt) for prompt in self._prompts]
 
-    def _response(self, outputs: list[RequestOutput]) -> EmbeddingResponse:
+    def response(self, outputs: list[RequestOutput]) -> object:
         return EmbeddingResponse(
             id=self.id,
             created=self._created,
-            model=self._model,
+            model=self.model,
             data=[Embedding(index=i, embedding=self._encode_embedding(output)) for i, output in enumerate(outputs)],
             usage=usage(outputs),
         )
 
     def _encode_embedding(self, output: RequestOutput) -> list[float] | str:
-        if self._as_text:
-            return base64.b64encode(output.embedding or b"").decode()
-        return embedding_of(output)
+        return _base64(output) if self._as_text else embedding_of(output)
 
 
 class PoolHandler(PoolingHandler):
@@ -53,26 +117,29 @@ class PoolHandler(PoolingHandler):
     def __init__(self, service: ModelService, record: RequestRecord, request: PoolRequest) -> None:
         super().__init__(service, record, request)
         self._as_text = request.encoding_format == "base64"
-        self._prompts = inputs(request.input)
-        wanted = _wanted(request)
-        self._pooling = self._pooler.params(request.task, wanted)
+        self._prompts = one_or_several(request.input, "input", "inputs")
+        self.pooling = self._pooler.params(request.task, _wanted(request))
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer([("input", prompt) for prompt in self._prompts], self._pooling, self._response)
+    async def prompts(self) -> list[tuple[str, Input]]:
+        return [("input", prompt) for prompt in self._prompts]
 
-    def _response(self, outputs: list[RequestOutput]) -> PoolResponse:
+    def response(self, outputs: list[RequestOutput]) -> PoolResponse:
         return PoolResponse(
             id=self.id,
             created=self._created,
-            model=self._model,
+            model=self.model,
             data=[Pooled(index=i, data=self._data(output)) for i, output in enumerate(outputs)],
             usage=usage(outputs),
         )
 
     def _data(self, output: RequestOutput) -> list[float | list[float]] | str:
         if self._as_text:
-            return base64.b64encode(output.embedding or b"").decode()
-        return [*vectors_of(output)] if self._pooling.pooling_type == "all" else [*embedding_of(output)]
+            return _base64(output)
+        return [*vectors_of(output)] if self.pooling.pooling_type == "all" else [*embedding_of(output)]
+
+
+def _base64(output: RequestOutput) -> str:
+    return base64.b64encode(output.embedding or b"").decode()
 
 
 def _wanted(request: EmbeddingRequest | PoolRequest) -> PoolingParams:

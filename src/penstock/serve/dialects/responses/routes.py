@@ -13,11 +13,13 @@ from starlette.responses import Response
 from penstock.core import Failure
 from penstock.core.errors import invalid
 from penstock.serve.chat.prompt import ChatPrompt
-from penstock.serve.dialects.openai.responses import ErrorResponse, encode, error_of
+from penstock.serve.dialects.endpoints import DialectRoutes
+from penstock.serve.dialects.openai.schema import ErrorResponse, error_of
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
+from penstock.serve.http.encoding import Json
 from penstock.serve.http.error_format import ErrorFormat, rename_field
-from penstock.serve.http.openapi import OBJECT, operation, reference
+from penstock.serve.http.openapi import reference
 from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
@@ -26,11 +28,11 @@ from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from . import conversations
+from .convert import num_characters, read, to_chat_request
 from .events import Events
-from .handler import Document, ResponseHandler
-from .parse import num_characters, read, to_chat_request
+from .handler import ResponseHandler
 from .references import resolve_references
-from .requests import (
+from .schema import (
     ConversationRequest,
     ConversationUpdate,
     CountTokensRequest,
@@ -70,11 +72,11 @@ class ResponsesErrorFormat(ErrorFormat):
     dialect = "responses"
 
     def __init__(self, names: Mapping[str, str], events: Events) -> None:
-        self._names = names
+        super().__init__(names)
         self._events = events
 
-    def error(self, failure: Failure) -> bytes:
-        return encode(error_of(rename_field(failure, self._names)))
+    def document(self, failure: Failure) -> ErrorResponse:
+        return error_of(failure)
 
     def stream_error(self, failure: Failure) -> bytes:
         error = error_of(rename_field(failure, self._names)).error
@@ -130,7 +132,7 @@ class ResponsesRoutes:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
         if keeper is None or not stored:
             raise invalid("background", "needs a response that is stored; leave store out")
-        return _json(await self.background.start(service, handler, keeper))
+        return Json(await self.background.start(service, handler, keeper))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
         record, served_models = record_of(raw_request.scope), self._served_models
@@ -156,7 +158,7 @@ class ResponsesRoutes:
 
         prompt = await served_models.parse(record, size, prompt_of)
         count = await prompt.count_tokens()
-        return _json({"object": "response.input_tokens", "input_tokens": count})
+        return Json({"object": "response.input_tokens", "input_tokens": count})
 
     async def _with_items(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
         """The request with the items that its input refers to, and about how many characters it has then."""
@@ -188,24 +190,24 @@ class StoredRoutes:
         if raw_request.query_params.get("stream") == "true":
             raise invalid("stream", "a stored response is returned whole; leave it out")
         stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
-        return _json(stored)
+        return Json(stored)
 
     async def delete(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
         await self._store.delete(_tenant(raw_request), name)
         self._background.cancel(name)
-        return _json({"id": name, "object": "response", "deleted": True})
+        return Json({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
         stored = await self._store.cancel(_tenant(raw_request), name)
         self._background.cancel(name)
-        return _json(stored)
+        return Json(stored)
 
     async def list_input(self, raw_request: Request) -> Response:
         query = page_query(raw_request, MAX_LISTED)
         found = await self._store.input_page(_tenant(raw_request), raw_request.path_params["name"], query)
-        return _json(page_document(found))
+        return Json(page_document(found))
 
 
 def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | None) -> None:
@@ -214,36 +216,23 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     Args:
         stores: where responses and conversations are kept; None where they are not.
     """
-    routes.describe(SCHEMAS, SCHEMA_PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
+    failure = reference(ErrorResponse)
+    added = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=SCHEMA_PREFIX, failure=failure)
     endpoints = ResponsesRoutes(served_models, stores)
-    access = Access.PRIVATE if stores else Access.INFERENCE
-    for path, endpoint, request, summary in (
-        ("/v1/responses", endpoints.create, ResponsesRequest, "Create a response"),
-        (
-            "/v1/responses/input_tokens",
-            endpoints.count_input_tokens,
-            CountTokensRequest,
-            "Count a response's input tokens",
-        ),
-    ):
-        schema = reference(request, SCHEMA_PREFIX)
-        described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
-        routes.add(path, endpoint, access=access, method="POST", summary=summary, described=described)
+    access, path = Access.PRIVATE if stores else Access.INFERENCE, "/v1/responses"
+    added.post(path, endpoints.create, "Create a response", ResponsesRequest, access=access, streamed=True)
+    count = "Count a response's input tokens"
+    added.post(f"{path}/input_tokens", endpoints.count_input_tokens, count, CountTokensRequest, access=access)
     if stores is None:
         return
-    conversations.add_routes(routes, served_models, stores, SCHEMA_PREFIX)
-    stored = StoredRoutes(stores.responses, endpoints.background)
-    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, reference(ErrorResponse)))
-    add("/v1/responses/{name}", stored.retrieve, summary="A stored response")
-    add("/v1/responses/{name}", stored.delete, method="DELETE", summary="Delete a stored response")
-    add("/v1/responses/{name}/cancel", stored.cancel, method="POST", summary="Cancel a background response")
-    add("/v1/responses/{name}/input_items", stored.list_input, summary="The input of a stored response")
+    conversations.add_routes(added, stores)
+    stored, add = StoredRoutes(stores.responses, endpoints.background), partial(added.add, access=Access.PRIVATE)
+    add("/v1/responses/{name}", stored.retrieve, "A stored response")
+    add("/v1/responses/{name}", stored.delete, "Delete a stored response", method="DELETE")
+    add("/v1/responses/{name}/cancel", stored.cancel, "Cancel a background response", method="POST")
+    add("/v1/responses/{name}/input_items", stored.list_input, "The input of a stored response")
 
 
 def _tenant(raw_request: Request) -> str:
     return record_of(raw_request.scope).tenant
-
-
-def _json(document: Document) -> Response:
-    return Response(encode(document), media_type="application/json")

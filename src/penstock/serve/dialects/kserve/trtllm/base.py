@@ -159,7 +159,8 @@ class GenerationModel(Model):
             rows = await self.rows(call)
             await self._check_logits_size(rows)
             streams = [
-                generate(self._service, call.record, row.prompt, row.sampling, priority=call.priority) for row in rows
+                generate(self._service, call.record, row.prompt, row.sampling, i, priority=call.priority)
+                for i, row in enumerate(rows)
             ]
             last: dict[int, RequestOutput] = {}
             left = {(i, k): SequenceCursor() for i, row in enumerate(rows) for k in range(row.sampling.n)}
