@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.config.options import EngineOptions
 from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
-from penstock.engine.service.messages import Stats
-from penstock.engine.step_counts import BUCKETS
 from penstock.frontend.outputs import RequestOutput
 
-from .encoder_metrics import encoder_metrics
+from .engine_metrics import LABELS, EngineStats, engine_metrics
 from .expert_load import expert_metrics
 from .vllm_metrics import vllm_metrics
 
@@ -30,42 +26,8 @@ PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SEQUENCE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
-CACHE_OPTIONS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
-"""Options in ``cache_config_info``."""
-KV_TRANSFER_COUNTERS = {
-    "transfers": "KV transfers begun by decode engines.",
-    "completed": "KV transfers that brought a prompt's keys and values.",
-    "failed": "KV transfers that failed.",
-    "recomputed": "Requests whose prompts a decode engine computed since their KV transfers failed.",
-    "seconds": "Time of completed KV transfers, the prefill engine's queue and computation included.",
-    "bytes_received": "Bytes of keys and values that came from prefill engines.",
-    "bytes_sent": "Bytes of keys and values sent to decode engines over TCP.",
-    "rereads": "Parts of KV transfers that were read again.",
-    "checksum_failures": "Parts of KV transfers whose checksum was wrong.",
-}
-"""Counters of engines: field of ``Stats`` after ``kv_`` → description."""
-OFFLOAD_COUNTERS = {
-    "external_prefix_cache_queries": (
-        "queries",
-        "Prompt tokens that the KV cache did not have, looked up in host memory (kv_offloading_size).",
-    ),
-    "external_prefix_cache_hits": ("hits", "Those of them that were found there; also counted as prefix_cache_hits."),
-    "kv_offload_store_bytes": ("bytes_stored", "Bytes of cached prefixes copied from the KV cache to host memory."),
-    "kv_offload_load_bytes": ("bytes_loaded", "Bytes of cached prefixes copied from host memory to the KV cache."),
-    "kv_offload_evictions": ("evictions", "KV blocks of cached prefixes that were evicted from host memory."),
-    "kv_offload_disk_hits": ("disk_hits", "Prompt tokens read from the disk (kv_offloading_disk_path)."),
-    "kv_offload_disk_read_bytes": ("disk_bytes_read", "Bytes of cached prefixes read from the disk."),
-    "kv_offload_disk_write_bytes": ("disk_bytes_written", "Bytes of cached prefixes written to the disk."),
-    "kv_offload_disk_evictions": ("disk_evictions", "Files of cached prefixes deleted to make room on the disk."),
-    "kv_offload_disk_read_failures": ("disk_read_failures", "Files that were damaged, and reads that took too long."),
-    "kv_offload_disk_write_failures": ("disk_write_failures", "KV blocks that could not be written to the disk."),
-}
-"""Counters of engines: field of ``Stats`` after ``offload_``, and description."""
 SINGLE_VALUE_TYPES = ("counter", "gauge")
 """Types of metrics with a single value."""
-LABELS = ["model_name"]
-EngineStats = Mapping[str, tuple[Stats, EngineOptions]]
-"""By model: the last statistics of its engine, and its options."""
 
 
 class Metrics:
@@ -212,7 +174,7 @@ class Metrics:
         Args:
             more: metrics that are not told of an engine, nor counted here.
         """
-        ours = [*counted(), *_EngineMetrics(engines).collect(), *more]
+        ours = [*counted(), *engine_metrics(engines), *expert_metrics(engines), *more]
         families = {family.name.removeprefix("penstock:"): family for family in ours}
         page = _Page([*ours, *vllm_metrics(families, engines, self._aliases), *self._derived(families, engines)])
         for collect in self.dialect_metrics:
@@ -344,166 +306,3 @@ def _current_values(families: Mapping[str, Metric], model: str) -> dict[str, flo
         for name, result in families.items()
         if result.type in SINGLE_VALUE_TYPES
     }
-
-
-class _EngineMetrics:
-    """The engines' statistics as metrics."""
-
-    def __init__(self, engines: EngineStats) -> None:
-        self._engines = engines
-
-    def collect(self) -> Iterable[Metric]:
-        gauges: dict[str, tuple[str, Callable[[Stats], float]]] = {
-            "num_requests_running": ("Sequences that the engine is computing now.", lambda stats: stats.running),
-            "num_requests_waiting": ("Sequences that wait to be scheduled.", lambda stats: stats.waiting),
-            "num_requests_swapped": (
-                "Preempted sequences whose KV blocks are in host memory.",
-                lambda stats: stats.num_swapped,
-            ),
-            "kv_cache_usage_perc": (
-                "Share of the KV cache's blocks in use, 0 to 1.",
-                lambda stats: stats.blocks_used / max(stats.blocks, 1),
-            ),
-            "kv_blocks": ("Blocks of the KV cache.", lambda stats: stats.blocks),
-            "kv_blocks_used": ("Blocks of the KV cache that sequences hold.", lambda stats: stats.blocks_used),
-            "kv_blocks_free": (
-                "Blocks of the KV cache that no sequence holds, cached prefixes among them.",
-                lambda stats: stats.blocks - stats.blocks_used,
-            ),
-            "kv_transfer_slots": (
-                "Slots of the transfer buffers of separate prefill and decode instances.",
-                lambda stats: stats.kv_slots,
-            ),
-            "kv_transfer_slots_used": ("Those that KV transfers hold.", lambda stats: stats.kv_slots_used),
-            "kv_offload_cpu_cache_usage_perc": (
-                "Share of the host memory for cached prefixes that holds some, 0 to 1.",
-                lambda stats: stats.offload_slots_used / max(stats.offload_slots, 1),
-            ),
-            "engine_heartbeat_age_seconds": (
-                "Seconds since the engine's loop last came round.",
-                lambda stats: stats.heartbeat_age,
-            ),
-            "engine_paused": ("Whether the engine computes no steps now, 0 or 1.", lambda stats: stats.state.is_paused),
-            "engine_asleep": (
-                "Whether the engine has freed its KV cache or weights, 0 or 1.",
-                lambda stats: bool(stats.state.asleep),
-            ),
-            "engine_longest_step_seconds": (
-                "Longest step since the engine started, in seconds.",
-                lambda stats: stats.longest_step,
-            ),
-        }
-        drafts: dict[str, tuple[str, Callable[[Stats], float]]] = {
-            "spec_decode_num_drafts": (
-                "Drafts: times that tokens were proposed for a sequence by speculative decoding.",
-                lambda stats: stats.drafts,
-            ),
-            "spec_decode_num_draft_tokens": (
-                "Draft tokens proposed by speculative decoding.",
-                lambda stats: stats.draft_tokens,
-            ),
-            "spec_decode_num_accepted_tokens": (
-                "Draft tokens that the model accepted.",
-                lambda stats: stats.accepted_tokens,
-            ),
-        }
-        for name, (about, figure) in gauges.items():
-            gauge = GaugeMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                gauge.add_metric([model], figure(stats))
-            yield gauge
-            replicas = GaugeMetricFamily(
-                f"penstock:replica_{name}", f"Of each engine: {about}", labels=[*LABELS, "engine"]
-            )
-            for model, (stats, _) in self._engines.items():
-                for replica, own in enumerate(stats.replicas):
-                    replicas.add_metric([model, own.address or str(replica)], figure(own))
-            if replicas.samples:
-                yield replicas
-        by_reason = GaugeMetricFamily(
-            "penstock:num_requests_waiting_by_reason",
-            "Sequences that wait to be scheduled: for room (capacity), or for a grammar, cached prefixes, keys and "
-            "values (deferred).",
-            labels=[*LABELS, "reason"],
-        )
-        steps = HistogramMetricFamily(
-            "penstock:iteration_tokens_total", "Tokens that each step computes, drafts included.", labels=LABELS
-        )
-        for model, (stats, _) in self._engines.items():
-            by_reason.add_metric([model, "capacity"], stats.waiting - stats.waiting_prerequisites)
-            by_reason.add_metric([model, "deferred"], stats.waiting_prerequisites)
-            if stats.steps_by_tokens:
-                bounds = [*(f"{bound:.1f}" for bound in BUCKETS), "+Inf"]
-                steps.add_metric(
-                    [model], [*zip(bounds, accumulate(stats.steps_by_tokens), strict=True)], stats.step_tokens
-                )
-        yield by_reason
-        yield steps
-        cache = [*CACHE_OPTIONS, "num_gpu_blocks"]
-        info = GaugeMetricFamily(
-            "penstock:cache_config_info",
-            "Settings of the KV cache, as labels; the value is 1.",
-            labels=[*LABELS, *cache],
-        )
-        for model, (stats, options) in self._engines.items():
-            info.add_metric([model, *(str(getattr(options, name)) for name in CACHE_OPTIONS), str(stats.blocks)], 1)
-        yield info
-        weights = GaugeMetricFamily(
-            "penstock:weights_info",
-            "Version of the weights, and their folder where it is not the model's; the value is 1.",
-            labels=[*LABELS, "engine", "version", "path"],
-        )
-        updates = CounterMetricFamily(
-            "penstock:weights_updates", "Changes of the weights, since the engine started.", labels=LABELS
-        )
-        for model, (stats, _) in self._engines.items():
-            for number, own in enumerate(stats.replicas or [stats]):
-                state = own.state
-                weights.add_metric([model, own.address or str(number), state.weights_version, state.weights_path], 1)
-            updates.add_metric([model], stats.state.weights_updates)
-        yield weights
-        yield updates
-        preemptions = CounterMetricFamily(
-            "penstock:num_preemptions",
-            "Sequences that lost their KV blocks to others, since the engine started.",
-            labels=LABELS,
-        )
-        for model, (stats, _) in self._engines.items():
-            preemptions.add_metric([model], stats.preemptions)
-        yield preemptions
-        spans = CounterMetricFamily(
-            "penstock:engine_trace_spans",
-            "Spans of traces of engines: exported to the collector, or dropped as it did not take them.",
-            labels=[*LABELS, "outcome"],
-        )
-        for model, (stats, _) in self._engines.items():
-            spans.add_metric([model, "exported"], stats.spans_exported)
-            spans.add_metric([model, "dropped"], stats.spans_dropped)
-        yield spans
-        for name, (about, figure) in drafts.items():
-            counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                if stats.accepted_at:
-                    counter.add_metric([model], figure(stats))
-            yield counter
-        for name, about in KV_TRANSFER_COUNTERS.items():
-            counter = CounterMetricFamily(f"penstock:kv_transfer_{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                counter.add_metric([model], getattr(stats, f"kv_{name}"))
-            yield counter
-        for name, (field, about) in OFFLOAD_COUNTERS.items():
-            counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                counter.add_metric([model], getattr(stats, f"offload_{field}"))
-            yield counter
-        by_place = CounterMetricFamily(
-            "penstock:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that the model accepted, by their position in the draft.",
-            labels=[*LABELS, "position"],
-        )
-        for model, (stats, _) in self._engines.items():
-            for place, count in enumerate(stats.accepted_at):
-                by_place.add_metric([model, str(place)], count)
-        yield by_place
-        yield from expert_metrics(self._engines)
-        yield from encoder_metrics(self._engines)

@@ -15,8 +15,7 @@ from penstock.text import Message, MessagePart, TextPart, ToolCall
 
 from .prompt import ChatPrompt, memory_of
 from .request import ChatRequest
-from .sampling import chat_sampling
-from .structured_outputs import forced_tool_call
+from .sampling import chat_sampling, forced_tool_call
 
 
 @dataclass(slots=True)

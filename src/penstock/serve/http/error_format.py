@@ -8,7 +8,6 @@ import msgspec
 
 from penstock.core import Failure
 
-from .encoding import encode
 from .status import STATUS
 
 
@@ -47,7 +46,7 @@ class ErrorFormat:
 
     def error(self, failure: Failure) -> bytes:
         """The body of an error response."""
-        return encode(self.document(rename_field(failure, self._names)))
+        return msgspec.json.encode(self.document(rename_field(failure, self._names)))
 
     def stream_error(self, failure: Failure) -> bytes:
         """The last bytes of a stream that fails after it has begun."""

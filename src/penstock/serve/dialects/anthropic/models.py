@@ -13,7 +13,7 @@ from starlette.types import Scope
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 from penstock.serve.http.access import Access
-from penstock.serve.http.encoding import Json
+from penstock.serve.http.reply import Json
 from penstock.serve.http.routes import Route, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels

@@ -15,9 +15,8 @@ from penstock.serve.chat.generation import CallDelta, ChatGeneration, Delta
 from penstock.serve.chat.prompt import ChatPrompt
 from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.http.body import RequestBody
-from penstock.serve.http.encoding import Json, encode
 from penstock.serve.http.error_format import ErrorFormat
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Json, Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels

@@ -11,8 +11,8 @@ from penstock.core import Code, Failure
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.serve.chat.request import TOOL_NAME, NonEmptyText, Number
 from penstock.serve.http.body import Reading, RequestBody, Unsupported
-from penstock.serve.http.encoding import named_event
 from penstock.serve.http.error_format import ErrorFormat, rename_field
+from penstock.serve.http.reply import named_event
 
 ERROR_TYPES = {
     Code.UNAUTHORIZED: "authentication_error",

@@ -22,10 +22,9 @@ from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.schema import ChatDelta, ChatMessage, CompletionRequest
 from penstock.serve.dialects.openai.schema import CompletionChoice as OpenAIChoice
 from penstock.serve.http.body import convert
-from penstock.serve.http.encoding import DONE
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.lax import convert_types
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import DONE, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.served_models import ServedModels
@@ -123,6 +122,7 @@ class BladeLLM(Dialect):
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
         self._is_default = served_models.options.compat == "bladellm"
+        self.header = None if self._is_default else "authorization"
 
     def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
         return self.error_format_of(raw_request.scope) is not None

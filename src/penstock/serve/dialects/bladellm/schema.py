@@ -10,8 +10,8 @@ from msgspec import UNSET, UnsetType
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.dialects.openai.schema import ChatDelta, ChatLogprobs, ChatMessage, CompletionLogprobs, usage_of
-from penstock.serve.http.encoding import DONE
 from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.reply import DONE
 from penstock.serve.http.status import STATUS
 
 

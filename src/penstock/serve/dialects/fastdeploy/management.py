@@ -16,8 +16,8 @@ from penstock.engine.service.operations import PauseGeneration, ResumeGeneration
 
 from ...http.access import Access
 from ...http.body import Reading, RequestBody, Unsupported
-from ...http.encoding import Json
 from ...http.openapi import OBJECT
+from ...http.reply import Json
 from ...http.request_record import record_of
 from ...http.routes import Routes
 from ...models.served_models import ServedModels

@@ -18,9 +18,8 @@ from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.embeddings import EmbeddingHandler
 from penstock.serve.dialects.openai.embeddings import EmbeddingRequest as OpenAIEmbeddingRequest
 from penstock.serve.http.body import convert
-from penstock.serve.http.encoding import encode, event
 from penstock.serve.http.openapi import OBJECT, reference
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Reply, encode, event
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels

@@ -20,8 +20,7 @@ from penstock.serve.dialects.openai.embeddings import EmbeddingHandler, Embeddin
 from penstock.serve.dialects.openai.schema import CompletionRequest, TokenLogprob, TopLogprob
 from penstock.serve.generation import GenerationHandler
 from penstock.serve.http.body import convert
-from penstock.serve.http.encoding import Json, encode
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Json, Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.models.served_models import ServedModels

@@ -18,7 +18,7 @@ from penstock.frontend.outputs import embedding_of
 from penstock.frontend.speech.languages import language_name
 from penstock.serve.generation import generate
 from penstock.serve.http.body import Reading, RequestBody, Unsupported, convert
-from penstock.serve.http.encoding import encode, event
+from penstock.serve.http.reply import encode, event
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 

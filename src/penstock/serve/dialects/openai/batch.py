@@ -12,8 +12,8 @@ from penstock.serve.chat.request import ChatRequest, GenerationRequest
 from penstock.serve.generation import GenerationHandler
 from penstock.serve.http.body import convert, read_object
 from penstock.serve.http.body_parser import check_elements
-from penstock.serve.http.encoding import encode
 from penstock.serve.http.error_format import rename_field
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
 from penstock.serve.http.unexpected import unexpected

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.serve.chat.request import GenerationRequest
 from penstock.serve.generation import GenerationHandler
-from penstock.serve.http.encoding import DONE, encode, event
+from penstock.serve.http.reply import DONE, encode, event
 
 from .schema import usage_of
 

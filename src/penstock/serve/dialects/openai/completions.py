@@ -18,7 +18,7 @@ from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, Reques
 from penstock.serve.chat.prompt import truncate
 from penstock.serve.chat.sampling import sampling_of
 from penstock.serve.generation import Output, SequenceCursor, merge_streams
-from penstock.serve.http.encoding import encode
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 from penstock.text.infill import infill_format

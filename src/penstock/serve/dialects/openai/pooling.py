@@ -18,7 +18,7 @@ from penstock.serve.chat.prompt import truncate
 from penstock.serve.chat.request import PromptRequest
 from penstock.serve.generation import GenerationHandler, Output, merge_streams
 from penstock.serve.http.body import Reading, unsupported
-from penstock.serve.http.encoding import encode
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 from penstock.text.encoding import Texts

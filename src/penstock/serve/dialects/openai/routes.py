@@ -16,10 +16,9 @@ from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import RequestBody, convert
-from penstock.serve.http.encoding import Json
 from penstock.serve.http.form import read_form
 from penstock.serve.http.openapi import STRING, operation, reference
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Json, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.models.messages import DEFAULT_NAME

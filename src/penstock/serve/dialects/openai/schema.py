@@ -27,8 +27,8 @@ from penstock.serve.chat.request import (
     Tool,
 )
 from penstock.serve.http.body import Reading, RequestBody, Unsupported, unsupported
-from penstock.serve.http.encoding import DONE, encode
 from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.reply import DONE, encode
 from penstock.serve.http.status import STATUS
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from penstock.core.errors import invalid
 from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelResponse, Spec, Tensor
 from penstock.serve.http.body import decode_json
 from penstock.serve.http.body_parser import check_elements
-from penstock.serve.http.encoding import encode
+from penstock.serve.http.reply import encode
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 

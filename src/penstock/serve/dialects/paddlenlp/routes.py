@@ -22,9 +22,8 @@ from penstock.serve.chat.messages import messages_of
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
 from penstock.serve.generation import GenerationHandler, Output, SequenceCursor
-from penstock.serve.http.encoding import encode
 from penstock.serve.http.error_format import ErrorFormat
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
@@ -166,6 +165,7 @@ class PaddleNLP(Dialect):
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
         self._preferred = served_models.options.compat == NAME
+        self.fields = None if self._preferred else PADDLENLP_FIELDS
 
     def matches(self, raw_request: HttpRequest, fields: dict[str, Any]) -> bool:
         if not PROMPTS.isdisjoint(fields) or fields.keys() >= {"model", "messages"}:

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.http.access import Access
-from penstock.serve.http.encoding import Json
 from penstock.serve.http.paging import page_document, page_query
+from penstock.serve.http.reply import Json
 from penstock.serve.http.request_record import record_of
 
 from .convert import check_items

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import CallDelta, Delta
-from penstock.serve.http.encoding import named_event
+from penstock.serve.http.reply import named_event
 from penstock.text import TextPart
 
 Item = dict[str, Any]

@@ -12,7 +12,7 @@ import msgspec
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
-from penstock.serve.http.encoding import encode
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 

@@ -17,11 +17,10 @@ from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.dialects.openai.schema import ErrorResponse, error_of
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
-from penstock.serve.http.encoding import Json
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import reference
 from penstock.serve.http.paging import page_document, page_query
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Json, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels

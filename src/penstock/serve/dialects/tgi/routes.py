@@ -17,9 +17,8 @@ from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.schema import MIN_LOGPROB, CompletionRequest
 from penstock.serve.http.body import RequestBody, convert
-from penstock.serve.http.encoding import encode
 from penstock.serve.http.openapi import STRING, reference
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Reply, encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels

@@ -18,9 +18,8 @@ from ...chat.request import UNSUPPORTED, GenerationRequest
 from ...chat.sampling import sampling_of
 from ...generation import GenerationHandler, Output
 from ...http.body import Reading
-from ...http.encoding import encode
 from ...http.error_format import ErrorFormat
-from ...http.reply import Reply
+from ...http.reply import Reply, encode
 from ...http.request_record import RequestRecord
 from ...http.routes import Routes
 from ...models.served_models import ServedModels

@@ -17,9 +17,9 @@ from penstock.core.errors import invalid
 from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import RequestBody
-from penstock.serve.http.encoding import Json
 from penstock.serve.http.form import read_form
 from penstock.serve.http.paging import page_document, page_query
+from penstock.serve.http.reply import Json
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels

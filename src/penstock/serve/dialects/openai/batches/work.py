@@ -13,7 +13,7 @@ import msgspec
 from penstock.core import Code, Failure, PenstockError
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, answer
 from penstock.serve.dialects.openai.schema import error_of
-from penstock.serve.http.encoding import encode
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
 from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
