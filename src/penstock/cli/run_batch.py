@@ -23,9 +23,8 @@ from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.dialects.openai.batches.results import BatchState, Results, check_input, requests, survey
 from penstock.serve.dialects.openai.batches.work import Work
 from penstock.serve.metrics import Metrics
-from penstock.serve.models.messages import ServedModel
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.messages import ModelEntry
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .flags import add_options, configure
 from .served_models import DEMO
@@ -93,7 +92,7 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
 
 
 @asynccontextmanager
-async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelService, asyncio.Task[None]]]:
+async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedModel, asyncio.Task[None]]]:
     """The service of a running engine, and the task that restarts the engine."""
     model, source = configuration.engine.model, configuration.model
     folder = resolve(
@@ -114,7 +113,7 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
     try:
         await gateway.engine_pool.ready()
         served_models = ServedModels(configuration.server, Metrics())
-        yield served_models.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
+        yield served_models.add(ModelEntry(names=names, configuration=configuration, kserve={}), gateway), watch
     finally:
         await process.close()
         await watch

@@ -12,7 +12,7 @@ from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 from .http.request_record import RequestRecord
-from .models.service import ModelService
+from .models.served_models import ServedModel
 from .spans import GenerationSpan
 
 MAX_CONCURRENT_PROMPTS = 64
@@ -23,7 +23,7 @@ Output = tuple[int, RequestOutput]
 
 
 async def generate(
-    service: ModelService,
+    service: ServedModel,
     record: RequestRecord,
     prompt: Prompt,
     sampling: SamplingParams,
@@ -144,7 +144,7 @@ class GenerationHandler:
     """
 
     def __init__(
-        self, service: ModelService, record: RequestRecord, request: GenerationFields, sampling: SamplingParams
+        self, service: ServedModel, record: RequestRecord, request: GenerationFields, sampling: SamplingParams
     ) -> None:
         self.service = service
         self.record = record

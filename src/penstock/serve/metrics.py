@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -30,6 +31,52 @@ SINGLE_VALUE_TYPES = ("counter", "gauge")
 """Types of metrics with a single value."""
 
 
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens of requests that have begun to answer.",
+    "generation_tokens": "Tokens generated, over all requests.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache, found there or not.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache, which were not computed again.",
+    "requests": "Requests received, whatever became of them.",
+    "prefix_cache_hit_requests": "Requests some of whose prompt tokens were found in the prefix cache.",
+}
+"""Counters of each model: name → description."""
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", FIRST_TOKEN_BUCKETS),
+    "inter_token_latency_seconds": ("Seconds between two consecutive tokens of a request.", PER_TOKEN_BUCKETS),
+    "request_time_per_output_token_seconds": (
+        "A request's mean seconds per token after its first, one observation a request.",
+        PER_TOKEN_BUCKETS,
+    ),
+    "e2e_request_latency_seconds": ("Seconds from a request's arrival to its last token.", REQUEST_BUCKETS),
+    "request_queue_time_seconds": (
+        "Seconds from a request's arrival until it was first scheduled.",
+        REQUEST_BUCKETS,
+    ),
+    "request_inference_time_seconds": (
+        "Seconds from when a request was first scheduled to its last token.",
+        REQUEST_BUCKETS,
+    ),
+    "request_prefill_time_seconds": (
+        "Seconds from when a request was first scheduled to its first token.",
+        REQUEST_BUCKETS,
+    ),
+    "request_decode_time_seconds": ("Seconds from a request's first token to its last.", REQUEST_BUCKETS),
+    "request_params_max_tokens": ("The max_tokens of requests that give one.", TOKEN_BUCKETS),
+    "request_params_n": ("The n of requests: answers asked for.", SEQUENCE_BUCKETS),
+    "request_prompt_tokens": ("Prompt tokens of each finished request.", TOKEN_BUCKETS),
+    "request_generation_tokens": (
+        "Tokens generated for each finished request, over all its sequences.",
+        TOKEN_BUCKETS,
+    ),
+    "request_max_num_generation_tokens": ("Tokens of the longest sequence of each finished request.", TOKEN_BUCKETS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens of each request that were not found in the prefix cache.",
+        TOKEN_BUCKETS,
+    ),
+}
+"""Histograms of each model: name → description, buckets."""
+
+
 class Metrics:
     """The metrics of a server.
 
@@ -44,103 +91,40 @@ class Metrics:
         self.dialect_metrics: list[Callable[[EngineStats], Iterable[Metric]]] = []
         """Further metrics of dialects, computed from the engines' statistics."""
 
-        def counter(name: str, about: str, *more: str) -> Counter:
-            return Counter(f"penstock:{name}", about, [*LABELS, *more])
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"penstock:{name}", about, labels)
 
-        def histogram(name: str, about: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(f"penstock:{name}", about, LABELS, buckets=list(buckets))
-
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have begun to answer.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated, over all requests.")
-        self.cache_queries = counter(
-            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache, found there or not."
-        )
-        self.cache_hits = counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache, which were not computed again."
-        )
+        self.by_model: dict[str, Counter | Histogram] = {
+            name: counter(name, about, *LABELS) for name, about in COUNTERS.items()
+        }
+        """``COUNTERS`` and ``HISTOGRAMS``."""
+        for name, (about, buckets) in HISTOGRAMS.items():
+            self.by_model[name] = Histogram(f"penstock:{name}", about, LABELS, buckets=buckets)
         self.prompt_tokens_by_source = counter(
             "prompt_tokens_by_source",
             "Prompt tokens by where their keys and values came from: local_compute, or local_cache_hit (the prefix "
             "cache, its lower tiers and prefill instances included).",
+            *LABELS,
             "source",
         )
-        self.requests = counter("requests", "Requests received, whatever became of them.")
-        self.cache_hit_requests = counter(
-            "prefix_cache_hit_requests", "Requests some of whose prompt tokens were found in the prefix cache."
-        )
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
-        )
-        self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Seconds between two consecutive tokens of a request.", PER_TOKEN_BUCKETS
-        )
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds",
-            "A request's mean seconds per token after its first, one observation a request.",
-            PER_TOKEN_BUCKETS,
-        )
-        self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", REQUEST_BUCKETS
-        )
-        self.queue_time = histogram(
-            "request_queue_time_seconds",
-            "Seconds from a request's arrival until it was first scheduled.",
-            REQUEST_BUCKETS,
-        )
-        self.inference_time = histogram(
-            "request_inference_time_seconds",
-            "Seconds from when a request was first scheduled to its last token.",
-            REQUEST_BUCKETS,
-        )
-        self.prefill_time = histogram(
-            "request_prefill_time_seconds",
-            "Seconds from when a request was first scheduled to its first token.",
-            REQUEST_BUCKETS,
-        )
-        self.decode_time = histogram(
-            "request_decode_time_seconds", "Seconds from a request's first token to its last.", REQUEST_BUCKETS
-        )
-        self.params_max_tokens = histogram(
-            "request_params_max_tokens", "The max_tokens of requests that give one.", TOKEN_BUCKETS
-        )
-        self.params_n = histogram("request_params_n", "The n of requests: answers asked for.", SEQUENCE_BUCKETS)
-        self.prompt_lengths = histogram(
-            "request_prompt_tokens", "Prompt tokens of each finished request.", TOKEN_BUCKETS
-        )
-        self.generation_lengths = histogram(
-            "request_generation_tokens",
-            "Tokens generated for each finished request, over all its sequences.",
-            TOKEN_BUCKETS,
-        )
-        self.max_generation_lengths = histogram(
-            "request_max_num_generation_tokens",
-            "Tokens of the longest sequence of each finished request.",
-            TOKEN_BUCKETS,
-        )
-        self.prefill_computed = histogram(
-            "request_prefill_kv_computed_tokens",
-            "Prompt tokens of each request that were not found in the prefix cache.",
-            TOKEN_BUCKETS,
-        )
         self.request_success = counter(
-            "request_success", "Sequences that finished, by reason (stop: ended by itself; length).", "finished_reason"
+            "request_success",
+            "Sequences that finished, by reason (stop: ended by itself; length).",
+            *LABELS,
+            "finished_reason",
         )
-        self.request_failures = Counter(
-            "penstock:request_failures", "Requests that ended with an error, by its code.", ["code"]
+        self.request_failures = counter("request_failures", "Requests that ended with an error, by its code.", "code")
+        self.event_loop_holds = counter(
+            "event_loop_holds", "Times an API process's event loop was held for more than 50 ms; see its log."
         )
-        self.event_loop_holds = Counter(
-            "penstock:event_loop_holds", "Times an API process's event loop was held for more than 50 ms; see its log."
+        self.http_responses = counter("http_responses", "HTTP responses, by route and status.", "path", "status")
+        self.storage_refusals = counter(
+            "storage_refusals", "What was not stored, by the limit that it would have exceeded.", "limit"
         )
-        self.http_responses = Counter(
-            "penstock:http_responses", "HTTP responses, by route and status.", ["path", "status"]
-        )
-        self.storage_refusals = Counter(
-            "penstock:storage_refusals", "What was not stored, by the limit that it would have exceeded.", ["limit"]
-        )
-        self.trace_spans = Counter(
-            "penstock:trace_spans",
+        self.trace_spans = counter(
+            "trace_spans",
             "Spans of traces of API processes: exported to the collector, or dropped as it did not take them.",
-            ["outcome"],
+            "outcome",
         )
         self.open_requests = Gauge(
             "penstock:num_requests_open",
@@ -216,77 +200,73 @@ class ModelMetrics:
     """The request metrics of one model."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
-        self._prompt_tokens = metrics.prompt_tokens.labels(model)
-        self._generation_tokens = metrics.generation_tokens.labels(model)
-        self._cache_queries = metrics.cache_queries.labels(model)
-        self._cache_hits = metrics.cache_hits.labels(model)
+        self._metrics: dict[str, Any] = {name: metric.labels(model) for name, metric in metrics.by_model.items()}
         self._computed = metrics.prompt_tokens_by_source.labels(model, "local_compute")
         self._cached = metrics.prompt_tokens_by_source.labels(model, "local_cache_hit")
-        self._requests = metrics.requests.labels(model)
-        self._cache_hit_requests = metrics.cache_hit_requests.labels(model)
-        self._time_to_first_token = metrics.time_to_first_token.labels(model)
-        self._inter_token_latency = metrics.inter_token_latency.labels(model)
-        self._time_per_output_token = metrics.time_per_output_token.labels(model)
-        self._e2e_latency = metrics.e2e_latency.labels(model)
-        self._queue_time = metrics.queue_time.labels(model)
-        self._inference_time = metrics.inference_time.labels(model)
-        self._prefill_time = metrics.prefill_time.labels(model)
-        self._decode_time = metrics.decode_time.labels(model)
-        self._params_max_tokens = metrics.params_max_tokens.labels(model)
-        self._params_n = metrics.params_n.labels(model)
-        self._max_generation_lengths = metrics.max_generation_lengths.labels(model)
-        self._prompt_lengths = metrics.prompt_lengths.labels(model)
-        self._generation_lengths = metrics.generation_lengths.labels(model)
-        self._prefill_computed = metrics.prefill_computed.labels(model)
         self._request_success = partial(metrics.request_success.labels, model)
         self.open_requests = metrics.open_requests.labels(model)
 
     def record_arrival(self, sampling: SamplingParams) -> None:
         """Count a request when it arrives."""
-        self._requests.inc()
-        self._params_n.observe(sampling.n)
+        self._count(requests=1)
+        self._observe(request_params_n=sampling.n)
         if sampling.max_tokens is not None:
-            self._params_max_tokens.observe(sampling.max_tokens)
+            self._observe(request_params_max_tokens=sampling.max_tokens)
 
     def record_first_token(self, output: RequestOutput) -> None:
         """Record a request's first token."""
-        times, prompt = output.times, len(output.prompt_token_ids)
+        times, prompt, cached = output.times, len(output.prompt_token_ids), output.num_cached_tokens
         assert times.first_token is not None
-        self._prompt_tokens.inc(prompt)
-        self._cache_queries.inc(prompt)
-        self._cache_hits.inc(output.num_cached_tokens)
-        self._cached.inc(output.num_cached_tokens)
-        self._computed.inc(prompt - output.num_cached_tokens)
-        self._cache_hit_requests.inc(bool(output.num_cached_tokens))
-        self._time_to_first_token.observe(times.first_token - times.arrived)
-        self._queue_time.observe(times.queued)
+        self._count(
+            prompt_tokens=prompt,
+            prefix_cache_queries=prompt,
+            prefix_cache_hits=cached,
+            prefix_cache_hit_requests=bool(cached),
+        )
+        self._cached.inc(cached)
+        self._computed.inc(prompt - cached)
+        self._observe(
+            time_to_first_token_seconds=times.first_token - times.arrived, request_queue_time_seconds=times.queued
+        )
 
     def record_tokens(self, tokens: int, seconds: float | None, sequences: int) -> None:
         """Count new tokens of a request. ``seconds``: since its previous tokens; None for the first."""
-        self._generation_tokens.inc(tokens)
+        self._metrics["generation_tokens"].inc(tokens)
         if seconds is not None:
-            self._inter_token_latency.observe(seconds / max(tokens / sequences, 1))
+            self._metrics["inter_token_latency_seconds"].observe(seconds / max(tokens / sequences, 1))
 
     def record_finish(self, output: RequestOutput) -> None:
         """Record a finished request."""
-        times, tokens = output.times, sum(len(completion.token_ids) for completion in output.outputs)
+        times, lengths = output.times, [len(completion.token_ids) for completion in output.outputs]
         for completion in output.outputs:
             self._request_success(completion.finish_reason).inc()
-        self._prompt_lengths.observe(len(output.prompt_token_ids))
-        self._prefill_computed.observe(len(output.prompt_token_ids) - output.num_cached_tokens)
-        self._generation_lengths.observe(tokens)
-        self._max_generation_lengths.observe(
-            max((len(completion.token_ids) for completion in output.outputs), default=0)
+        longest, prompt = max(lengths, default=0), len(output.prompt_token_ids)
+        self._observe(
+            request_prompt_tokens=prompt,
+            request_prefill_kv_computed_tokens=prompt - output.num_cached_tokens,
+            request_generation_tokens=sum(lengths),
+            request_max_num_generation_tokens=longest,
         )
-        if times.first_token is not None and times.last_token is not None:
-            self._e2e_latency.observe(times.last_token - times.arrived)
-            began = times.arrived + times.queued
-            self._inference_time.observe(times.last_token - began)
-            self._prefill_time.observe(times.first_token - began)
-            self._decode_time.observe(times.last_token - times.first_token)
-            each = max(len(completion.token_ids) for completion in output.outputs)
-            if each > 1:
-                self._time_per_output_token.observe((times.last_token - times.first_token) / (each - 1))
+        if times.first_token is None or times.last_token is None:
+            return
+        began = times.arrived + times.queued
+        self._observe(
+            e2e_request_latency_seconds=times.last_token - times.arrived,
+            request_inference_time_seconds=times.last_token - began,
+            request_prefill_time_seconds=times.first_token - began,
+            request_decode_time_seconds=times.last_token - times.first_token,
+        )
+        if longest > 1:
+            per_token = (times.last_token - times.first_token) / (longest - 1)
+            self._observe(request_time_per_output_token_seconds=per_token)
+
+    def _count(self, **counts: float) -> None:
+        for name, count in counts.items():
+            self._metrics[name].inc(count)
+
+    def _observe(self, **figures: float) -> None:
+        for name, figure in figures.items():
+            self._metrics[name].observe(figure)
 
 
 class _Page:

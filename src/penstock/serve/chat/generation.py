@@ -10,7 +10,7 @@ from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput
 from penstock.serve.generation import GenerationHandler, Output, SequenceCursor
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 from penstock.text import Message, MessagePart, TextPart, ToolCall
 
 from .prompt import ChatPrompt, memory_of
@@ -81,7 +81,7 @@ class ChatGeneration(GenerationHandler):
     """
 
     def __init__(
-        self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int, keeps_body: bool = False
+        self, service: ServedModel, record: RequestRecord, request: ChatRequest, size: int, keeps_body: bool = False
     ) -> None:
         sampling = chat_sampling(request, service.gateway.input_processor.default_sampling())
         super().__init__(service, record, request, sampling)

@@ -19,8 +19,7 @@ from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.routes import Endpoint, Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .endpoints import DialectRoutes
 from .openai.pooling import Input, PoolingHandler, PoolingRequest
@@ -103,7 +102,7 @@ ERROR_FORMAT = CohereErrorFormat()
 class EmbedHandler(PoolingHandler):
     kind = "embd"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: EmbedRequest, version: str) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: EmbedRequest, version: str) -> None:
         cuts = request.truncate != "NONE"
         if request.max_tokens and not cuts:
             raise invalid("max_tokens", "goes with truncate START or END: NONE cuts nothing")

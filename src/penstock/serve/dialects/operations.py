@@ -24,8 +24,7 @@ from ..http.access import Access
 from ..http.body import RequestBody
 from ..http.routes import Routes
 from ..models.manager import ModelManager
-from ..models.served_models import ServedModels
-from ..models.service import ModelService
+from ..models.served_models import ServedModel, ServedModels
 from .endpoints import DialectRoutes
 from .openai.schema import ErrorResponse
 
@@ -48,7 +47,7 @@ class Operator:
         self.served_models = served_models
         self._manager = manager
 
-    def models(self, request: Request) -> list[ModelService]:
+    def models(self, request: Request) -> list[ServedModel]:
         """The model that the URL names (``?model=``), or all. Raises ``PenstockError`` where it is not served."""
         if (name := request.query_params.get("model")) is not None:
             return [self.served_models.find(name)]
@@ -59,19 +58,19 @@ class Operator:
         for service in self.models(request):
             await self._manager.operate(service, operation)
 
-    async def reload(self, service: ModelService, path: str, running: Running = "finish") -> EngineState:
+    async def reload(self, service: ServedModel, path: str, running: Running = "finish") -> EngineState:
         """Change the weights of a model; returns the state after it. Raises ``PenstockError`` where it fails."""
         folder = self._allowed(service, path) if path else ""
         await self._manager.operate(service, UpdateWeights(folder, running))
         return state_of(service)
 
-    def _allowed(self, service: ModelService, path: str) -> str:
+    def _allowed(self, service: ServedModel, path: str) -> str:
         """The folder that a client names. Raises ``PenstockError`` (``invalid``) where clients may not."""
         try:
             folder = Path(path).resolve()
         except (OSError, ValueError, RuntimeError):
             raise invalid("path", "is no path") from None
-        own = next(model for model in self.served_models.models if model.name == service.name).configuration.engine
+        own = service.configuration.engine
         allowed = [Path(each).resolve() for each in self.served_models.options.allowed_local_weights_path]
         start = Path(own.model).resolve() if own.model else demo.CHAT
         if not Path(path).is_absolute() or not (folder == start or any(folder.is_relative_to(one) for one in allowed)):
@@ -82,16 +81,16 @@ class Operator:
         return str(folder)
 
 
-def state_of(service: ModelService) -> EngineState:
+def state_of(service: ServedModel) -> EngineState:
     """Weights of a model, and whether it sleeps."""
     return next(iter(service.gateway.engine_pool.states), EngineState())
 
 
-def is_paused(services: list[ModelService]) -> bool:
+def is_paused(services: list[ServedModel]) -> bool:
     return any(state.is_paused for service in services for state in service.gateway.engine_pool.states)
 
 
-def is_sleeping(services: list[ModelService]) -> bool:
+def is_sleeping(services: list[ServedModel]) -> bool:
     return any(state.asleep for service in services for state in service.gateway.engine_pool.states)
 
 
@@ -131,7 +130,7 @@ def add_routes(routes: Routes, operator: Operator) -> None:
     added.post("/v1/weights/reload", reload, "Change a model's weights", Reload, access=Access.CONTROL)
 
 
-def _described(service: ModelService) -> dict[str, Any]:
+def _described(service: ServedModel) -> dict[str, Any]:
     state = state_of(service)
     return {
         "model": service.name,

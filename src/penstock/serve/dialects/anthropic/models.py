@@ -16,8 +16,7 @@ from penstock.serve.http.access import Access
 from penstock.serve.http.reply import Json
 from penstock.serve.http.routes import Route, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .schema import ModelInfo, ModelList
 
@@ -45,7 +44,7 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add Anthropic's model routes; to be called before OpenAI's, which match any request."""
     created = datetime.fromtimestamp(served_models.created, UTC).isoformat().replace("+00:00", "Z")
 
-    def info(service: ModelService, name: str) -> ModelInfo:
+    def info(service: ServedModel, name: str) -> ModelInfo:
         engine = service.gateway.engine_pool.engine
         length = engine.max_model_len if engine else None
         return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)

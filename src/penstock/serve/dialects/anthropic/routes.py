@@ -19,8 +19,7 @@ from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.reply import Json, Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 from penstock.text import Message, MessagePart, ToolCall
 
 from .convert import to_chat_request
@@ -54,7 +53,7 @@ def error_format_of(scope: Scope) -> ErrorFormat | None:
 class MessageHandler(ChatGeneration):
     """One request, from its messages to a message."""
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: MessagesRequest, size: int) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: MessagesRequest, size: int) -> None:
         chat = to_chat_request(request, service.template_variables, service.sees_images)
         super().__init__(service, record, chat, size)
         self._id = f"msg_{record.request_id}"

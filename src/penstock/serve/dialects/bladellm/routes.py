@@ -27,8 +27,7 @@ from penstock.serve.http.lax import convert_types
 from penstock.serve.http.reply import DONE, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.unknown_fields import UnknownFields
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .schema import ERROR_FORMAT, ChatChoice, CompletionChoice, CompletionResponse, Usage
 
@@ -78,7 +77,7 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
 
     kind: Kind = "chat.completion.chunk"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: ChatRequest, size: int) -> None:
         super().__init__(service, record, request, size)
         self._begun_choices: set[int] = set()
 
@@ -148,7 +147,7 @@ class BladeLLM(Dialect):
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 
 
-def read(fields: dict[str, Any], schema: type[R], service: ModelService, unknown: UnknownFields) -> R:
+def read(fields: dict[str, Any], schema: type[R], service: ServedModel, unknown: UnknownFields) -> R:
     """Parse a request. ``model`` selects an adapter; other names are ignored.
 
     Raises ``PenstockError`` as ``convert`` does.

@@ -22,8 +22,7 @@ from penstock.serve.http.openapi import OBJECT, reference
 from penstock.serve.http.reply import Reply, encode, event
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 from penstock.text.infill import infill_format
 
 from .convert import generation_fields, prompts_of
@@ -59,7 +58,7 @@ class LlamaServerHandler(CompletionHandler):
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: openai.CompletionRequest,
         given: GenerationRequest,
@@ -230,14 +229,14 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"tokens": tokens})
 
     async def get_props(raw_request: Request) -> Response:
-        return JSONResponse(props(served_models, served_models.find(raw_request.query_params.get("model"))))
+        return JSONResponse(props(served_models.find(raw_request.query_params.get("model"))))
 
     async def change_props(_: Request) -> Response:
         message = "/props: options are chosen where the server is started (penstock serve --help)"
         raise PenstockError(Code.UNSUPPORTED, message)
 
     async def get_slots(raw_request: Request) -> Response:
-        return JSONResponse(slots(served_models, served_models.find(raw_request.query_params.get("model"))))
+        return JSONResponse(slots(served_models.find(raw_request.query_params.get("model"))))
 
     one = reference(Answer, PREFIX)
     whole = {"anyOf": [one, {"type": "array", "items": one}]}

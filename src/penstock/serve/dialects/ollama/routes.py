@@ -23,8 +23,7 @@ from penstock.serve.http.body import convert
 from penstock.serve.http.reply import Json, Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Endpoint, Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .convert import chat_fields, generate_fields
 from .models import OllamaModels
@@ -150,7 +149,7 @@ class OllamaEmbeddingHandler(EmbeddingHandler):
     """One request for vectors."""
 
     def __init__(
-        self, service: ModelService, record: RequestRecord, request: EmbedRequest | EmbeddingsRequest, model: str
+        self, service: ServedModel, record: RequestRecord, request: EmbedRequest | EmbeddingsRequest, model: str
     ) -> None:
         converted = EmbeddingRequest(input="", model=model, truncate_prompt_tokens=WHOLE_CONTEXT)
         if isinstance(request, EmbedRequest):
@@ -204,7 +203,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return reply(OllamaPromptHandler(service, record, converted), request)
 
     def reply_chat(
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: ChatRequest | GenerateRequest,
         fields: dict[str, Any],

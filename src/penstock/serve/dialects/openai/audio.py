@@ -20,7 +20,7 @@ from penstock.serve.generation import generate
 from penstock.serve.http.body import Reading, RequestBody, Unsupported, convert
 from penstock.serve.http.reply import encode, event
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 if TYPE_CHECKING:  # they import NumPy, which only models that transcribe need
     from penstock.frontend.speech.processor import SpeechProcessor
@@ -152,7 +152,7 @@ class TranscriptionHandler:
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: TranscriptionRequest,
         file: bytes,

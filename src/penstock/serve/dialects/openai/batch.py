@@ -17,7 +17,7 @@ from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
 from penstock.serve.http.unexpected import unexpected
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from .chat import ChatHandler
 from .completions import CompletionHandler
@@ -65,7 +65,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     error: BatchError | None
 
 
-async def answer(service: ModelService, record: RequestRecord, url: str, body: bytes) -> tuple[int, bytes]:
+async def answer(service: ServedModel, record: RequestRecord, url: str, body: bytes) -> tuple[int, bytes]:
     """Answer a request whole.
 
     Args:
@@ -85,7 +85,7 @@ async def answer(service: ModelService, record: RequestRecord, url: str, body: b
     return STATUS[record.failure.code], encode(error_of(rename_field(record.failure, names)))
 
 
-def _handler(service: ModelService, record: RequestRecord, url: str, body: bytes) -> GenerationHandler:
+def _handler(service: ServedModel, record: RequestRecord, url: str, body: bytes) -> GenerationHandler:
     check_elements(body)
     if url == CHAT:
         chat = convert(read_object(body), ChatRequest, record.unknown)

@@ -12,7 +12,7 @@ from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, Reques
 from penstock.serve.chat.generation import CallDelta, ChatGeneration
 from penstock.serve.chat.request import ChatRequest, NamedTool
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 from penstock.text import TextPart, ToolCall
 
 from .choices import ChoiceHandler
@@ -46,7 +46,7 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
     top_logprob = TopLogprob
     """Schema of alternatives in logprobs."""
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: ChatRequest, size: int) -> None:
         super().__init__(service, record, request, size)
         self._vocabulary = service.gateway.input_processor.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}

@@ -20,7 +20,7 @@ from penstock.serve.chat.sampling import sampling_of
 from penstock.serve.generation import Output, SequenceCursor, merge_streams
 from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 from penstock.text.infill import infill_format
 
 from .choices import ChoiceHandler
@@ -44,7 +44,7 @@ class CompletionHandler(ChoiceHandler):
 
     request: CompletionRequest
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: CompletionRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: CompletionRequest) -> None:
         sampling = completion_sampling(request, service.gateway.input_processor.default_sampling())
         super().__init__(service, record, request, sampling)
         self.request = request

@@ -11,7 +11,7 @@ from penstock.core import PoolingParams
 from penstock.frontend.outputs import RequestOutput, embedding_of, vectors_of
 from penstock.serve.chat.request import TokenId, TokenIds
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from .pooling import EmbeddingUsage, Input, PoolingHandler, PoolingRequest, usage
 from .schema import PROMPT_SCHEMAS, one_or_several
@@ -84,7 +84,7 @@ class EmbeddingHandler(PoolingHandler):
     field = "input"
     """The request's field with the texts."""
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: EmbeddingRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: EmbeddingRequest) -> None:
         super().__init__(service, record, request)
         self._as_text = request.encoding_format == "base64"
         self._prompts = [
@@ -114,7 +114,7 @@ class PoolHandler(PoolingHandler):
 
     kind = "pool"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: PoolRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: PoolRequest) -> None:
         super().__init__(service, record, request)
         self._as_text = request.encoding_format == "base64"
         self._prompts = one_or_several(request.input, "input", "inputs")

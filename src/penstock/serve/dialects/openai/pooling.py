@@ -20,7 +20,7 @@ from penstock.serve.generation import GenerationHandler, Output, merge_streams
 from penstock.serve.http.body import Reading, unsupported
 from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 from penstock.text.encoding import Texts
 
 Input = Prompt | Texts
@@ -68,7 +68,7 @@ class PoolingHandler(GenerationHandler):
     """Prefix of the answers' ids."""
     pooling: PoolingParams
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: PoolingRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: PoolingRequest) -> None:
         super().__init__(service, record, request, NO_GENERATION)
         self._request = request
         self._special = request.add_special_tokens is not False

@@ -22,8 +22,7 @@ from penstock.serve.http.reply import Json, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .audio import SCHEMAS as AUDIO_SCHEMAS
 from .audio import TranscriptionHandler, TranscriptionResponse, fields_of, read_request
@@ -177,7 +176,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
         return added.answering(schema, endpoint)
 
-    def model(service: ModelService, name: str) -> Model:
+    def model(service: ServedModel, name: str) -> Model:
         adapter = None if name in service.names else service.gateway.engine_pool.adapters.get(name)
         engine = service.gateway.engine_pool.engine
         return Model(

@@ -12,7 +12,7 @@ from penstock.frontend.outputs import RequestOutput, cosine, embedding_of
 from penstock.serve.chat.request import TokenId, TokenIds
 from penstock.serve.http.body import require
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from .pooling import EmbeddingUsage, Input, PoolingHandler, PoolingRequest, usage
 from .schema import MAX_PROMPTS, PROMPT_SCHEMAS, one_or_several
@@ -117,7 +117,7 @@ class _PairHandler(PoolingHandler):
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: PoolingRequest,
         names: tuple[str, str],
@@ -160,7 +160,7 @@ class _PairHandler(PoolingHandler):
 class ScoreHandler(_PairHandler):
     kind = "score"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: ScoreRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: ScoreRequest) -> None:
         names = _text_fields(request)
         first, second = (
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
@@ -183,7 +183,7 @@ class ScoreHandler(_PairHandler):
 class RerankHandler(_PairHandler):
     kind = "rerank"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: RerankRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: RerankRequest) -> None:
         documents = [each if isinstance(each, str) else each.text for each in request.documents]
         limit = request.max_tokens_per_doc or None
         super().__init__(service, record, request, ("query", "documents"), [request.query], documents, limit)
@@ -207,7 +207,7 @@ class RerankHandler(_PairHandler):
 class ClassifyHandler(PoolingHandler):
     kind = "classify"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: ClassifyRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: ClassifyRequest) -> None:
         super().__init__(service, record, request)
         self.pooling = self._classifier()
         given = one_or_several(request.input, "input", "inputs")

@@ -14,8 +14,7 @@ from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelRespons
 from penstock.serve.http.body import decode_json
 from penstock.serve.http.body_parser import check_elements
 from penstock.serve.http.reply import encode
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .routes import PaddleNLPHandler
 from .schema import PaddleNLPErrorFormat, parse
@@ -34,7 +33,7 @@ class PaddleNLPModel(Model):
         self._served_models = served_models
 
     @property
-    def service(self) -> ModelService:
+    def service(self) -> ServedModel:
         return self._served_models.find()
 
     async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:

@@ -25,8 +25,7 @@ from penstock.serve.generation import GenerationHandler, Output, SequenceCursor
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.reply import Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .schema import (
     DEFAULT_TIMEOUT,
@@ -57,7 +56,7 @@ class PaddleNLPHandler(GenerationHandler):
     Raises ``PenstockError`` where it is wrong.
     """
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: Request, size: int) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: Request, size: int) -> None:
         adapter = request.model if request.model in service.gateway.engine_pool.adapters else None
         super().__init__(service, record, ChatRequest(messages=[], model=adapter), sampling_of(request))
         self._request = request

@@ -14,7 +14,7 @@ from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from .convert import namespaces, to_chat_request
 from .events import Events, OutputItemStream, usage_of
@@ -40,7 +40,7 @@ class ResponseHandler(ChatGeneration):
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: ResponsesRequest,
         size: int,

@@ -23,8 +23,7 @@ from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.reply import Json, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from . import conversations
 from .convert import num_characters, read, to_chat_request
@@ -102,7 +101,7 @@ class ResponsesRoutes:
         record, events, stores = record_of(raw_request.scope), Events(), self._stores
         error_format = ResponsesErrorFormat(FIELD_NAMES, events)
 
-        def parse(body: bytes) -> tuple[ResponsesRequest, ModelService, int]:
+        def parse(body: bytes) -> tuple[ResponsesRequest, ServedModel, int]:
             request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
             record.error_format = error_format
             service = self._served_models.find(request.model)
@@ -137,7 +136,7 @@ class ResponsesRoutes:
         record, served_models = record_of(raw_request.scope), self._served_models
         largest = served_models.max_body_size
 
-        def parse(body: bytes) -> tuple[CountTokensRequest, ModelService, int]:
+        def parse(body: bytes) -> tuple[CountTokensRequest, ServedModel, int]:
             request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
             service = served_models.find(request.model)
             service.gateway.check_characters(num_characters(request))

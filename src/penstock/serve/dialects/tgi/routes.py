@@ -21,8 +21,7 @@ from penstock.serve.http.openapi import STRING, reference
 from penstock.serve.http.reply import Reply, encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 from penstock.version import __version__
 
 from .schema import (
@@ -66,7 +65,7 @@ class TGIHandler(CompletionHandler):
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: CompletionRequest,
         given: GenerateRequest,
@@ -198,13 +197,12 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def info(_: Request) -> Response:
         service = served_models.find()
-        model = next(model for model in served_models.models if model.name == service.name)
         longest = service.gateway.engine_pool.require_engine().max_model_len
         facts: dict[str, Any] = {
-            "model_id": model.configuration.engine.model or service.name,
+            "model_id": service.configuration.engine.model or service.name,
             "model_sha": None,
-            "model_dtype": str(model.configuration.engine.dtype),
-            "model_device_type": str(model.configuration.engine.device),
+            "model_dtype": str(service.configuration.engine.dtype),
+            "model_device_type": str(service.configuration.engine.device),
             "model_pipeline_tag": "text-generation",
             "max_concurrent_requests": served_models.options.max_concurrency,
             "max_best_of": MAX_SEQUENCES,

@@ -22,8 +22,7 @@ from ...http.error_format import ErrorFormat
 from ...http.reply import Reply, encode
 from ...http.request_record import RequestRecord
 from ...http.routes import Routes
-from ...models.served_models import ServedModels
-from ...models.service import ModelService
+from ...models.served_models import ServedModel, ServedModels
 from ..endpoints import DialectRoutes
 from ..openai.schema import ErrorResponse, error_of
 
@@ -113,7 +112,7 @@ class GenerateHandler(GenerationHandler):
         end: terminator of each object of a stream.
     """
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: GenerateRequest, end: bytes) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: GenerateRequest, end: bytes) -> None:
         max_tokens = request.max_tokens or service.gateway.input_processor.default_max_tokens
         super().__init__(service, record, request, sampling_of(request, SamplingParams(), max_tokens=max_tokens))
         self._request = request

@@ -6,7 +6,7 @@ from penstock.core.errors import invalid
 from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.input_processor import Prompt
 from penstock.serve.generation import SequenceDelta
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from ..model import ModelCall
 from ..tensors import BOOL, BYTES, FP32, INT32, Spec, Tensor, text
@@ -40,7 +40,7 @@ class TextModel(GenerationModel):
     )
     outputs = (Spec("text_output", BYTES, (-1,)), *GENERATION_OUTPUTS)
 
-    def __init__(self, service: ModelService, name: str, accumulate: bool = False) -> None:
+    def __init__(self, service: ServedModel, name: str, accumulate: bool = False) -> None:
         super().__init__(service)
         self.name = name
         self._accumulate = accumulate
