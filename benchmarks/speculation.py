@@ -18,7 +18,7 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from penstock import LLM, SamplingParams
-from penstock.engine.spec.speculation import SpecDecodingStats
+from penstock.engine.spec_decode.speculation import SpecDecodingStats
 
 QUESTIONS = [
     "What is the capital of Canada?",

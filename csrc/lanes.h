@@ -198,15 +198,10 @@ inline To convert(const From& from) {
     return To{convert<Half>(parts.low), convert<Half>(parts.high)};
   } else {
 #if defined(__AVX2__)
-    if constexpr (sizeof(E) == 2) {
-      const auto packed = std::is_signed_v<E> ? _mm256_packs_epi32((__m256i)from.low, (__m256i)from.high)
-                                              : _mm256_packus_epi32((__m256i)from.low, (__m256i)from.high);
-      return as<To>(_mm256_permute4x64_epi64(packed, 0xd8));
-    } else {
-      const auto words = halves(convert<Vector<int16_t, 16>>(from));
-      return as<To>(std::is_signed_v<E> ? _mm_packs_epi16((__m128i)words.low, (__m128i)words.high)
-                                        : _mm_packus_epi16((__m128i)words.low, (__m128i)words.high));
-    }
+    static_assert(sizeof(E) == 2, "32 bits become 16");
+    const auto packed = std::is_signed_v<E> ? _mm256_packs_epi32((__m256i)from.low, (__m256i)from.high)
+                                            : _mm256_packus_epi32((__m256i)from.low, (__m256i)from.high);
+    return as<To>(_mm256_permute4x64_epi64(packed, 0xd8));
 #else
     using Half = Vector<E, kLanesOf<To> / 2>;
     return whole<To>(convert<Half>(from.low), convert<Half>(from.high));

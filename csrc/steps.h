@@ -71,18 +71,15 @@ inline void prepare_words(const X* x, int64_t count, int16_t* out) {
   }
 }
 
-#if defined(__AVX512VNNI__)
-inline i32xw add_quads(const i32xw& sum, const u32xw& bytes, const u32xw& signed_bytes) {
-  return (i32xw)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)signed_bytes);
-}
-#elif defined(__AVXVNNI__)
-inline i32xw add_quads(const i32xw& sum, const u32xw& bytes, const u32xw& signed_bytes) {
-  return (i32xw)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)bytes, (__m256i)signed_bytes);
-}
-#endif
-
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define PENSTOCK_QUADS  // four products of bytes are added at once
+inline i32xw add_quads(const i32xw& sum, const u32xw& bytes, const u32xw& signed_bytes) {
+#if defined(__AVX512VNNI__)
+  return (i32xw)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)signed_bytes);
+#else
+  return (i32xw)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)bytes, (__m256i)signed_bytes);
+#endif
+}
 #endif
 
 // Four inputs of 8 bits: one side signed, the other one not. Sums of integers are exact, so that every instruction set gives
@@ -122,10 +119,6 @@ struct ByteStep {
   static i32xw add(const i32xw& sum, const u32xw& x, const u32xw& w) { return add_pairs(sum, x, w); }
   static void prepare(const T* x, int64_t count, int16_t* out) { prepare_words(x, count, out); }
 #endif
-  template <int part = 0>
-  static u32xw last(const char* at) {
-    return weights<part>(at);
-  }
 };
 using QuadStep = ByteStep<int8_t>;     // weights with 128 added
 using WeightStep = ByteStep<uint8_t>;  // of attention's values
@@ -197,10 +190,6 @@ struct OctetStep {
   static i32xw add(const i32xw& sum, const u32xw& x, const u32xw& w) { return add_pairs(sum, x, w); }
   static void prepare(const int8_t* x, int64_t count, int16_t* out) { prepare_words(x, count, out); }
 #endif
-  template <int part = 0>
-  static auto last(const char* at) {
-    return weights<part>(at);
-  }
 };
 
 // Two lanes of floats as bfloat16 side by side, which holds them exactly.
@@ -209,10 +198,7 @@ inline u32xw side_by_side(const f32xw& first, const f32xw& second) {
 }
 
 // Two inputs of 8 bits, signed, multiplied as floats.
-struct WidePairStep {
-  using X = bf16;
-  using In = PairStep::In;
-  using Sum = f32xw;
+struct WidePairStep : BrainInputs {
   static constexpr int kInputs = 2, kBytes = 2 * kWidth;
   struct Wide {
     u32xw of[1];  // as a PairStep has them
@@ -223,31 +209,13 @@ struct WidePairStep {
     return convert<f32xw>(part ? both >> 8 : (both << 24) >> 24);
   }
   static Wide wide(const char* at) { return {{side_by_side(floats<0>(at), floats<1>(at))}}; }
+  template <int part = 0>
+  static auto weights(const char* at) {
 #if defined(__AVX512BF16__)
-  static constexpr int kParts = 1;
-  template <int part = 0>
-  static u32xw weights(const char* at) {
     return wide(at).of[0];
-  }
 #else
-  static constexpr int kParts = 2;
-  template <int part = 0>
-  static f32xw weights(const char* at) {
     return floats<part>(at);
-  }
-  static void prepare(const bf16* x, int64_t count, float* out) { prepare_floats(x, count, out); }
 #endif
-  template <int part = 0>
-  static auto last(const char* at) {
-    return weights<part>(at);
-  }
-  template <int part = 0>
-  static auto input(const In* x) {
-    return PairStep::input<part>(x);
-  }
-  template <class V>
-  static f32xw add(const f32xw& sum, const V& x, const V& w) {
-    return PairStep::add(sum, x, w);
   }
 };
 
@@ -283,16 +251,12 @@ struct TinyFloats {
 
 // Eight inputs of 4 bits, multiplied as floats: the n-th four bits of 16 bits are an input of the n-th pair.
 template <class Numbers>
-struct WideOctets {
-  using X = bf16;
-  using In = PairStep::In;
-  using Sum = f32xw;
+struct WideOctets : BrainInputs {
   static constexpr int kInputs = 8, kBytes = 4 * kWidth;
   struct Wide {
     u32xw of[4];  // pairs, as a PairStep has them
   };
 #if defined(__AVX512BF16__)
-  static constexpr int kParts = 1;
   static Wide wide(const char* at) {
     const u32xw all = load_bits<u32xw>(at);
     Wide found;
@@ -325,17 +289,7 @@ struct WideOctets {
     return {{side_by_side(weights<0>(at), weights<1>(at)), side_by_side(weights<2>(at), weights<3>(at)),
              side_by_side(weights<4>(at), weights<5>(at)), side_by_side(weights<6>(at), weights<7>(at))}};
   }
-  template <int part = 0>
-  static f32xw input(const float* x) {
-    return all<f32xw>(x[part]);
-  }
-  static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
-  static void prepare(const bf16* x, int64_t count, float* out) { prepare_floats(x, count, out); }
 #endif
-  template <int part = 0>
-  static auto last(const char* at) {
-    return weights<part>(at);
-  }
 };
 using WideOctetStep = WideOctets<Nibbles>;
 using TinyOctetStep = WideOctets<TinyFloats>;

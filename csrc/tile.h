@@ -56,40 +56,20 @@ struct FloatStep {
     return load_bits<f32xw>(at);
   }
   template <int part = 0>
-  static f32xw last(const char* at) {
-    return weights(at);
-  }
-  template <int part = 0>
   static f32xw input(const float* x) {
     return all<f32xw>(*x);
   }
   static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
 };
 
-// Rows of bfloat16 as float32, where there is no product of the former.
-inline void prepare_floats(const bf16* x, int64_t count, float* out) {
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) store(out + i, load(x + i));
-  for (; i < count; i++) out[i] = widen(x[i]);
-}
-
-// Two inputs of bfloat16, the first and then the second added.
-struct PairStep {
+// Inputs of bfloat16: multiplied in pairs, the first and then the second added, or where there is no product of pairs one by
+// one as float32.
+struct BrainInputs {
   using X = bf16;
   using Sum = f32xw;
-  static constexpr int kInputs = 2, kBytes = 4 * kWidth;
 #if defined(__AVX512BF16__)
   using In = bf16;
-  static constexpr int kParts = 1;
-  template <int part = 0>
-  static u32xw weights(const char* at) {
-    return load_bits<u32xw>(at);
-  }
-  // Where the number of inputs is odd, the second of the last pair is not there: whatever lies in its place is void.
-  template <int part = 0>
-  static u32xw last(const char* at) {
-    return weights(at) & 0xffff;
-  }
+  static constexpr int kParts = 1;  // of a pair
   template <int part = 0>
   static u32xw input(const bf16* x) {
     return u32xw{} + load_bits<uint32_t>(x);
@@ -101,6 +81,33 @@ struct PairStep {
   using In = float;
   static constexpr int kParts = 2;
   template <int part = 0>
+  static f32xw input(const float* x) {
+    return all<f32xw>(x[part]);
+  }
+  static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
+  static void prepare(const bf16* x, int64_t count, float* out) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) store(out + i, load(x + i));
+    for (; i < count; i++) out[i] = widen(x[i]);
+  }
+#endif
+};
+
+// Two inputs of bfloat16. Where the number of inputs is odd, the second of the last pair is not there: whatever lies in its
+// place is void.
+struct PairStep : BrainInputs {
+  static constexpr int kInputs = 2, kBytes = 4 * kWidth;
+#if defined(__AVX512BF16__)
+  template <int part = 0>
+  static u32xw weights(const char* at) {
+    return load_bits<u32xw>(at);
+  }
+  template <int part = 0>
+  static u32xw last(const char* at) {
+    return weights(at) & 0xffff;
+  }
+#else
+  template <int part = 0>
   static f32xw weights(const char* at) {
     const u32xw both = load_bits<u32xw>(at);
     return as<f32xw>(part ? both & 0xffff0000 : both << 16);
@@ -109,12 +116,6 @@ struct PairStep {
   static f32xw last(const char* at) {
     return part ? f32xw{} : weights(at);
   }
-  template <int part = 0>
-  static f32xw input(const float* x) {
-    return all<f32xw>(x[part]);
-  }
-  static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
-  static void prepare(const bf16* x, int64_t count, float* out) { prepare_floats(x, count, out); }
 #endif
 };
 
@@ -157,12 +158,21 @@ inline void prepare(const typename Step::X* x, int64_t count, typename Step::In*
 template <class Step>
 concept InWords = requires { Step::kSteps; };
 
+// Weights of a panel's last step, which may have fewer inputs; others than PairStep have zeros in the place of those missing.
+template <class Step, int part = 0>
+PENSTOCK_INLINE inline auto last_weights(const char* at) {
+  if constexpr (requires { Step::template last<part>(at); })
+    return Step::template last<part>(at);
+  else
+    return Step::template weights<part>(at);
+}
+
 // sums[R][G] += a part of a step's inputs by its weights.
 template <class Step, int part, bool is_last, int R, int G, class Sum>
 PENSTOCK_INLINE inline void multiply_part(const typename Step::In* x, int64_t ldx, const char* at, Sum (&sums)[R][G]) {
   auto weights = [&](int g) PENSTOCK_INLINE {
     if constexpr (is_last)
-      return Step::template last<part>(at + g * Step::kBytes);
+      return last_weights<Step, part>(at + g * Step::kBytes);
     else
       return Step::template weights<part>(at + g * Step::kBytes);
   };

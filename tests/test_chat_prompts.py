@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from penstock import demo
 from penstock.config.options import ModelOptions
 from penstock.core import PenstockError
+from penstock.frontend.chat_renderer import InlineSteps, run_inline
 from penstock.frontend.input_processor import InputProcessor
 
 ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
@@ -248,16 +249,16 @@ def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None
     processor = InputProcessor(several_templates, ModelOptions())
     for tools in (None, TOOLS):
         expected = theirs.apply_chat_template(ASKED, tools=tools, add_generation_prompt=True, tokenize=False)
-        assert processor.render(ASKED, {"tools": tools}) == expected
-    assert processor.response_formats().tools is not None
+        assert processor.tokenizer.render(ASKED, tools=tools) == expected
+    assert processor.chats.response_formats().tools is not None
     by_name = InputProcessor(several_templates, ModelOptions(chat_template="rag"))
     documents = [{"text": "Ottawa."}]
     expected = theirs.apply_chat_template(
         ASKED, documents=documents, chat_template="rag", add_generation_prompt=True, tokenize=False
     )
-    assert by_name.render(ASKED, {"documents": documents}) == expected
+    assert by_name.tokenizer.render(ASKED, documents=documents) == expected
     with pytest.raises(PenstockError, match="tools: this model's chat template has no form for them"):
-        by_name.render(ASKED, {"tools": TOOLS})
+        run_inline(by_name.chats.text(ASKED, {"tools": TOOLS}, InlineSteps(by_name.tokenizer)))
     with pytest.raises(PenstockError, match="rage cannot be read"):
         InputProcessor(several_templates, ModelOptions(chat_template="rage"))
 

@@ -23,6 +23,7 @@ from transformers import Qwen3Config
 from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams
 from penstock.cli.main import main
 from penstock.frontend.gateway import Gateway
+from penstock.frontend.prompts import TokenizedPrompt
 
 OPTIONS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "120")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
@@ -176,7 +177,10 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
             await llm.unload_lora_adapter("adapter")
             await llm.load_lora_adapter("other", tmp_path / "adapter")
             await replicas(2)
-            asked = [gateways[i % 2].generate(prompt, params, adapter="other") for i, prompt in enumerate(prompts)]
+            asked = [
+                gateways[i % 2].generate(TokenizedPrompt(prompt), params, adapter="other")
+                for i, prompt in enumerate(prompts)
+            ]
             token_ids = await asyncio.gather(*map(last, asked))
             assert [list(gateway.engine_pool.adapters) for gateway in gateways] == [["other"]] * 2
             await gateways[1].close()

@@ -16,8 +16,8 @@ from transformers import Qwen3Config
 
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
-from penstock.engine.spec.ngram import NGramDrafter
-from penstock.engine.spec.speculation import MAX_FAILURES
+from penstock.engine.spec_decode.ngram import NGramDrafter
+from penstock.engine.spec_decode.speculation import MAX_FAILURES
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 

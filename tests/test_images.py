@@ -31,6 +31,7 @@ from serving import Served, Servers
 from transformers import AutoImageProcessor, PreTrainedModel, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.core import EngineRequest, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
@@ -38,8 +39,7 @@ from penstock.frontend.input_processor import InputProcessor
 from penstock.frontend.llm import LLM
 from penstock.frontend.multimodal import MediaSource
 from penstock.frontend.multimodal.guarded_http import is_public
-from penstock.models.patches import normalized_patches
-from penstock.planning.config_json import read_config_json
+from penstock.models.vision.patches import normalized_patches
 from penstock.planning.model_size import model_size_of
 
 MODELS = {
@@ -192,7 +192,7 @@ def test_preprocessing(colours: Path, mode: str, kwargs: dict[str, Any]) -> None
     for picture in (*PICTURES, noise(9, 8, 300), noise(9, 130, 9)):
         image = converted(picture, mode)
         expected = reference(images=[image], return_tensors="np")
-        found = processor.load_media(MediaSource(image, "image"))
+        found = processor.media.load(MediaSource(image, "image"))
         assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected["image_grid_thw"][0])
         np.testing.assert_allclose(normalized_patches(found, 4, 2, 2), expected["pixel_values"], rtol=0, atol=1e-6)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=type(found)) == found
@@ -206,13 +206,13 @@ def test_image_processor_in_the_file_of_all_processors_comes_first(colours: Path
     expected = AutoImageProcessor.from_pretrained(folder)(images=[PICTURES[0]], return_tensors="np")["image_grid_thw"][
         0
     ]
-    found = InputProcessor(folder, ModelOptions()).load_media(MediaSource(PICTURES[0], "image"))
+    found = InputProcessor(folder, ModelOptions()).media.load(MediaSource(PICTURES[0], "image"))
     assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2VLProcessor"}))
     expected = AutoImageProcessor.from_pretrained(folder)(images=[PICTURES[0]], return_tensors="np")["image_grid_thw"][
         0
     ]
-    found = InputProcessor(folder, ModelOptions()).load_media(MediaSource(PICTURES[0], "image"))
+    found = InputProcessor(folder, ModelOptions()).media.load(MediaSource(PICTURES[0], "image"))
     assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected)
 
 
@@ -272,9 +272,9 @@ def draw_requests(folder: Path, rng: Random, count: int) -> list[EngineRequest]:
             ignore_eos=True,
             detokenize=False,
         )
-        shown = [rng.choice(videos)] if processor.sees_videos and len(images) < 2 and rng.random() < 0.4 else []
+        shown = [rng.choice(videos)] if processor.media.sees_videos and len(images) < 2 and rng.random() < 0.4 else []
         given = prompt(images, text=rng.randint(1, 40), seed=number % 3, videos=shown)
-        requests.append(processor.create_output_processor(str(number), given, sampling).request)
+        requests.append(processor.create_output_processor(str(number), processor.tokenize(given), sampling).request)
     return requests
 
 
@@ -406,7 +406,7 @@ def limited(colours: Path) -> InputProcessor:
 def test_a_bad_image_is_one_sentence(limited: InputProcessor, name: str) -> None:
     url, words = REFUSED[name]
     with pytest.raises(PenstockError) as error:
-        limited.load_media(MediaSource(url, "messages[0].content[1]"))
+        limited.media.load(MediaSource(url, "messages[0].content[1]"))
     failure = error.value.failure
     assert words in failure.message and failure.message.startswith("messages[0].content[1]: ")
     assert len(failure.message) < 250 and "\n" not in failure.message
@@ -465,9 +465,9 @@ def test_images_are_fetched(colours: Path, pictures: str, tmp_path: Path) -> Non
     processor = InputProcessor(colours, options)
     (tmp_path / "red.png").write_bytes(PICTURE)
     (tmp_path / "link.png").symlink_to("/etc/passwd")
-    expected = processor.load_media(MediaSource(plain("red"), ""))
+    expected = processor.media.load(MediaSource(plain("red"), ""))
     for url in (f"{pictures}/red.png", f"{pictures}/there", data_url(PICTURE), (tmp_path / "red.png").as_uri()):
-        assert processor.load_media(MediaSource(url, "image")) == expected
+        assert processor.media.load(MediaSource(url, "image")) == expected
     refused = {
         f"{pictures}/none": "image: cannot be fetched: the server answered 404",
         f"{pictures}/long": "image: has more than 5000 bytes (max_image_size)",
@@ -480,7 +480,7 @@ def test_images_are_fetched(colours: Path, pictures: str, tmp_path: Path) -> Non
     }
     for url, words in refused.items():
         with pytest.raises(PenstockError) as error:
-            processor.load_media(MediaSource(url, "image"))
+            processor.media.load(MediaSource(url, "image"))
         assert error.value.failure.message == words
 
 
@@ -489,7 +489,7 @@ def test_a_host_that_does_not_answer(colours: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # accepts nothing
         url = f"http://127.0.0.1:{silent.server_port}/red.png"
         with pytest.raises(PenstockError, match=r"image: did not come within 0\.2 seconds \(media_timeout\)"):
-            InputProcessor(colours, options).load_media(MediaSource(url, "image"))
+            InputProcessor(colours, options).media.load(MediaSource(url, "image"))
 
 
 def test_python_prompts_are_checked(colours: Path) -> None:

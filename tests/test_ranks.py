@@ -258,8 +258,8 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
 @pytest.mark.parametrize(
     ("method", "drafter"),
     [
-        ("mtp", "penstock.engine.worker.head_drafter:HeadDrafter"),
-        ("draft_model", "penstock.engine.worker.draft_model:DraftModel"),
+        ("mtp", "penstock.engine.worker.spec_decode.head_drafter:HeadDrafter"),
+        ("draft_model", "penstock.engine.worker.spec_decode.draft_model:DraftModel"),
     ],
 )
 def test_a_drafter_that_fails_on_one_rank_costs_drafts_only(

@@ -37,8 +37,8 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step_builder import add_drafts
 from penstock.engine.sequence.plan import Plan
 from penstock.engine.sequence.sequence import Sequence
-from penstock.engine.spec.adaptive import TRIAL_STEPS
-from penstock.engine.spec.speculation import Speculation
+from penstock.engine.spec_decode.adaptive import TRIAL_STEPS
+from penstock.engine.spec_decode.speculation import Speculation
 from penstock.engine.step import Candidates, NewRow, RowUpdates, SampledTokens, StepInput, StepOutput, decoder, encoder
 
 EOS = 0

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 from penstock.core import Code, EngineRequest, TokenDelta
-from penstock.engine.spec.speculation import MAX_FAILURES
+from penstock.engine.spec_decode.speculation import MAX_FAILURES
 from penstock.frontend.outputs import RequestOutput
 
 QUESTIONS = [

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from serving import Served, Servers
 from transformers import PreTrainedModel
 
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import ModelOptions
 from penstock.core import PenstockError, SamplingParams
 from penstock.core.multimodal import ImageInput
@@ -30,8 +31,7 @@ from penstock.frontend.llm import LLM
 from penstock.frontend.multimodal import VIDEO as KIND
 from penstock.frontend.multimodal import MediaSource
 from penstock.frontend.multimodal.video import Video
-from penstock.models.patches import normalized_patches
-from penstock.planning.config_json import read_config_json
+from penstock.models.vision.patches import normalized_patches
 from penstock.planning.model_size import model_size_of
 
 av = pytest.importorskip("av", reason="the extra video is not installed")
@@ -98,7 +98,7 @@ def test_frames_and_pixels(pair: tuple[Path, PreTrainedModel], kwargs: dict[str,
     for seed, (count, height, width, fps) in enumerate([(9, 32, 48, 4.0), (23, 50, 37, 10.0), (70, 9, 40, 23.976)]):
         given = frames(seed, count, height, width)
         expected = video_library.process(model, given, fps, return_tensors="np", **kwargs)
-        found = processor.load_media(MediaSource((given, {"fps": fps}), "video", KIND), kwargs)
+        found = processor.media.load(MediaSource((given, {"fps": fps}), "video", KIND), kwargs)
         assert isinstance(found, Video)
         first = found.frames[0]
         assert [len(found.frames), 2 * first.rows, 2 * first.columns] == expected["video_grid_thw"][0].tolist()
@@ -111,7 +111,7 @@ def test_frames_and_pixels(pair: tuple[Path, PreTrainedModel], kwargs: dict[str,
 def test_drawn_samples(pair: tuple[Path, PreTrainedModel]) -> None:
     folder, model = pair
     rng = random.Random(1)
-    processor = InputProcessor(folder, ModelOptions())._media._videos  # type: ignore[union-attr]
+    processor = InputProcessor(folder, ModelOptions()).media.video_processor
     assert processor
     with video_library.library():
         library = video_library.processor_of(model)
@@ -190,7 +190,9 @@ def test_timestamps(tmp_path: Path, ids: bool) -> None:
     text = "Look:<|vision_start|><|video_pad|><|vision_end|>!"
     given: dict[str, Any] = {"prompt_token_ids": processor.encode(text)} if ids else {"prompt": text}
     video = (frames(0, 5, 16, 24), {"fps": 25.0, "frames_indices": [0, 30, 61, 89, 120], "total_num_frames": 130})
-    output = processor.create_output_processor("0", given | {"multi_modal_data": {"video": video}}, ONE)
+    output = processor.create_output_processor(
+        "0", processor.tokenize(given | {"multi_modal_data": {"video": video}}), ONE
+    )
     times = Qwen3VLProcessor._calculate_timestamps(None, [0, 30, 61, 89, 120], 25.0)  # type: ignore[arg-type]
     length = output.request.images[0].length
     parts = [f"<{time:.1f} seconds><|vision_start|>{'<|video_pad|>' * length}<|vision_end|>" for time in times]
@@ -243,7 +245,7 @@ def test_files(colours: Path, codec: str, kind: str) -> None:
     """The frames that are chosen are those of these numbers."""
     processor = InputProcessor(colours, ModelOptions(media_io_kwargs='{"video": {"num_frames": 4}}'))
     names = ("red", "red", "red", "green", "green", "green", "blue", "blue")
-    found = processor.load_media(MediaSource(data_url(encoded(plain(*names), 5, codec, kind)), "video", KIND))
+    found = processor.media.load(MediaSource(data_url(encoded(plain(*names), 5, codec, kind)), "video", KIND))
     assert isinstance(found, Video)
     pixels = [np.frombuffer(each.pixels, np.uint8).reshape(2, -1, 3).mean(1).argmax(1) for each in found.frames]
     assert np.concatenate(pixels).tolist() == [0, 0, 1, 2]  # frames 0, 2, 4 and 6
@@ -285,7 +287,7 @@ def test_a_bad_file_is_one_sentence(colours: Path, name: str) -> None:
     data, words = REFUSED[name]
     processor = InputProcessor(colours, ModelOptions(media_io_kwargs='{"video": {"num_frames": -1}}', **LIMITS))
     with pytest.raises(PenstockError) as error:
-        processor.load_media(MediaSource(data_url(data), "messages[0].content[1]", KIND))
+        processor.media.load(MediaSource(data_url(data), "messages[0].content[1]", KIND))
     message = error.value.failure.message
     assert words in message and message.startswith("messages[0].content[1]: ")
     assert len(message) < 300 and "\n" not in message
@@ -294,7 +296,7 @@ def test_a_bad_file_is_one_sentence(colours: Path, name: str) -> None:
 def test_decoding_has_a_time_limit(colours: Path) -> None:
     processor = InputProcessor(colours, ModelOptions(video_timeout=0.01))
     with pytest.raises(PenstockError, match=r"v: takes more than 0\.01 seconds to decode \(video_timeout\)"):
-        processor.load_media(MediaSource(GOOD, "v", KIND))
+        processor.media.load(MediaSource(GOOD, "v", KIND))
 
 
 def test_wrong_requests(colours: Path) -> None:

@@ -20,13 +20,13 @@ from test_images import ONE, answers
 from transformers import PreTrainedModel
 from vision_checkpoints import FAMILIES
 
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.core import SamplingParams
 from penstock.core.multimodal import ImageInput
 from penstock.engine.engine import Engine
 from penstock.frontend.input_processor import InputProcessor
 from penstock.frontend.llm import LLM
-from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 
 PICTURES = [noise(seed, *size) for seed, size in enumerate([(40, 56), (100, 60), (17, 70), (24, 24)])]
@@ -182,7 +182,7 @@ def test_preprocessing(saved: Saved, mode: str) -> None:
         for picture in (*PICTURES, noise(9, 8, 120), noise(9, 130, 9)):
             image = converted(picture, mode)
             given = {"prompt": FAMILIES[family].marker, "multi_modal_data": {"image": image}}
-            made = processor.create_output_processor("1", given, ONE).request.images
+            made = processor.create_output_processor("1", processor.tokenize(given), ONE).request.images
             found = np.concatenate([pixels(one) for one in made])
             theirs = FAMILIES[family].image_processor(model, kwargs)(images=[image], return_tensors="np")
             expected = np.asarray(theirs["pixel_values"]).reshape(-1, *found.shape[1:])
@@ -221,7 +221,7 @@ def test_bits_do_not_depend_on_company(saved: Saved) -> None:
         images = [rng.choice(PICTURES) for _ in range(rng.randint(0, 3))]
         given = prompt(family, images, number % 3, rng.randint(1, 40))
         sampling = sampling.replace(prompt_logprobs=rng.choice((None, 0)))
-        requests.append(processor.create_output_processor(str(number), given, sampling).request)
+        requests.append(processor.create_output_processor(str(number), processor.tokenize(given), sampling).request)
     largest = max(image.length for request in requests for image in request.images)
     longest = max(len(request.prompt) for request in requests)
 

@@ -15,7 +15,7 @@ from penstock.models import ModelConfig
 from penstock.ops import Ops, QuantizedWeight
 
 from . import awq, gptq
-from .fold import Producer, producer_of
+from .fold import SCALING, Producer, producer_of
 from .options import QuantizeOptions
 from .rounding import round_to_nearest
 from .smoothquant import smoothing_scales
@@ -62,109 +62,88 @@ def check_shape(name: str, outputs: int, inputs: int, format: Format, file_forma
         raise invalid("--method", message)
 
 
-def quantize_layer(
-    ops: Ops,
-    config: ModelConfig,
-    options: QuantizeOptions,
-    prefix: str,
-    stored: Mapping[str, Tensor],
-    observed: Observations,
-    threads: int = 1,
-) -> QuantizedLayer:
-    """Quantize a layer's matrices.
-
-    Args:
-        prefix: of the names of its tensors.
-        stored: its tensors as the checkpoint has them.
-        observed: statistics, which are changed.
-        threads: to search with.
-    """
-    layer = LayerQuantizer(ops, config, options, prefix, stored, observed, threads)
-    if options.method in ("awq", "smoothquant"):
-        layer.scale()
-    return layer.round()
-
-
+@dataclass
 class LayerQuantizer:
-    """A layer while it is quantized. Arguments as of ``quantize_layer``."""
+    """A layer while it is quantized."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        config: ModelConfig,
-        options: QuantizeOptions,
-        prefix: str,
-        stored: Mapping[str, Tensor],
-        observed: Observations,
-        threads: int = 1,
-    ) -> None:
-        self._ops = ops
-        self._config = config
-        self._options = options
-        self._format, self._scheme = options.format, options.scheme
-        self._prefix = prefix
-        self._stored = stored
-        self._observed = observed
-        self._threads = threads
-        self._original = {name: tensor.float() for name, tensor in stored.items() if tensor.is_floating_point()}
+    ops: Ops
+    config: ModelConfig
+    options: QuantizeOptions
+    prefix: str
+    """Of the names of its tensors."""
+    stored: Mapping[str, Tensor]
+    """Its tensors as the checkpoint has them."""
+    observed: Observations
+    """Statistics, which are changed."""
+    threads: int = 1
+    """To search with."""
+
+    def __post_init__(self) -> None:
+        self._original = {name: tensor.float() for name, tensor in self.stored.items() if tensor.is_floating_point()}
         self.tensors = dict(self._original)
         """All its tensors in float32."""
+
+    def quantize(self) -> QuantizedLayer:
+        """Quantize the layer's matrices."""
+        if self.options.method in SCALING:
+            self.scale()
+        return self.round()
 
     def scale(self) -> None:
         """Scale the inputs of matrices, and the outputs of the modules before them, where that makes rounding better.
         Without rounding, the layer computes what it did."""
-        for names, statistics in self._observed.items():
+        for names, statistics in self.observed.items():
             weights = [self.tensors[f"{name}.weight"] for name in self._chosen(names)]
-            producer = producer_of(names, self._prefix, self.tensors, self._config)
+            producer = producer_of(names, self.prefix, self.tensors, self.config)
             if not weights or producer is None:
                 continue
             scales = self._search(weights, statistics, producer)
             if scales is None:
                 continue
-            wide = producer.expand(producer.divide(self.tensors, scales, self._stored[f"{producer.name}.weight"].dtype))
+            wide = producer.expand(producer.divide(self.tensors, scales, self.stored[f"{producer.name}.weight"].dtype))
             for name in names:
                 self.tensors[f"{name}.weight"] = self.tensors[f"{name}.weight"] * wide
             statistics.divide(wide)
 
     def _search(self, weights: list[Tensor], statistics: InputStatistics, producer: Producer) -> Tensor | None:
-        if self._options.method == "awq":
-            return awq.search_scales(self._ops, weights, statistics, producer, self._format, self._threads)
+        if self.options.method == "awq":
+            return awq.search_scales(self.ops, weights, statistics, producer, self.options.format, self.threads)
         if not producer.is_norm:
             return None  # the paper smooths behind norms alone
-        return smoothing_scales(weights, statistics, self._options.smoothing_strength)
+        return smoothing_scales(weights, statistics, self.options.smoothing_strength)
 
     def round(self) -> QuantizedLayer:
         """Quantize the matrices as they are now."""
         layer = QuantizedLayer()
-        for names, statistics in self._observed.items():
+        for names, statistics in self.observed.items():
             chosen, factor = self._chosen(names), None
             if chosen and statistics.hessian is not None and statistics.seen:
-                with torch_threads(self._threads):  # a few large operations, whose sums depend on their number
-                    hessian = gptq.rotated_hessian(statistics.hessian, self._format)
-                    factor = gptq.factorize(hessian, self._options.act_order, self._format.group_size)
+                with torch_threads(self.threads):  # a few large operations, whose sums depend on their number
+                    hessian = gptq.rotated_hessian(statistics.hessian, self.options.format)
+                    factor = gptq.factorize(hessian, self.options.act_order, self.options.format.group_size)
             rounding = partial(self._round, statistics, factor)
-            for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self._threads), strict=True):
+            for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self.threads), strict=True):
                 weight = self.tensors[f"{name}.weight"]
                 layer.quantized[name] = rounded
                 if not statistics.seen:  # an expert that no token has chosen
                     layer.errors[name] = 0.0
                     continue
-                change = awq.squared_products(self._ops, statistics.samples, rounded.dequantize() - weight)
-                layer.errors[name] = change / max(awq.squared_products(self._ops, statistics.samples, weight), 1e-30)
+                change = awq.squared_products(self.ops, statistics.samples, rounded.dequantize() - weight)
+                layer.errors[name] = change / max(awq.squared_products(self.ops, statistics.samples, weight), 1e-30)
         for name, tensor in self.tensors.items():
             if tensor is not self._original[name] and name.removesuffix(".weight") not in layer.quantized:
-                layer.changed[name] = tensor.to(self._stored[name].dtype)
+                layer.changed[name] = tensor.to(self.stored[name].dtype)
         return layer
 
     def _round(self, statistics: InputStatistics, factor: gptq.Factor | None, name: str) -> QuantizedWeight:
-        weight, format = self.tensors[f"{name}.weight"], self._scheme.format_of(name)
-        match self._options.method:
+        weight, format = self.tensors[f"{name}.weight"], self.options.scheme.format_of(name)
+        match self.options.method:
             case "awq":
                 return awq.round_clipped(weight, statistics, format, not name.endswith(UNCLIPPED))
             case "gptq" if factor:
-                return gptq.round_compensating(weight, factor, format, self._options.act_order)
+                return gptq.round_compensating(weight, factor, format, self.options.act_order)
             case _:
                 return round_to_nearest(weight, format)
 
     def _chosen(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if not is_ignored(name, self._options.ignore)]
+        return [name for name in names if not is_ignored(name, self.options.ignore)]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.layers import BuildContext, Weights
-from penstock.models import Model, ModelConfig
+from penstock.models import ModelConfig
+from penstock.models.model import Model
 from penstock.models.registry import find_family
 from penstock.ops import AttentionMetadata, Batch, Ops, QuantizedWeight
 from penstock.parallel import Shard
 from penstock.quant import ExpertMatrices, Matrix
+
+from .statistics import InputObserver
 
 BLOCK = 64
 """Tokens of a KV block."""
@@ -25,66 +28,51 @@ BATCH_TOKENS = 4096
 CPU = torch.device("cpu")
 
 
-class Observer(Protocol):
-    """Sees what the matrices of a layer are fed with."""
-
-    def register(self, names: tuple[str, ...], inputs: int) -> None:
-        """Matrices that share an input, while the layer is built."""
-        ...
-
-    def observe(self, names: tuple[str, ...], x: Tensor) -> None:
-        """An input ``[tokens, in]`` of theirs, before they are multiplied with it."""
-        ...
-
-
+@dataclass(frozen=True)
 class ChangedWeights:
-    """``layers.Weights`` of a checkpoint, some of them replaced.
+    """``layers.Weights`` of a checkpoint, some of them replaced."""
 
-    Args:
-        tensors: by name, with ``.weight`` or ``.bias``.
-        quantized: matrices by name, without.
-    """
-
-    def __init__(self, base: Weights, tensors: Mapping[str, Tensor], quantized: Mapping[str, QuantizedWeight]) -> None:
-        self._base = base
-        self._tensors = tensors
-        self._quantized = quantized
+    base: Weights
+    tensors: Mapping[str, Tensor]
+    """By name, with ``.weight`` or ``.bias``."""
+    quantized: Mapping[str, QuantizedWeight]
+    """Matrices by name, without."""
 
     @property
     def version(self) -> str:
-        return self._base.version
+        return self.base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        if name not in self._tensors:
-            return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
-        tensor = self._tensors[name]
+        if name not in self.tensors:
+            return self.base.read(name, *shape, rows=rows, as_stored=as_stored)
+        tensor = self.tensors[name]
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
     def has(self, name: str) -> bool:
-        return name in self._tensors or self._base.has(name)
+        return name in self.tensors or self.base.has(name)
 
     def format_of(self, name: str) -> Format:
-        return self._quantized[name].format if name in self._quantized else UNQUANTIZED
+        return self.quantized[name].format if name in self.quantized else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
-        return self._quantized[name].rows(*rows)
+        return self.quantized[name].rows(*rows)
 
 
+@dataclass(frozen=True)
 class ObservedMatrix:
     """A ``Matrix`` that tells an observer of its inputs."""
 
-    def __init__(self, matrix: Matrix, names: tuple[str, ...], observer: Observer) -> None:
-        self._matrix = matrix
-        self._names = names
-        self._observer = observer
+    matrix: Matrix
+    names: tuple[str, ...]
+    observer: InputObserver
 
     def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-        self._observer.observe(self._names, x)
-        return self._matrix.linear(x, out_float32, out)
+        self.observer.observe(self.names, x)
+        return self.matrix.linear(x, out_float32, out)
 
     def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-        self._observer.observe(self._names, x)
-        return self._matrix.linear_activation_and_mul(x, function, out)
+        self.observer.observe(self.names, x)
+        return self.matrix.linear_activation_and_mul(x, function, out)
 
 
 class ObservedExperts(ExpertMatrices):
@@ -95,7 +83,7 @@ class ObservedExperts(ExpertMatrices):
         names: of each expert's matrices.
     """
 
-    def __init__(self, base: ExpertMatrices, names: Sequence[tuple[str, ...]], observer: Observer) -> None:
+    def __init__(self, base: ExpertMatrices, names: Sequence[tuple[str, ...]], observer: InputObserver) -> None:
         self._base = base
         self._names = names
         self._observer = observer
@@ -118,7 +106,7 @@ class ObservedExperts(ExpertMatrices):
 class ObservingContext(BuildContext):
     """Builds layers whose matrices tell an observer of their inputs."""
 
-    observer: Observer = field(kw_only=True)
+    observer: InputObserver = field(kw_only=True)
 
     def matrix(
         self,
@@ -155,15 +143,13 @@ def build_stage(
     layer: int,
     dtype: torch.dtype,
     max_len: int,
-    observer: Observer | None = None,
+    observer: InputObserver | None = None,
 ) -> Model:
     """The model with one layer alone; with the embedding before the first, norm and head behind the last."""
     family = find_family(config.architecture, config.architecture)
     layers = range(layer, layer + 1)
-    if observer is None:
-        return family.build(BuildContext(ops, weights, dtype, CPU, max_len, layers=layers), config, 0)
-    context = ObservingContext(ops, weights, dtype, CPU, max_len, layers=layers, observer=observer)
-    return family.build(context, config, 0)
+    kind = partial(ObservingContext, observer=observer) if observer else BuildContext
+    return family.build(kind(ops, weights, dtype, CPU, max_len, layers=layers), config, 0)
 
 
 def hidden_states(path: Path, shape: Sequence[int], dtype: torch.dtype, new: bool) -> Tensor:

@@ -73,7 +73,7 @@ class InputStatistics:
 
 
 class InputObserver:
-    """``stage.Observer`` that makes statistics.
+    """Makes statistics of what the matrices of a layer are fed with.
 
     Args:
         tokens: that there will be in all.
@@ -89,11 +89,11 @@ class InputObserver:
         """By the names of the matrices that share an input, in the order of the computation."""
 
     def register(self, names: tuple[str, ...], inputs: int) -> None:
-        """As ``stage.Observer.register``."""
+        """Add matrices that share an input, while the layer is built."""
         self.statistics[names] = InputStatistics(self._ops, inputs, self._tokens, self._with_hessian)
 
     def observe(self, names: tuple[str, ...], x: Tensor) -> None:
-        """As ``stage.Observer.observe``."""
+        """Add an input ``[tokens, in]`` of theirs, before they are multiplied with it."""
         if not self._finished:
             self.statistics[names].add(x)
 

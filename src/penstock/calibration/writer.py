@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.checkpoint.config_json import read_plain_config_json
+from penstock.checkpoint.sentence_transformers import module_files
+from penstock.checkpoint.stored_tensors import INDEX
 from penstock.config.progress import Progress, print_line
 from penstock.core.quantization import Format, Scheme
 from penstock.models import ModelConfig
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
 from penstock.ops.scale_search import fits_half
-from penstock.planning.config_json import read_plain_config_json
-from penstock.planning.sentence_transformers import module_files
-from penstock.planning.stored_tensors import INDEX
 from penstock.quant import awq, compressed_tensors, gptq
 
 from .gptq import DAMPING
@@ -48,16 +49,10 @@ HEADS = ("embed_tokens", "lm_head")
 """Matrices of the vocabulary, by the end of their names."""
 
 
-def read_tensors(checkpoint: Checkpoint, prefix: str = "", without: str = "") -> dict[str, Tensor]:
-    """The tensors whose names begin with ``prefix`` and not with ``without``, as they are stored."""
-    names = [
-        name for name in checkpoint.names if name.startswith(prefix) and not (without and name.startswith(without))
-    ]
-    return {name: checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in sorted(names)}
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
+def read_tensors(checkpoint: Checkpoint, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix``, as they are stored."""
+    names = sorted(name for name in checkpoint.names if name.startswith(prefix))
+    return {name: checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in names}
 
 
 def encode_layer(layer: QuantizedLayer, stored: Mapping[str, Tensor], file_format: FileFormat) -> dict[str, Tensor]:
@@ -127,33 +122,22 @@ def _is_packed(format: Format) -> bool:
     return format.bits == 4 or not format.activation_bits
 
 
+@dataclass
 class CheckpointWriter:
-    """Puts the layers' files and all else of the original checkpoint together.
+    """Puts the layers' files and all else of the original checkpoint together."""
 
-    Args:
-        model: folder of the original checkpoint.
-        output: folder of the quantized one.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        output: Path,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        options: QuantizeOptions,
-        state: RunState,
-    ) -> None:
-        self._model = model
-        self._output = output
-        self._config = config
-        self._checkpoint = checkpoint
-        self._options = options
-        self._state = state
-        self._unquantized: list[str] = []
-        """Names of matrices that are not quantized, but for embedding and head."""
-        self._sensitive: list[str] = []
-        """Names of quantized matrices that have the scheme's format of sensitive ones."""
+    model: Path
+    """Folder of the original checkpoint."""
+    output: Path
+    """Folder of the quantized one."""
+    config: ModelConfig
+    checkpoint: Checkpoint
+    options: QuantizeOptions
+    state: RunState
+    _unquantized: list[str] = field(default_factory=list)
+    """Names of matrices that are not quantized, but for embedding and head."""
+    _sensitive: list[str] = field(default_factory=list)
+    """Names of quantized matrices that have the scheme's format of sensitive ones."""
 
     def write_weights(self, progress: bool = True) -> dict[str, int]:
         """Write the shards, and copy the files beside them. Returns bytes of the tensors before and after."""
@@ -172,34 +156,33 @@ class CheckpointWriter:
         remaining = self._tensors()
         with Progress("written", total, "B", print_line("quantize"), shown=progress) as bar:
             for file, shard in zip(files, shards, strict=True):
-                tensors = {self._checkpoint.stored_name(name): tensor for name, tensor in _take(remaining, len(shard))}
+                tensors = {self.checkpoint.stored_name(name): tensor for name, tensor in _take(remaining, len(shard))}
                 write = partial(save_file, _unshared(tensors), metadata={"format": "pt"})
-                self._state.write(self._output / file, write)
+                self.state.write(self.output / file, write)
                 bar.update(sum(tensor.nbytes for tensor in tensors.values()))
         if len(shards) > 1:
             weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-            weight_map = {self._checkpoint.stored_name(name): file for name, file in sorted(weight_map.items())}
+            weight_map = {self.checkpoint.stored_name(name): file for name, file in sorted(weight_map.items())}
             self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self._copy_files()
-        return {"bytes_original": self._original_bytes(), "bytes_quantized": total}
+        original = sum(tensor.nbytes for tensor in read_tensors(self.checkpoint).values())
+        return {"bytes_original": original, "bytes_quantized": total}
 
     def write_config(self) -> None:
         """Write ``config.json``, with which the checkpoint is complete."""
-        raw = {
-            name: each for name, each in read_plain_config_json(self._model).items() if name != "quantization_config"
-        }
+        raw = {name: each for name, each in read_plain_config_json(self.model).items() if name != "quantization_config"}
         self._write_json(CONFIG, {**raw, "quantization_config": self._quantization_config()})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, those of the layers last."""
         self._unquantized, self._sensitive = [], []
-        layers = self._config.num_layers
+        layers = self.config.num_layers
         own = tuple(f"model.layers.{number}." for number in range(layers))
-        for name in sorted(name for name in self._checkpoint.names if not name.startswith(own)):
-            tensor = self._checkpoint.read(name, *self._checkpoint.shape(name), as_stored=True)
+        for name in sorted(name for name in self.checkpoint.names if not name.startswith(own)):
+            tensor = self.checkpoint.read(name, *self.checkpoint.shape(name), as_stored=True)
             yield name, self._noted(name, tensor)
         for number in range(layers):
-            with safe_open(self._state.layer_tensors(number), framework="pt") as file:
+            with safe_open(self.state.layer_tensors(number), framework="pt") as file:
                 for name in sorted(file.keys()):
                     yield name, self._noted(name, file.get_tensor(name))
 
@@ -209,30 +192,27 @@ class CheckpointWriter:
         if matrix != name and tensor.dim() == 2 and is_plain and not matrix.endswith(HEADS):
             self._unquantized.append(matrix)
         matrix = name.removesuffix(".weight_scale")
-        if matrix != name and self._options.scheme.format_of(matrix) != self._options.format:
+        if matrix != name and self.options.scheme.format_of(matrix) != self.options.format:
             self._sensitive.append(matrix)
         return tensor
 
-    def _original_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in read_tensors(self._checkpoint).values())
-
     def _copy_files(self) -> None:
-        for path in sorted((*self._model.iterdir(), *self._model.glob("additional_chat_templates/*.jinja"))):
+        for path in sorted((*self.model.iterdir(), *self.model.glob("additional_chat_templates/*.jinja"))):
             is_wanted = any(fnmatch(path.name, pattern) for pattern in COPIED)
             if path.is_file() and is_wanted and not any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
-                place = self._output / path.relative_to(self._model)
+                place = self.output / path.relative_to(self.model)
                 place.parent.mkdir(exist_ok=True)
-                self._state.write(place, partial(shutil.copyfile, path))
-        for name, content in module_files(self._model).items():
-            (self._output / name).parent.mkdir(parents=True, exist_ok=True)
-            self._state.write(self._output / name, partial(_write_bytes, content))
+                self.state.write(place, partial(shutil.copyfile, path))
+        for name, content in module_files(self.model).items():
+            (self.output / name).parent.mkdir(parents=True, exist_ok=True)
+            self.state.write(self.output / name, partial(Path.write_bytes, data=content))
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        self._state.write(self._output / name, lambda path: path.write_text(text, encoding="utf-8"))
+        self.state.write(self.output / name, lambda path: path.write_text(text, encoding="utf-8"))
 
     def _quantization_config(self) -> dict[str, Any]:
-        options, ignored = self._options, ["lm_head", *self._unquantized]
+        options, ignored = self.options, ["lm_head", *self._unquantized]
         format = options.format
         group_size = format.group_size or -1
         match options.file_format:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.engine_config import EngineConfig
 from penstock.config.options import EngineOptions
 from penstock.config.progress import Progress, log_or_print
 from penstock.config.settings import settings
 from penstock.config.sources import convert_setting
-from penstock.planning.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,7 @@ def build(options: EngineOptions, output: Path, **arguments: Any) -> EngineConfi
     from penstock.engine.engine_folder import build_engine
 
     with Progress("packed", 0, "B", log_or_print(logger)) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.update(done - bar.done, total=max(total, done))
-
-        return build_engine(options, output, progress=progress, **arguments)
+        return build_engine(options, output, progress=bar.set, **arguments)
 
 
 def described(config: EngineConfig) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from penstock.config.secrets import MASK, masked
@@ -13,6 +12,7 @@ from penstock.config.sources import ResolvedConfiguration
 
 from .compat.model_repository import expand_arguments
 from .flags import TITLES, add_options, configure, in_cache
+from .screen import print_json
 
 __all__ = ["add_arguments", "expand_arguments", "run", "value_of"]
 
@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     configured = configure(args)
     if args.json:
-        json.dump(_as_json(configured), sys.stdout, indent=1)
-        print()
+        print_json(_as_json(configured))
     elif args.yaml:
         _print_yaml(configured)
     else:

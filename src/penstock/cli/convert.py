@@ -45,10 +45,6 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     with Progress("written", 0, "B", print_line("convert")) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.update(done - bar.done, total=max(total, done))
-
-        count = convert(folder, args.output_dir, dtype=dtype, max_shard_size=args.max_shard_size, progress=progress)
+        count = convert(folder, args.output_dir, dtype=dtype, max_shard_size=args.max_shard_size, progress=bar.set)
     print(f"{args.output_dir}: a checkpoint in {count} {'file' if count == 1 else 'files'} of safetensors")
     return 0

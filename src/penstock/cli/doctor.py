@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
 from penstock.config.sources import read
 from penstock.core import PenstockError
 from penstock.version import __version__
+
+from .screen import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     result = collect_facts()
     if args.json:
-        json.dump(result, sys.stdout, indent=1)
-        print()
+        print_json(result)
     else:
         for name, value in result.items():
             for line in value if isinstance(value, list) else [value]:

@@ -10,14 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
-
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.progress import Progress, print_line
 from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
-from penstock.frontend.hub import resolve, resolve_draft
 from penstock.frontend.input_processor import InputProcessor
 from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.dialects.openai.batches.results import BatchState, Results, check_input, requests, survey
@@ -27,6 +24,7 @@ from penstock.serve.models.messages import ModelEntry
 from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .flags import add_options, configure
+from .serve import download_model
 from .served_models import DEMO
 
 
@@ -94,18 +92,10 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
 @asynccontextmanager
 async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedModel, asyncio.Task[None]]]:
     """The service of a running engine, and the task that restarts the engine."""
-    model, source = configuration.engine.model, configuration.model
-    folder = resolve(
-        model,
-        revision=source.revision,
-        token=source.hf_token or None,
-        cache_dir=source.download_dir or None,
-        hub=source.model_hub,
-    )
-    input_processor = InputProcessor(folder, source, configuration.engine.max_output_len)
-    draft = resolve_draft(configuration.engine.speculative_config)
-    engine = msgspec.structs.replace(configuration.engine, model=str(folder), speculative_config=draft)
-    process = EngineProcesses(engine, configuration.log)
+    model = configuration.engine.model
+    resolved = download_model(configuration).engine
+    input_processor = InputProcessor(Path(resolved.model), configuration.model, configuration.engine.max_output_len)
+    process = EngineProcesses(resolved, configuration.log)
     await process.start()
     gateway = Gateway(process.addresses, input_processor, configuration.engine.data_parallel_request_cost)
     watch = asyncio.create_task(process.watch())

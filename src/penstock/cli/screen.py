@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from typing import TextIO
+from typing import Any
 
 
-def has_escapes(stream: TextIO | None = None) -> bool:
-    """Whether a stream (standard output) is a terminal that moves its cursor by escape sequences."""
-    return (stream or sys.stdout).isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+def print_json(value: Any) -> None:
+    """Print a result as JSON."""
+    print(json.dumps(value, indent=1))
 
 
-def can_print(text: str, stream: TextIO | None = None) -> bool:
-    """Whether a stream's (standard output's) encoding has all characters of a text."""
+def has_escapes() -> bool:
+    """Whether standard output is a terminal that moves its cursor by escape sequences."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def can_print(text: str) -> bool:
+    """Whether standard output's encoding has all characters of a text."""
     try:
-        text.encode((stream or sys.stdout).encoding or "ascii")
+        text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
         return False
     return True

@@ -106,10 +106,7 @@ def with_role(configuration: Configuration) -> Configuration:
     if engine.engine_address:
         split_address(engine.engine_address, "engine_address")
     elif not router and (engine.role != "mixed" or server.router_address):
-        address = join_address(server.host, 0)
-        configuration = msgspec.structs.replace(
-            configuration, engine=msgspec.structs.replace(engine, engine_address=address)
-        )
+        return configuration.with_engine(engine_address=join_address(server.host, 0))
     return configuration
 
 
@@ -143,22 +140,21 @@ def _of_torchrun(configuration: Configuration) -> Configuration:
         if engine.nnodes not in (1, nnodes):
             raise invalid("nnodes", f"torchrun has started {nnodes} nodes, and nnodes is {engine.nnodes}", nnodes)
         taken = int(os.environ["MASTER_PORT"])  # by torchrun itself
-        engine = msgspec.structs.replace(
-            engine,
+        configuration = configuration.with_engine(
             nnodes=nnodes,
             node_rank=int(os.environ["GROUP_RANK"]),
             master_addr=os.environ["MASTER_ADDR"],
             master_port=engine.master_port + (engine.master_port == taken),
         )
     if (ranks := engine.tensor_parallel_size * engine.pipeline_parallel_size) == 1:
-        engine = msgspec.structs.replace(engine, tensor_parallel_size=everywhere)
+        configuration = configuration.with_engine(tensor_parallel_size=everywhere)
     elif ranks != everywhere:
         words = (
             f"torchrun has started {everywhere} ranks, and tensor_parallel_size times pipeline_parallel_size is {ranks}"
         )
         raise invalid("tensor_parallel_size", words, everywhere)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    return msgspec.structs.replace(configuration, engine=engine)
+    return configuration
 
 
 def is_open(options: ServerOptions) -> bool:
@@ -175,25 +171,15 @@ def download_model(configuration: Configuration) -> Configuration:
 
     Raises ``PenstockError`` where it cannot be downloaded.
     """
-    from penstock.frontend.hub import resolve, resolve_draft
+    from penstock.frontend.hub import resolve_draft, resolve_source
 
-    source = configuration.model
-    fetch = partial(
-        resolve,
-        configuration.engine.model,
-        revision=source.revision,
-        token=source.hf_token or None,
-        cache_dir=source.download_dir or None,
-        hub=source.model_hub,
-        progress=sys.stderr.isatty(),
-    )
+    fetch = partial(resolve_source, configuration.engine.model, configuration.model, progress=sys.stderr.isatty())
     if configuration.engine.role == "router" or configuration.engine.nnodes > 1:
         folder = fetch(selection=_selection(configuration.engine, fetch))
     else:
         folder = fetch()
     draft = resolve_draft(configuration.engine.speculative_config)
-    engine = msgspec.structs.replace(configuration.engine, model=str(folder), speculative_config=draft)
-    return msgspec.structs.replace(configuration, engine=engine)
+    return configuration.with_engine(model=str(folder), speculative_config=draft)
 
 
 def _selection(engine: EngineOptions, fetch: Callable[..., Path]) -> Selection:

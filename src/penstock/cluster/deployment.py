@@ -74,13 +74,10 @@ def _router(
         urls.append(url)
     if f"http://{join_address(own.server_ip, server.port)}" in urls:
         raise invalid("port", f"is {server.port}, which {PORTS} gives to an instance of this machine", server.port)
-    return msgspec.structs.replace(
-        configuration,
-        engine=msgspec.structs.replace(configuration.engine, role="router"),
-        server=msgspec.structs.replace(
-            server, prefill_instances=tuple(urls[: len(prefill)]), decode_instances=tuple(urls[len(prefill) :])
-        ),
-    )
+    split = len(prefill)
+    instances_by_role = {"prefill_instances": tuple(urls[:split]), "decode_instances": tuple(urls[split:])}
+    server = msgspec.structs.replace(server, **instances_by_role)
+    return msgspec.structs.replace(configuration.with_engine(role="router"), server=server)
 
 
 def _instance(configuration: Configuration, table: Global, own: Server, role: str) -> Configuration:
@@ -98,8 +95,8 @@ def _instance(configuration: Configuration, table: Global, own: Server, role: st
             if server.server_ip == own.server_ip
             for device in server.device or ()
         ]
-        engine = msgspec.structs.replace(engine, cpu_binding=bind_devices(devices, here))
-    return msgspec.structs.replace(configuration, engine=msgspec.structs.replace(engine, role=role))
+        configuration = configuration.with_engine(cpu_binding=bind_devices(devices, here))
+    return configuration.with_engine(role=role)
 
 
 def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:

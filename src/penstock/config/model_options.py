@@ -19,163 +19,127 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a model beside its engine: tokenizer, chat template, parsers, default sampling parameters,
     download."""
 
-    pooling_type: Annotated[
-        Literal["auto", "last", "cls", "mean", "all"],
-        option(
-            "Hidden state that becomes an embedding, or goes into a classifier: the last or first (cls) token's, the "
-            "mean, or one for each token (all); auto is what the checkpoint says, else of decoders last and of "
-            "encoders cls."
-        ),
+    pooling_type: Literal["auto", "last", "cls", "mean", "all"] = "auto"
+    """Hidden state that becomes an embedding, or goes into a classifier: the last or first (cls) token's, the mean, or
+    one for each token (all); auto is what the checkpoint says, else of decoders last and of encoders cls."""
+    pooling_task: Literal["auto", "embed", "classify", "score"] = "auto"
+    """What is pooled for: auto is classes and scores where the checkpoint has a classifier, else embeddings; classify
+    and score have a model that generates answer with one of classifier_tokens, as Qwen3-Reranker."""
+    pooling_activation: Literal["auto", "on", "off"] = "auto"
+    """Whether embeddings have length 1, and a classifier's outputs become probabilities; auto is what the checkpoint
+    says."""
+    classifier_tokens: tuple[str, ...] = ("no", "yes")
+    """Tokens by which a model that generates says no and yes to a pair of texts."""
+    tokenizer: str = ""
+    """Folder to take the tokenizer from; nothing for the model's own."""
+    chat_template: str = ""
+    """File with a template, or the template; nothing for the model's own."""
+    tool_call_parser: Literal[
+        "auto",
+        "hermes",
+        "qwen",
+        "ernie",
+        "llama3_json",
+        "llama4_json",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v31",
+        "kimi_k2",
+        "granite",
+        "granite4",
+        "phi4_mini_json",
+        "hunyuan_a13b",
+        "jamba",
+        "cohere_command3",
+        "internlm",
+        "qwen3_coder",
+        "qwen3_xml",
+        "mimo",
+        "seed_oss",
+        "minimax_m2",
+        "glm45",
+        "glm47",
+        "pythonic",
+        "llama4_pythonic",
+        "olmo3",
+        "lfm2",
+        "openai",
     ] = "auto"
-    pooling_task: Annotated[
-        Literal["auto", "embed", "classify", "score"],
-        option(
-            "What is pooled for: auto is classes and scores where the checkpoint has a classifier, else embeddings; "
-            "classify and score have a model that generates answer with one of classifier_tokens, as Qwen3-Reranker."
-        ),
+    """Format of the model's tool calls; auto is the one that its chat template has."""
+    reasoning_parser: Literal[
+        "auto",
+        "none",
+        "qwen3",
+        "deepseek_r1",
+        "deepseek_v3",
+        "glm45",
+        "glm47",
+        "kimi_k2",
+        "minimax_m2",
+        "mimo",
+        "olmo3",
+        "step3",
+        "mistral",
+        "ernie",
+        "hunyuan_a13b",
+        "cohere_command3",
+        "seed_oss",
+        "granite",
+        "openai_gptoss",
     ] = "auto"
-    pooling_activation: Annotated[
-        Literal["auto", "on", "off"],
-        option(
-            "Whether embeddings have length 1, and a classifier's outputs become probabilities; auto is what the "
-            "checkpoint says."
-        ),
-    ] = "auto"
-    classifier_tokens: Annotated[
-        tuple[str, ...], option("Tokens by which a model that generates says no and yes to a pair of texts.")
-    ] = ("no", "yes")
-    tokenizer: Annotated[str, option("Folder to take the tokenizer from; nothing for the model's own.")] = ""
-    chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
-    tool_call_parser: Annotated[
-        Literal[
-            "auto",
-            "hermes",
-            "qwen",
-            "ernie",
-            "llama3_json",
-            "llama4_json",
-            "mistral",
-            "deepseek_v3",
-            "deepseek_v31",
-            "kimi_k2",
-            "granite",
-            "granite4",
-            "phi4_mini_json",
-            "hunyuan_a13b",
-            "jamba",
-            "cohere_command3",
-            "internlm",
-            "qwen3_coder",
-            "qwen3_xml",
-            "mimo",
-            "seed_oss",
-            "minimax_m2",
-            "glm45",
-            "glm47",
-            "pythonic",
-            "llama4_pythonic",
-            "olmo3",
-            "lfm2",
-            "openai",
-        ],
-        option("Format of the model's tool calls; auto is the one that its chat template has."),
-    ] = "auto"
-    reasoning_parser: Annotated[
-        Literal[
-            "auto",
-            "none",
-            "qwen3",
-            "deepseek_r1",
-            "deepseek_v3",
-            "glm45",
-            "glm47",
-            "kimi_k2",
-            "minimax_m2",
-            "mimo",
-            "olmo3",
-            "step3",
-            "mistral",
-            "ernie",
-            "hunyuan_a13b",
-            "cohere_command3",
-            "seed_oss",
-            "granite",
-            "openai_gptoss",
-        ],
-        option(
-            "Format of the model's reasoning, which is separated from its answers; auto is the one that its chat "
-            "template has, none leaves it in the content."
-        ),
-    ] = "auto"
-    generation_config: Annotated[
-        str,
-        option(
-            "Default sampling parameters of requests: auto is the model's generation_config.json, vllm is vLLM's "
-            "defaults, else a folder with another generation_config.json."
-        ),
-    ] = "auto"
-    override_generation_config: Annotated[
-        str,
-        option('Default sampling parameters that override those of generation_config, as JSON: {"temperature": 0.6}.'),
-    ] = ""
-    max_logprobs: Annotated[int, option("Maximum logprobs of a request.", ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
-    enable_logprob: Annotated[bool, option("Return logprobs; without it, requests for them are refused.")] = True
-    limit_mm_per_prompt: Annotated[
-        str,
-        option('Images and videos that a prompt may have, as JSON: {"image": 4}.', empty='{"image": 16, "video": 4}'),
-    ] = ""
-    mm_processor_kwargs: Annotated[
-        str,
-        option(
-            "Limits of the pixels of an image once it is resized, in place of those of the model's image processor, as "
-            'JSON: {"min_pixels": 3136, "max_pixels": 1003520}; of videos also which frames are taken: fps or '
-            "num_frames, min_frames, max_frames.",
-            empty="the model's",
-        ),
-    ] = ""
-    media_io_kwargs: Annotated[
-        str,
-        option(
-            'Which frames of videos are taken, as JSON: {"video": {"num_frames": 32}}, or fps; -1 is all.',
-            empty="the model's",
-        ),
-    ] = ""
-    allowed_media_domains: Annotated[
-        tuple[str, ...],
-        option(
-            "The only hosts that images are fetched from, which may then have any address; nothing for all hosts with "
-            "public addresses.",
-        ),
-    ] = ()
-    allowed_local_media_path: Annotated[
-        str, option("Folder whose files requests may name as images (file:); nothing for none.")
-    ] = ""
-    max_image_size: Annotated[int, option("Maximum size of an image's file.", "bytes", ge=1)] = 20 * 2**20
-    max_image_pixels: Annotated[
-        int, option("Maximum width times height of an image, before and after it is resized.", "pixels", ge=1)
-    ] = 2**26
-    media_timeout: Annotated[float, option("Maximum time to fetch an image or a video.", "seconds", gt=0)] = 10.0
-    max_video_size: Annotated[int, option("Maximum size of a video's file.", "bytes", ge=1)] = 100 * 2**20
-    max_video_frames: Annotated[int, option("Maximum number of frames taken of a video.", "frames", ge=1)] = 768
-    max_video_pixels: Annotated[
-        int, option("Maximum width times height times frames of a video, after these are resized.", "pixels", ge=1)
-    ] = 2**27
-    video_timeout: Annotated[float, option("Maximum time to decode a video.", "seconds", gt=0)] = 30.0
-    max_audio_size: Annotated[int, option("Maximum size of an audio file.", "bytes", ge=1)] = 25 * 2**20
-    max_audio_duration: Annotated[float, option("Maximum duration of audio.", "seconds", gt=0)] = 3600.0
-    audio_timeout: Annotated[float, option("Maximum time to decode audio.", "seconds", gt=0)] = 30.0
-    model_hub: Annotated[Literal["huggingface", "modelscope"], option("Hub of models that are named org/name.")] = (
-        "huggingface"
-    )
-    revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""
-    hf_token: Annotated[str, option("Token for the Hugging Face hub; nothing for the environment's HF_TOKEN.")] = ""
-    download_dir: Annotated[
-        str,
-        option(
-            "Where downloads are kept; nothing for Hugging Face's own cache, and ~/.cache/penstock/downloads for what "
-            "is not from its hub."
-        ),
-    ] = ""
+    """Format of the model's reasoning, which is separated from its answers; auto is the one that its chat template has,
+    none leaves it in the content."""
+    generation_config: str = "auto"
+    """Default sampling parameters of requests: auto is the model's generation_config.json, vllm is vLLM's defaults,
+    else a folder with another generation_config.json."""
+    override_generation_config: str = ""
+    """Default sampling parameters that override those of generation_config, as JSON: {"temperature": 0.6}."""
+    max_logprobs: Annotated[int, option(ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
+    """Maximum logprobs of a request."""
+    enable_logprob: bool = True
+    """Return logprobs; without it, requests for them are refused."""
+    limit_mm_per_prompt: Annotated[str, option(empty='{"image": 16, "video": 4}')] = ""
+    """Images and videos that a prompt may have, as JSON: {"image": 4}."""
+    mm_processor_kwargs: Annotated[str, option(empty="the model's")] = ""
+    """Limits of the pixels of an image once it is resized, in place of those of the model's image processor, as JSON:
+    {"min_pixels": 3136, "max_pixels": 1003520}; of videos also which frames are taken: fps or num_frames, min_frames,
+    max_frames."""
+    media_io_kwargs: Annotated[str, option(empty="the model's")] = ""
+    """Which frames of videos are taken, as JSON: {"video": {"num_frames": 32}}, or fps; -1 is all."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """The only hosts that images are fetched from, which may then have any address; nothing for all hosts with public
+    addresses."""
+    allowed_local_media_path: str = ""
+    """Folder whose files requests may name as images (file:); nothing for none."""
+    max_image_size: Annotated[int, option("bytes", ge=1)] = 20 * 2**20
+    """Maximum size of an image's file."""
+    max_image_pixels: Annotated[int, option("pixels", ge=1)] = 2**26
+    """Maximum width times height of an image, before and after it is resized."""
+    media_timeout: Annotated[float, option("seconds", gt=0)] = 10.0
+    """Maximum time to fetch an image or a video."""
+    max_video_size: Annotated[int, option("bytes", ge=1)] = 100 * 2**20
+    """Maximum size of a video's file."""
+    max_video_frames: Annotated[int, option("frames", ge=1)] = 768
+    """Maximum number of frames taken of a video."""
+    max_video_pixels: Annotated[int, option("pixels", ge=1)] = 2**27
+    """Maximum width times height times frames of a video, after these are resized."""
+    video_timeout: Annotated[float, option("seconds", gt=0)] = 30.0
+    """Maximum time to decode a video."""
+    max_audio_size: Annotated[int, option("bytes", ge=1)] = 25 * 2**20
+    """Maximum size of an audio file."""
+    max_audio_duration: Annotated[float, option("seconds", gt=0)] = 3600.0
+    """Maximum duration of audio."""
+    audio_timeout: Annotated[float, option("seconds", gt=0)] = 30.0
+    """Maximum time to decode audio."""
+    model_hub: Literal["huggingface", "modelscope"] = "huggingface"
+    """Hub of models that are named org/name."""
+    revision: str = ""
+    """Branch, tag or commit on the hub; nothing for its main branch."""
+    hf_token: str = ""
+    """Token for the Hugging Face hub; nothing for the environment's HF_TOKEN."""
+    download_dir: str = ""
+    """Where downloads are kept; nothing for Hugging Face's own cache, and ~/.cache/penstock/downloads for what is not
+    from its hub."""
 
     def __post_init__(self) -> None:
         self.sampling()

@@ -1,4 +1,4 @@
-"""What an option has beside its type and default."""
+"""What an option has beside its type, default and docstring."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 
-def option(help: str, unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
-    """Help, unit and bounds of an option.
+def option(unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
+    """Unit and bounds of an option.
 
     Args:
         empty: meaning of an empty value, for the help.
     """
-    return msgspec.Meta(description=help, extra={"unit": unit, "empty": empty}, **bounds)
+    return msgspec.Meta(extra={"unit": unit, "empty": empty}, **bounds)

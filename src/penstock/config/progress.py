@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Self, TypeVar
 
 T = TypeVar("T")
@@ -55,9 +54,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def update(self, count: int = 1, words: str | None = None, total: int | None = None) -> None:
@@ -74,6 +71,10 @@ class Progress:
             self._next = time.monotonic() + INTERVAL
             share = 100 * self.done // max(self._total, 1)
             self._tell(f"{self._words}: {share} % of {self._amount()}")
+
+    def set(self, done: int, total: int) -> None:
+        """Replace what is done, and how much there is."""
+        self.update(done - self.done, total=max(total, done))
 
     def close(self) -> None:
         if self._bar is not None:

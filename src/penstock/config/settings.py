@@ -1,17 +1,23 @@
-"""The options as a list of ``Setting``, from which flags, environment variables and files are derived."""
+"""The options as a list of ``Setting``, from which flags, environment variables and files are derived. An option's help
+is its docstring."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any
 
 import msgspec
 
+from .option import option
 from .options import Configuration
 from .secrets import is_secret
 
@@ -21,6 +27,8 @@ class Setting:
     """One option of the configuration."""
 
     section: str
+    schema: type
+    """The class of the section."""
     name: str
     annotated: Any
     """The type with its bounds, as ``msgspec.convert`` takes it."""
@@ -29,13 +37,17 @@ class Setting:
     choices: tuple[str, ...]
     default: Any
     unit: str
-    help: str
     empty: str
     """Meaning of an empty value, for the help."""
 
     @property
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def help(self) -> str:
+        """The option's docstring."""
+        return _docstrings(self.schema)[self.name]
 
     @property
     def variable(self) -> str:
@@ -51,11 +63,10 @@ class Setting:
 def settings() -> dict[str, Setting]:
     """Every option by its name; names are unique over all sections."""
     result: dict[str, Setting] = {}
-    for section, schema in typing.get_type_hints(Configuration).items():
-        hints = typing.get_type_hints(schema, include_extras=True)
-        for field in msgspec.structs.fields(schema):
-            assert field.name not in result, f"two options are called {field.name}"
-            result[field.name] = _setting(section, field.name, hints[field.name], field.default)
+    for section in msgspec.structs.fields(Configuration):
+        for setting in settings_of(section.type, section.name):
+            assert setting.name not in result, f"two options are called {setting.name}"
+            result[setting.name] = setting
     return result
 
 
@@ -68,10 +79,31 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _setting(section: str, name: str, hint: Any, default: Any) -> Setting:
-    plain, meta = typing.get_args(hint)
-    choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
-    kind = str if choices else typing.get_origin(plain) or plain
-    assert not isinstance(kind, types.UnionType)
-    extra = meta.extra or {}
-    return Setting(section, name, hint, kind, choices, default, extra["unit"], meta.description or "", extra["empty"])
+def settings_of(schema: type[msgspec.Struct], section: str = "") -> Iterator[Setting]:
+    """The fields of a class of options."""
+    for field in msgspec.structs.fields(schema):
+        hint = field.type
+        plain, meta = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, option())
+        if typing.get_origin(plain) in (types.UnionType, typing.Union):
+            (plain,) = (part for part in typing.get_args(plain) if part is not types.NoneType)
+        choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
+        kind = str if choices else typing.get_origin(plain) or plain
+        unit, empty = meta.extra["unit"], meta.extra["empty"]
+        yield Setting(section, schema, field.name, hint, kind, choices, field.default, unit, empty)
+
+
+@cache
+def _docstrings(schema: type) -> dict[str, str]:
+    """The docstrings of a class's attributes and of those of its bases, each on one line."""
+    result: dict[str, str] = {}
+    for each in reversed(schema.__mro__[: schema.__mro__.index(msgspec.Struct)]):
+        classes = (part for part in _module(each.__module__).body if isinstance(part, ast.ClassDef))
+        for field, text in pairwise(next(part.body for part in classes if part.name == each.__name__)):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                result[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split()).replace("``", "")
+    return result
+
+
+@cache
+def _module(name: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[name]))

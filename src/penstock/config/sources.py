@@ -65,41 +65,28 @@ def read(
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
+    profile = profile or Profile("", "")
     known = settings()
     ignored: dict[str, str] = {}
-    given: list[tuple[str, Any, str]] = []
-    theirs: list[tuple[str, Any, str]] = []
-    num_defaults = 0
     document = _read_file(file)
-    if profile:
-        in_file = _flags_in_file(document, profile)
-        variables, translated = translate_variables(profile, environment, ignored)
-        together = variables | {flag(name): text for name, text in (in_file | dict(aliases or {})).items()}
-        profile.check(together)
-        defaults = {**profile.defaults, **profile.defaults_for(together)}
-        given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
-        num_defaults = len(given)
-        given += _flatten(document, str(file))
-        in_file_settings = [*translate(profile.flags, in_file, lambda name: f"{name}, in {file}", ignored)]
-        given += in_file_settings
-        theirs += [*translated, *in_file_settings]
-        given += translated
-        given += _environment_settings(environment)
-        translated = [*translate(profile.flags, aliases or {}, _flag_as_typed, ignored), *profile.together(together)]
-        theirs += translated
-        given += translated
-    else:
-        given += _flatten(document, str(file))
-        given += _environment_settings(environment)
+    in_file = _flags_in_file(document, profile)
+    variables, of_variables = translate_variables(profile, environment, ignored)
+    together = variables | {flag(name): text for name, text in (in_file | dict(aliases or {})).items()}
+    profile.check(together)
+    defaults = {**profile.defaults, **profile.defaults_for(together)}
+    given = [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
+    of_file = [*translate(profile.flags, in_file, lambda name: f"{name}, in {file}", ignored)]
+    of_flags = [*translate(profile.flags, aliases or {}, _flag_as_typed, ignored), *profile.together(together)]
+    given += [*_flatten(document, str(file)), *of_file, *of_variables, *_environment_settings(environment), *of_flags]
     given += [(name, value, known[name].flag) for name, value in flags.items()]
     model = next((str(value) for name, value, _ in reversed(given) if name == "model"), "")
-    given[num_defaults:num_defaults] = [(name, value, model) for name, value in model_defaults(model).items()]
-    chosen = profile.name if profile else ""
-    if chosen or any(name == "api_key" for name, _, _ in given):
-        given.insert(0, ("host", ALL_ADDRESSES, f"the profile {chosen}" if chosen else "api_key is given"))
+    given[len(defaults) : len(defaults)] = [(name, value, model) for name, value in model_defaults(model).items()]
+    if profile.name or any(name == "api_key" for name, _, _ in given):
+        source = f"the profile {profile.name}" if profile.name else "api_key is given"
+        given.insert(0, ("host", ALL_ADDRESSES, source))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
-    their_sources = {source for _, _, source in theirs}
+    their_sources = {source for _, _, source in (*of_variables, *of_file, *of_flags)}
     for name, value, source in given:
         values[name] = convert_setting(known[name], value, source, source in their_sources)
         sources[name] = source
@@ -128,14 +115,20 @@ def convert_setting(setting: Setting, value: Any, source: str, theirs: bool = Fa
             raise invalid(name, f"holds nothing{place}; leave it out, or give a value")
     if setting.kind is str and isinstance(value, dict):
         value = json.dumps(value)  # options that take JSON text may be objects in a file
-    shown = "its value" if setting.secret else repr(value)
-    try:
-        result = msgspec.convert(value, setting.annotated, strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid(name, f"{shown} is wrong: {_reason(str(error), setting)}{place}") from error
+    result = convert_value(setting, value, name, place)
     if isinstance(result, float) and not math.isfinite(result):
+        shown = "its value" if setting.secret else repr(value)
         raise invalid(name, f"{shown} is wrong: it must be a finite number{place}")
     return result
+
+
+def convert_value(setting: Setting, value: Any, name: str, place: str = "") -> Any:
+    """A value in a setting's own type. Raises ``PenstockError`` (``invalid``), which names the option and the place."""
+    try:
+        return msgspec.convert(value, setting.annotated, strict=False)
+    except msgspec.ValidationError as error:
+        shown = "its value" if setting.secret else repr(value)
+        raise invalid(name, f"{shown} is wrong: {_reason(str(error), setting)}{place}") from error
 
 
 def _reason(message: str, setting: Setting) -> str:

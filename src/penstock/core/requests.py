@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from .audio import AudioInput
+from .errors import PenstockError, invalid
 from .multimodal import ImageInput
 from .pooling import PoolingParams
 from .sampling import SamplingParams
@@ -84,3 +85,31 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def log_name(self) -> str:
         """What logs call it."""
         return self.log_id or self.request_id
+
+
+ENCODE_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, OverflowError)
+"""Exceptions of encoding or decoding a request whose values are not of their fields' types."""
+
+
+def invalid_request(request: EngineRequest, error: Exception) -> PenstockError:
+    """The error (``invalid``) for a request that cannot be encoded or decoded, with the field's name.
+
+    Args:
+        error: one of ``ENCODE_ERRORS``.
+    """
+    if isinstance(error, UnicodeEncodeError):
+        return invalid(_invalid_text_field(request), f"is not valid text: {error}")
+    field = str(error).rpartition("$.")[2].rstrip("`").rpartition(".")[2].partition("[")[0]
+    return invalid(field if "$." in str(error) else "request", str(error))
+
+
+def _invalid_text_field(request: EngineRequest) -> str:
+    """The field that has an unpaired surrogate."""
+    for part in (request, request.sampling):
+        for name in part.__struct_fields__:
+            try:
+                msgspec.json.encode(getattr(part, name))
+            except UnicodeEncodeError:
+                if name != "sampling":
+                    return name
+    return "request"

@@ -12,7 +12,7 @@ from penstock.core.errors import invalid
 from .executor.base import Executor, WorkerLostError
 from .modes import KV_CACHE, TAGS, WEIGHTS, PauseMode
 from .scheduling.scheduler import Scheduler
-from .step import AllocateCache, FreeMemory, Op
+from .step import AllocateCache, FreeMemory
 from .weights import WeightsManager
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,8 @@ class SleepManager:
         """Weights that are being read again, then that they are in use."""
         self._committed = False
         self._deltas: list[TokenDelta] = []
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether anything was freed."""
-        return bool(self.asleep)
-
-    @property
-    def has_pending(self) -> bool:
+        self.has_pending = False
         """Whether ``poll`` has to be called."""
-        return self._done is not None or bool(self._deltas)
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
         """Compute no steps until ``resume``; requests that come wait in the queue.
@@ -104,7 +96,7 @@ class SleepManager:
             if mode == "abort":  # what has come while the last step was computed
                 self._abort_all()
             self._scheduler.forget_kv()
-            dropped = self._call(FreeMemory(level))
+            dropped = self._executor.run(FreeMemory(level))
             self.asleep |= {KV_CACHE, WEIGHTS} if dropped else {KV_CACHE}
             logger.info("asleep, without %s", " and ".join(sorted(self.asleep)))
 
@@ -131,7 +123,7 @@ class SleepManager:
                 return _failed(PenstockError(Code.UNAVAILABLE, words, "tags"))
             wanted.remove(WEIGHTS)  # update_weights brings them
         done: Future[None] = Future()
-        self._done, self._wanted = done, wanted
+        self._done, self._wanted, self.has_pending = done, wanted, True
         if WEIGHTS in wanted:
             self._reloading, self._committed = self._weights.load(), False
         return done
@@ -155,7 +147,7 @@ class SleepManager:
                 self._finish()
         elif self._done:
             self._wake()
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas, self.has_pending = self._deltas, [], self._done is not None
         return deltas
 
     def _stop(self, mode: PauseMode, then: Callable[[], None]) -> Future[None]:
@@ -165,7 +157,7 @@ class SleepManager:
             self._abort_all()
         self.is_paused, self._waits = True, mode == "wait"
         self._scheduler.hold("pause", "new" if self._waits else "all")
-        self._then, self._done = then, Future()
+        self._then, self._done, self.has_pending = then, Future(), True
         return self._done
 
     def _abort_all(self) -> None:
@@ -185,7 +177,7 @@ class SleepManager:
                 return
         if KV_CACHE in self._wanted & self.asleep:
             try:
-                self._call(AllocateCache())
+                self._executor.run(AllocateCache())
             except WorkerLostError:
                 raise
             except Exception as error:
@@ -210,11 +202,6 @@ class SleepManager:
             done.set_exception(error)
         else:
             done.set_result(None)
-
-    def _call(self, op: Op) -> int:
-        future = self._executor.call(op)
-        self._executor.wait(future)
-        return int(future.result() or 0)
 
 
 def _failed(error: PenstockError) -> Future[None]:

@@ -185,6 +185,45 @@ class StepOutput(NamedTuple):
     """By item of an embedding request: hidden states to pool, ``[tokens, hidden]`` float32."""
 
 
+class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that the engine shares with its workers: a transfer buffer (``kv_transfer.buffer.TransferBuffer``), or the
+    host tier of the prefix cache (``kv.host_tier.HostTier``)."""
+
+    path: str
+    offset: int
+    """Bytes before the first slot."""
+    slots: int
+    slot_tokens: int
+    progress: int
+    """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory, taken as int64; the others' follow."""
+
+
+class LoadModel(msgspec.Struct, array_like=True, tag=True):
+    """Load the model. Answered with ``ModelInfo``, or with a ``PenstockError`` where an option or the checkpoint does
+    not allow it."""
+
+    weights: str = ""
+    """Folder of its weights; empty for the model's own."""
+
+
+class ProfileMemory(msgspec.Struct, array_like=True, tag=True):
+    """Measure the memory available for the KV cache, beside weights and the activations of the largest step. Answered
+    with ``MemoryProfile``."""
+
+
+class InitCache(msgspec.Struct, array_like=True, tag=True):
+    """Allocate the KV cache. Answered with None, or with a ``PenstockError`` where that is impossible."""
+
+    blocks: int
+    """Number of blocks on the device."""
+    host_blocks: int
+    """Number of blocks in host memory."""
+    transfer: TransferMemory | None = None
+    """The transfer buffer, for ``ExportKV`` and ``ImportKV``; None without KV transfers."""
+    offload: TransferMemory | None = None
+    """The host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without it."""
+
+
 class Propose(msgspec.Struct, array_like=True, tag=True):
     """Draft tokens for rows. Answered with a list for each row: its draft token ids, which may be fewer than asked for,
     or None where the drafter has failed for the row."""
@@ -234,8 +273,8 @@ class ChangeWeights(msgspec.Struct, array_like=True, tag=True):
 
 
 class FreeMemory(msgspec.Struct, array_like=True, tag=True):
-    """Free the KV cache, and weights as the level of sleep says; no row may be running. Answered with 1 where the
-    weights were dropped, else 0."""
+    """Free the KV cache, and weights as the level of sleep says; no row may be running. Answered with whether the
+    weights were dropped."""
 
     level: int
     """1 drops them on a GPU; 2 drops them anywhere."""
@@ -278,21 +317,11 @@ class ImportKV(msgspec.Struct, array_like=True, tag=True):
     places: np.ndarray
 
 
-class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that the engine shares with its workers: a transfer buffer (``kv_transfer.buffer.TransferBuffer``), or the
-    host tier of the prefix cache (``kv.host_tier.HostTier``)."""
-
-    path: str
-    offset: int
-    """Bytes before the first slot."""
-    slots: int
-    slot_tokens: int
-    progress: int
-    """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory, taken as int64; the others' follow."""
-
-
-Op = (
-    Propose
+WorkerCall = (
+    LoadModel
+    | ProfileMemory
+    | InitCache
+    | Propose
     | LoadLoRA
     | UnloadLoRA
     | LoadWeights
@@ -305,7 +334,7 @@ Op = (
     | ImportKV
 )
 """Calls between two steps (``Executor.call``)."""
-LONG_OPS = (LoadLoRA, LoadWeights, ChangeWeights, AllocateCache)
+LONG_CALLS = (LoadModel, ProfileMemory, InitCache, LoadLoRA, LoadWeights, ChangeWeights, AllocateCache)
 """Calls that read files or capture graphs, which takes longer than a step."""
 
 

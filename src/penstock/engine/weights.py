@@ -17,7 +17,7 @@ from penstock.core import Code, PenstockError
 from .executor.base import Executor, WorkerLostError
 from .modes import Running
 from .scheduling.scheduler import Scheduler
-from .step import ChangeWeights, LoadWeights, Op
+from .step import ChangeWeights, LoadWeights
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,8 @@ class WeightsManager:
         self._swapped: Future[str] | None = None
         """The result of ``commit``, until they are swapped."""
         self._running: Running = "finish"
-
-    @property
-    def has_pending(self) -> bool:
+        self.has_pending = False
         """Whether ``poll`` has to be called."""
-        return self._reading is not None or self._swapped is not None
 
     @property
     def reading(self) -> list[Future[Any]]:
@@ -85,7 +82,7 @@ class WeightsManager:
         except PenstockError as error:
             loaded.set_exception(error)
             return loaded
-        self._loaded = loaded
+        self._loaded, self.has_pending = loaded, True
         return loaded
 
     def commit(self, running: Running = "finish") -> Future[str]:
@@ -96,7 +93,7 @@ class WeightsManager:
             Their version, once they are in use.
         """
         assert self._loaded, "load them first"
-        self._swapped, self._running = Future(), running
+        self._swapped, self._running, self.has_pending = Future(), running, True
         self._scheduler.hold("weights", "new" if running == "finish" else "all")
         return self._swapped
 
@@ -114,9 +111,11 @@ class WeightsManager:
             self._executor.poll()
             if self._reading.done():
                 self._finish_reading()
+        version = None
         if self._swapped and not num_in_flight and self._is_free():
-            return self._swap(self._swapped)
-        return None
+            version = self._swap(self._swapped)
+        self.has_pending = self._reading is not None or self._swapped is not None
+        return version
 
     def _finish_reading(self) -> None:
         reading, loaded = self._reading, self._loaded
@@ -144,7 +143,7 @@ class WeightsManager:
         version = self._loaded.result()
         self._swapped = None
         try:
-            self._call(ChangeWeights("swap"))
+            self._executor.run(ChangeWeights("swap"))
         except WorkerLostError:
             raise
         except Exception as error:
@@ -152,7 +151,7 @@ class WeightsManager:
             self._scheduler.hold("weights", None)
             swapped.set_exception(_shown(error, "used"))
             return None
-        self._call(ChangeWeights("commit"))
+        self._executor.run(ChangeWeights("commit"))
         self.path, self._loaded = self._path, None
         self.num_updates += 1
         self._scheduler.set_weights(version)
@@ -163,12 +162,7 @@ class WeightsManager:
 
     def _drop(self) -> None:
         self._loaded = None
-        self._call(ChangeWeights("revert"))
-
-    def _call(self, op: Op) -> None:
-        future = self._executor.call(op)
-        self._executor.wait(future)
-        future.result()
+        self._executor.run(ChangeWeights("revert"))
 
 
 def _shown(error: BaseException, done: str) -> PenstockError | WorkerLostError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -13,16 +14,17 @@ from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.modes import PauseMode, Running
-from penstock.engine.service.control import ModelControl, ModelOperation, UpdateWeights
+from penstock.engine.service.actions import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
+from penstock.engine.service.control import ModelAction, ModelControl, UpdateWeights
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
-from penstock.engine.service.operations import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from .fastdeploy_outputs import FastDeployOutput
 from .gateway import Gateway
-from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
+from .input_processor import NO_GENERATION, InputProcessor
 from .options import read_options
 from .outputs import EmbeddingRequestOutput, RequestOutput
+from .prompts import Messages, Prompt
 
 ENGINE_GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
 
@@ -45,7 +47,8 @@ class AsyncLLM:
         self._logs = LogOptions(log_level=log_level)
         model_options, self.options = read_options(model, compat, options)
         self._fastdeploy = compat == "fastdeploy"
-        self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
+        max_output_len = self.options.max_output_len
+        self._input_processor = InputProcessor(self.options.model, model_options, max_output_len, check_types=True)
         self._process: EngineProcesses | None = None
         self._gateway: Gateway | None = None
 
@@ -80,7 +83,7 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters, from ``generation_config.json``."""
-        return self._input_processor.default_sampling()
+        return self._input_processor.default_sampling
 
     @property
     def gateway(self) -> Gateway:
@@ -146,7 +149,7 @@ class AsyncLLM:
         """As ``LLM.is_sleeping``."""
         return any(state.asleep for state in self.gateway.engine_pool.states)
 
-    async def _execute(self, operation: ModelOperation) -> EngineState:
+    async def _execute(self, operation: ModelAction) -> EngineState:
         state = await self._control.execute(operation)
         await self.gateway.engine_pool.synchronize()
         return state
@@ -168,7 +171,11 @@ class AsyncLLM:
         adapter = lora_request.lora_name if lora_request else ""
         if lora_request and lora_request.lora_path:
             await self.load_lora_adapter(adapter, lora_request.lora_path)
-        stream = self.gateway.generate(prompt, sampling_params, request_id, adapter=adapter, **options)
+        arrived = time.monotonic()
+        tokenized = await self.gateway.tokenize(prompt, options.get("timeout"))
+        stream = self.gateway.generate(
+            tokenized, sampling_params, request_id, **{"adapter": adapter, "arrived": arrived, **options}
+        )
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield FastDeployOutput.of(output) if self._fastdeploy else output

@@ -11,8 +11,8 @@ from penstock.core import Code, PenstockError
 
 from . import llm
 from .fastdeploy_outputs import FastDeployOutput
-from .input_processor import Messages, Prompt
 from .outputs import RequestOutput
+from .prompts import Messages, Prompt
 
 __all__ = ["LLM", "FastDeployOutput", "SamplingParams"]
 

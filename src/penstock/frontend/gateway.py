@@ -11,20 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-import msgspec
-
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid, too_long
 from penstock.engine.service.pool import EnginePool
-from penstock.text import ChatTemplate
 from penstock.text.encoding import Texts
 from penstock.text.infill import infill_prompt
-from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
+from penstock.text.isolated_template import IsolatedTemplate
 
+from .chat_renderer import Template
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
-from .input_processor import InputProcessor, Messages, Prompt, check_template_options
-from .multimodal import IMAGE, MediaSource, move_tool_media, split_media
+from .input_processor import InputProcessor
 from .outputs import RequestOutput
+from .prompts import Messages, Prompt, TokenizedPrompt
 
 T = TypeVar("T")
 
@@ -84,20 +82,17 @@ class Gateway:
         self._owned: dict[str, str] = {}
         """Likewise, its id as its tenant's (``owned``)."""
         self._ids = itertools.count()
-        self._request_templates = TemplatePool()
-        """Renders templates of requests, apart from the model's own."""
         self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
         self._media_threads = ThreadPoolExecutor(NUM_MEDIA_THREADS, "media")
         self._at_once = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
 
     async def close(self) -> None:
-        self._request_templates.close()
         await self.engine_pool.close()
         self._threads.shutdown(wait=False)
         self._media_threads.shutdown(wait=False, cancel_futures=True)
-        self.input_processor.tokenizer.close()
+        self.input_processor.close()
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool = True, size: int = 0) -> list[int]:
+    async def encode(self, prompt: str | Sequence[int], add_special_tokens: bool = True, size: int = 0) -> list[int]:
         """The token ids of a prompt.
 
         Args:
@@ -110,6 +105,26 @@ class Gateway:
         return await self.prepare(
             max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
         )
+
+    async def tokenize(self, prompt: Prompt, timeout: float | None = None) -> TokenizedPrompt:
+        """A prompt of Python code, encoded, with its images and videos.
+
+        Args:
+            timeout: seconds for a prompt that takes long.
+
+        Raises ``PenstockError`` as ``encode``, and ``timeout``.
+        """
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
+        self._check_length(prompt)
+        size = len(prompt) if isinstance(prompt, str) else 0
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            size = self._at_once + 1  # images are decoded in a thread
+        try:
+            async with asyncio.timeout(None if size <= self._at_once else timeout):
+                return await self.prepare(size, lambda: self.input_processor.tokenize(prompt))
+        except TimeoutError as error:
+            raise PenstockError.of(DEADLINE_PASSED) from error
 
     async def encode_infill(
         self,
@@ -135,7 +150,7 @@ class Gateway:
         tokenizer = self.input_processor.tokenizer
         return await self.prepare(characters, lambda: infill_prompt(tokenizer, prefix, suffix, files))
 
-    async def encode_texts(self, texts: Texts, size: int = 0) -> dict[str, Any]:
+    async def encode_texts(self, texts: Texts, size: int = 0) -> TokenizedPrompt:
         """The prompt of a pair of texts, or of a text within a limit. Arguments and errors as for ``encode``."""
         if texts.max_len is None:
             self._check_length(texts.text)
@@ -150,81 +165,29 @@ class Gateway:
         pair = self.input_processor.pair(first, second)
         if isinstance(pair, Texts):
             return pair
-        return Texts(await self._render_text(pair, len(first) + len(second), {}, None, client))
+        return Texts(await self.input_processor.chats.text(pair, {}, self, len(first) + len(second), client=client))
 
     async def chat_prompt(
-        self,
-        messages: Messages,
-        size: int,
-        options: Mapping[str, Any],
-        allow_tool_calls: bool = False,
-        template: str | None = None,
-        add_special_tokens: bool = False,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        client: str = "",
-    ) -> dict[str, Any]:
+        self, messages: Messages, size: int, options: Mapping[str, Any], **arguments: Any
+    ) -> TokenizedPrompt:
         """Render and encode a chat, and load its images and videos.
 
         Args:
-            messages: contents are texts, or parts as of ``multimodal.split_media``.
             size: about how many characters it has.
             options: keyword arguments of ``ChatTemplate.render``.
-            allow_tool_calls: whether the answer may call tools.
-            template: chat template to use in place of the model's.
-            add_special_tokens: add the tokenizer's special tokens to those that the template writes.
-            client: whose chat it is; clients take turns at rendering.
+            arguments: others of ``ChatRenderer.prompt``.
 
         Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
         """
         if len(messages) > (maximum := self.engine_pool.require_engine().max_model_len):
-            raise too_long(
-                "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
-            )
+            message = f"{len(messages)} of them are more than {maximum} tokens hold"
+            raise too_long("messages", message, len(messages), maximum)
         self.input_processor.check_chats()
-        messages, sources = split_media(messages)
-        self.input_processor.check_media(sources)
-        render = partial(self._render, sources, size, options, template, add_special_tokens, client)
-        try:
-            text, token_ids = await render(messages)
-        except PenstockError:  # perhaps the template shows no images in the results of tools
-            if (moved := move_tool_media(messages)) is None:
-                raise
-            text, token_ids = await render(moved)
-        parser_config = self.input_processor.parser_config(text, messages, options, allow_tool_calls, template)
-        prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
-        if not sources:
-            return prompt
-        loop, load = asyncio.get_running_loop(), self.input_processor.load_media
-        num_images = sum(source.kind == IMAGE for source in sources)
-        loading = [
-            loop.run_in_executor(self._media_threads, load, source, mm_processor_kwargs or None, num_images)
-            for source in sources
-        ]
-        media = await asyncio.gather(*loading)
-        place = partial(self.input_processor.place_media, token_ids, text, media, add_special_tokens)
-        token_ids, images = await self.prepare(max(size, len(text)), place)
-        return prompt | {"prompt_token_ids": token_ids, "images": images}
-
-    async def _render(
-        self,
-        sources: Sequence[MediaSource],
-        size: int,
-        options: Mapping[str, Any],
-        template: str | None,
-        add_special_tokens: bool,
-        client: str,
-        messages: Messages,
-    ) -> tuple[str, list[int]]:
-        """The text of a chat and its tokens, with a placeholder for each image and video."""
-        text = await self._render_text(messages, size, options, template, client)
-        token_ids = await self.encode(text, add_special_tokens)
-        if sources:
-            self.input_processor.check_placeholders(token_ids, sources)
-        return text, token_ids
+        return await self.input_processor.chats.prompt(messages, options, self, size=size, **arguments)
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
@@ -263,26 +226,21 @@ class Gateway:
                 raise invalid("timeout", f"must be a number of seconds from 0 on, is {timeout}", 0)
             deadline = arrived + timeout
         name = str(next(self._ids))  # the engine's id: request_id need not be unique
-        self._check_length(prompt)
-        size = len(prompt) if isinstance(prompt, str) else 0
-        if isinstance(prompt, Mapping) and (prompt.get("multi_modal_data") or prompt.get("images")):
-            size = self._at_once + 1  # images are checked and decoded in a thread
-        try:
-            async with asyncio.timeout(None if size <= self._at_once else timeout):
-                processor = await self.prepare(
-                    size,
-                    lambda: self.input_processor.create_output_processor(
-                        name, prompt, sampling_params, priority, cache_salt, adapter, pooling
-                    ),
-                )
-        except TimeoutError as error:
-            raise PenstockError.of(DEADLINE_PASSED) from error
+        processor = self.input_processor.create_output_processor(
+            name,
+            prompt,
+            sampling_params,
+            pooling,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            deadline=deadline,
+            external_id=external_id and owned(external_id, tenant),
+            log_id=request_id or "",
+            trace=trace or {},
+        )
         output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
-        external_id = external_id and owned(external_id, tenant)
-        request = msgspec.structs.replace(
-            processor.request, deadline=deadline, external_id=external_id, log_id=request_id or "", trace=trace or {}
-        )
         inbox = self._open[name] = DeltaQueue(partial(self.engine_pool.pause, name))
         self._outputs[name], self._owned[name] = output, owned(output.request_id, tenant)
         timer = None
@@ -290,7 +248,7 @@ class Gateway:
             timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._on_deadline, name)
         try:
             output.times.sent = time.monotonic()
-            self.engine_pool.add(request)
+            self.engine_pool.add(processor.request)
             while not output.finished:
                 await inbox.wait()
                 if inbox.size > MAX_INLINE_TOKENS:
@@ -336,20 +294,17 @@ class Gateway:
         """The result of ``work``, which decodes a file."""
         return await asyncio.get_running_loop().run_in_executor(self._media_threads, work)
 
-    async def _render_text(
-        self, messages: Messages, size: int, options: Mapping[str, Any], source: str | None, client: str
+    async def load(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """Results of functions that load media, in threads."""
+        return await asyncio.gather(*map(self.in_media_thread, work))
+
+    async def render(
+        self, template: Template, messages: Messages, options: Mapping[str, Any], size: int, client: str
     ) -> str:
-        """The text of a chat, by the model's template or that of ``source``."""
-        chosen: ChatTemplate | IsolatedTemplate
-        if source is None:
-            chosen = self.input_processor.template_of(options)
-        else:
-            check_template_options(options)
-            special = self.input_processor.tokenizer.special
-            chosen = IsolatedTemplate(source, special, self._request_templates, "chat_template")
-        if isinstance(chosen, IsolatedTemplate):
-            return await chosen.render_async(messages, size, client, **options)
-        return await self.prepare(size, partial(chosen.render, messages, **options))
+        """The text of a chat, rendered in another process unless the template is the built-in model's."""
+        if isinstance(template, IsolatedTemplate):
+            return await template.render_async(messages, size, client, **options)
+        return await self.prepare(size, partial(template.render, messages, **options))
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""

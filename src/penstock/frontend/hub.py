@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock import demo
+from penstock.checkpoint.engine_config import UNFINISHED
+from penstock.checkpoint.sentence_transformers import transformer_folder
+from penstock.config.options import ModelOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import UNFINISHED
-from penstock.planning.sentence_transformers import transformer_folder
 
 from .gguf_folder import checkpoint_folder, gguf_in
 
@@ -85,6 +86,18 @@ def resolve(
     hub_token = token if name.scheme == "huggingface" else None
     options = DownloadOptions(token=hub_token or None, cache_dir=place, progress=progress)
     return _checkpoint_at(resolve_name(name, selection or Selection(), options))
+
+
+def resolve_source(model: str | Path, source: ModelOptions, **arguments: Any) -> Path:
+    """As ``resolve``, with the revision, token, cache and hub of the options."""
+    return resolve(
+        model,
+        revision=source.revision,
+        token=source.hf_token or None,
+        cache_dir=source.download_dir or None,
+        hub=source.model_hub,
+        **arguments,
+    )
 
 
 def _checkpoint_at(path: Path) -> Path:

@@ -15,12 +15,14 @@ from penstock.core import Code, LoRARequest, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
+from .chat_renderer import InlineSteps, run_inline
 from .fastdeploy_outputs import FastDeployOutput
-from .input_processor import InputProcessor, Messages, Prompt
+from .input_processor import InputProcessor
 from .options import read_options
 from .output_processor import OutputProcessor
 from .outputs import Loglikelihood, RequestOutput
 from .pooling_llm import PoolingLLM, as_list, per_prompt
+from .prompts import Messages, Prompt
 from .shared_weights import NamedTensors, as_folder
 
 T = TypeVar("T")
@@ -67,7 +69,8 @@ class LLM(PoolingLLM):
             raise invalid(
                 "role", "an LLM is one instance, which computes prompts and outputs itself; use penstock serve"
             )
-        self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
+        max_output_len = self.options.max_output_len
+        self._input_processor = InputProcessor(self.options.model, model_options, max_output_len, check_types=True)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
         self._fastdeploy = compat == "fastdeploy"
@@ -78,7 +81,7 @@ class LLM(PoolingLLM):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters, from ``generation_config.json``."""
-        return self._input_processor.default_sampling()
+        return self._input_processor.default_sampling
 
     def generate(
         self,
@@ -106,15 +109,12 @@ class LLM(PoolingLLM):
         params = per_prompt(sampling_params, len(each), "sampling_params")
         adapters = self._adapters(lora_request, len(each))
         ranks = per_prompt(0 if priority is None else priority, len(each), "priority")
-        processors = []
+        inputs, processors = self._input_processor, []
         for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
-            processors.append(
-                self._input_processor.create_output_processor(
-                    str(next(self._ids)), prompt, sampling, priority=rank, adapter=adapter
-                )
-            )
+            name, tokenized = str(next(self._ids)), inputs.tokenize(prompt)
+            processors.append(inputs.create_output_processor(name, tokenized, sampling, priority=rank, adapter=adapter))
             if processors[-1].request.sampling.guided_decoding:
-                self.engine.set_vocabulary(self._input_processor.vocabulary)
+                self.engine.set_vocabulary(inputs.vocabulary)
             self.engine.validate(processors[-1].request)
         return self._run(processors, use_tqdm)
 
@@ -142,7 +142,11 @@ class LLM(PoolingLLM):
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
-        prompts = [self._input_processor.chat_prompt(conversation, **options) for conversation in several]
+        chats, steps = self._input_processor.chats, InlineSteps(self._input_processor.tokenizer)
+        prompts = [
+            run_inline(chats.prompt(conversation, options, steps, allow_tool_calls=bool(options["tools"])))
+            for conversation in several
+        ]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
@@ -199,7 +203,7 @@ class LLM(PoolingLLM):
 
     def is_sleeping(self) -> bool:
         """Whether KV cache or weights are freed."""
-        return self.engine.sleeper.is_sleeping
+        return bool(self.engine.sleeper.asleep)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, but not the files of ``kv_offloading_disk_path``."""

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields, replace
 
+from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.config.profiles import flag, load, translate
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import engine_defaults
 
-from .hub import resolve, resolve_draft
+from .hub import resolve_draft, resolve_source
 
 T = TypeVar("T", bound=Struct)
 
@@ -43,13 +43,7 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
         if name not in (*of_model, *of_engine):
             raise invalid(name, f"no such option{did_you_mean(name, (*of_model, *of_engine))}")
     model_options = _struct({name: result.pop(name) for name in of_model if name in result}, ModelOptions)
-    folder = resolve(
-        model,
-        revision=model_options.revision,
-        token=model_options.hf_token or None,
-        cache_dir=model_options.download_dir or None,
-        hub=model_options.model_hub,
-    )
+    folder = resolve_source(model, model_options)
     engine = _struct(result | {"model": str(folder)}, EngineOptions)
     return model_options, replace(engine, speculative_config=resolve_draft(engine.speculative_config))
 

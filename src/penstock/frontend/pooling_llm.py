@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
+import msgspec
+
 from penstock.core import LoRARequest, PoolingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 from penstock.text.encoding import Texts
 
-from .input_processor import NO_GENERATION, InputProcessor, Prompt
+from .input_processor import NO_GENERATION, InputProcessor
 from .output_processor import OutputProcessor
 from .outputs import (
     ClassificationRequestOutput,
@@ -25,6 +27,7 @@ from .outputs import (
     embedding_of,
 )
 from .pooling_config import PoolingTask
+from .prompts import Prompt, TokenizedPrompt
 
 T = TypeVar("T")
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None
@@ -208,17 +211,18 @@ class PoolingLLM(ABC):
             self.engine.validate(processor.request)
         return self._run(processors, use_tqdm)
 
-    def _prompt(self, prompt: Prompt | Texts, limit: int | None) -> Prompt:
+    def _prompt(self, prompt: Prompt | Texts, limit: int | None) -> TokenizedPrompt:
         if limit is not None and (limit < -1 or limit == 0):
             raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what the model takes", 1)
         limit = self.engine.max_model_len if limit == -1 else limit
         if isinstance(prompt, Texts):
             return self._input_processor.encode_texts(Texts(prompt.text, prompt.pair, max_len=limit))
         if limit is None:
-            return prompt
+            return self._input_processor.tokenize(prompt)
         if isinstance(prompt, str):
-            return {"prompt": prompt, **self._input_processor.encode_texts(Texts(prompt, max_len=limit))}
-        return {"prompt_token_ids": self._input_processor.encode(prompt)[:limit]}
+            tokenized = self._input_processor.encode_texts(Texts(prompt, max_len=limit))
+            return msgspec.structs.replace(tokenized, text=prompt)
+        return TokenizedPrompt(self._input_processor.encode(prompt)[:limit])
 
 
 def _pairs(first: Sequence[T], second: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
@@ -230,8 +234,9 @@ def _pairs(first: Sequence[T], second: Sequence[T]) -> tuple[Sequence[T], Sequen
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one or several."""
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return cast(list[Prompt], [prompts] if one else list(prompts))
+    if isinstance(prompts, str | Mapping | TokenizedPrompt) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return cast(list[Prompt], list(prompts))
 
 
 def per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.profiles import load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
@@ -15,7 +16,6 @@ from penstock.config.sources import read
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EXIT_TIMEOUT
-from penstock.planning.engine_config import engine_defaults
 
 LISTENS = "Ray Serve's proxies listen for a deployment; set their http_options"
 ONE_MODEL = "a deployment has one model; deploy an application for each"
@@ -64,8 +64,7 @@ def configuration_of(given: Mapping[str, Any]) -> Configuration:
             raise PenstockError(Code.UNSUPPORTED, f"{source} has no meaning on Ray: {reason}", name)
     configuration = resolved.configuration
     if resolved.sources["cpu_binding"] == "default":  # another replica on the node would take the same cores
-        engine = msgspec.structs.replace(configuration.engine, cpu_binding="none")
-        configuration = msgspec.structs.replace(configuration, engine=engine)
+        configuration = configuration.with_engine(cpu_binding="none")
     return configuration
 
 
@@ -80,11 +79,8 @@ def with_cores(configuration: Configuration, num_cpus: float | None) -> tuple[Co
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     if num_cpus is None:
         num_cpus = float(ranks * max(engine.threads, 1))
-    if not engine.threads:
-        engine = msgspec.structs.replace(engine, threads=max(1, int(num_cpus) // ranks))
-    if _is_placed(engine):
-        num_cpus = float(engine.threads)
-    return msgspec.structs.replace(configuration, engine=engine), num_cpus
+    threads = engine.threads or max(1, int(num_cpus) // ranks)
+    return configuration.with_engine(threads=threads), float(threads) if _is_placed(engine) else num_cpus
 
 
 def deployment_options(configuration: Configuration) -> dict[str, Any]:

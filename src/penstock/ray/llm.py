@@ -99,6 +99,15 @@ def _endpoint(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
     return method
 
 
+def _missing(name: str) -> Callable[..., Any]:
+    """A method that the engine does not have."""
+
+    async def method(*args: Any, **named: Any) -> NoReturn:
+        raise NotImplementedError(f"Penstock's engine has no {name}")
+
+    return method
+
+
 class PenstockEngine(LLMEngine):  # type: ignore[misc]
     """Ray Serve LLM's calls, answered by the server's own functions over a ``Replica``."""
 
@@ -144,26 +153,8 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
         if lora_model.model_id not in client.adapters:
             await client.load_adapter(lora_model.model_id, lora_model.local_path)
 
-    async def sleep(self, **kwargs: Any) -> None:
-        _refuse("sleep")
-
-    async def wakeup(self, **kwargs: Any) -> None:
-        _refuse("wakeup")
-
-    async def pause(self, **kwargs: Any) -> None:
-        _refuse("pause")
-
-    async def resume(self, **kwargs: Any) -> None:
-        _refuse("resume")
-
-    async def start_profile(self) -> None:
-        _refuse("start_profile")
-
-    async def stop_profile(self) -> None:
-        _refuse("stop_profile")
-
-    async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        _refuse("collective_rpc")
+    sleep, wakeup, pause, resume = map(_missing, ("sleep", "wakeup", "pause", "resume"))
+    start_profile, stop_profile, collective_rpc = map(_missing, ("start_profile", "stop_profile", "collective_rpc"))
 
 
 class PenstockServer(LLMServer):  # type: ignore[misc] # whose types mypy does not read
@@ -190,7 +181,3 @@ class PenstockServer(LLMServer):  # type: ignore[misc] # whose types mypy does n
 
 def _error(status: int, message: str, kind: str, param: str | None = None) -> Any:
     return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))
-
-
-def _refuse(method: str) -> NoReturn:
-    raise NotImplementedError(f"Penstock's engine has no {method}")

@@ -8,8 +8,8 @@ from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 
 from .http.request_record import RequestRecord
 from .models.served_models import ServedModel
@@ -25,7 +25,7 @@ Output = tuple[int, RequestOutput]
 async def generate(
     service: ServedModel,
     record: RequestRecord,
-    prompt: Prompt,
+    prompt: TokenizedPrompt,
     sampling: SamplingParams,
     index: int = 0,
     **options: Any,
@@ -64,7 +64,7 @@ async def generate(
     )
     metrics, counted, last = service.metrics, 0, None
     final_only = service.options.disable_streaming
-    with span or nullcontext():
+    with span or nullcontext(), metrics.tokens:
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 record.weights_version = record.weights_version or output.weights_version
@@ -78,7 +78,7 @@ async def generate(
                     if not counted:
                         metrics.record_first_token(output)
                     now = output.times.last_token
-                    metrics.record_tokens(tokens - counted, now - last if now and last else None, len(output.outputs))
+                    metrics.tokens.add(tokens - counted, now - last if now and last else None, len(output.outputs))
                     counted, last = tokens, now
                 if output.finished:
                     metrics.record_finish(output)
@@ -197,7 +197,7 @@ class GenerationHandler:
                 self.last[index] = output
         return [self.last[index] for index in sorted(self.last)]
 
-    def generate(self, prompt: Prompt, index: int = 0, **options: Any) -> AsyncGenerator[Output, None]:
+    def generate(self, prompt: TokenizedPrompt, index: int = 0, **options: Any) -> AsyncGenerator[Output, None]:
         """The outputs of one prompt; ``options`` as in ``generate``."""
         return generate(self.service, self.record, prompt, self.sampling, index, **self._options, **options)
 

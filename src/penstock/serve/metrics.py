@@ -6,6 +6,9 @@ them up; what the engine knows is read from the engine.
 
 from __future__ import annotations
 
+import collections
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -201,6 +204,8 @@ class ModelMetrics:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics: dict[str, Any] = {name: metric.labels(model) for name, metric in metrics.by_model.items()}
+        latency = self._metrics["inter_token_latency_seconds"]
+        self.tokens = TokenCounts(self._metrics["generation_tokens"], latency)
         self._computed = metrics.prompt_tokens_by_source.labels(model, "local_compute")
         self._cached = metrics.prompt_tokens_by_source.labels(model, "local_cache_hit")
         self._request_success = partial(metrics.request_success.labels, model)
@@ -228,12 +233,6 @@ class ModelMetrics:
         self._observe(
             time_to_first_token_seconds=times.first_token - times.arrived, request_queue_time_seconds=times.queued
         )
-
-    def record_tokens(self, tokens: int, seconds: float | None, sequences: int) -> None:
-        """Count new tokens of a request. ``seconds``: since its previous tokens; None for the first."""
-        self._metrics["generation_tokens"].inc(tokens)
-        if seconds is not None:
-            self._metrics["inter_token_latency_seconds"].observe(seconds / max(tokens / sequences, 1))
 
     def record_finish(self, output: RequestOutput) -> None:
         """Record a finished request."""
@@ -267,6 +266,48 @@ class ModelMetrics:
     def _observe(self, **figures: float) -> None:
         for name, figure in figures.items():
             self._metrics[name].observe(figure)
+
+
+class TokenCounts:
+    """Generated tokens and the latencies between them, written to the process's file several at a time.
+
+    Every token of every stream is counted, and three writes for each took 4 % of an API process's time at 64 streams.
+    A context manager, to be entered while a request generates: at its end all that was counted is written.
+    """
+
+    FLUSH_INTERVAL = 0.1
+    """Seconds between two writes while tokens are counted."""
+
+    def __init__(self, tokens: Counter, latency: Histogram) -> None:
+        self._counter, self._histogram = tokens, latency
+        self._tokens, self._latencies, self._flushed = 0, list[float](), 0.0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+
+    def add(self, tokens: int, seconds: float | None, sequences: int) -> None:
+        """Count new tokens of a request.
+
+        Args:
+            seconds: since its previous tokens; None for the first.
+            sequences: number of its sequences.
+        """
+        self._tokens += tokens
+        if seconds is not None:
+            self._latencies.append(seconds / max(tokens / sequences, 1))
+        if time.monotonic() - self._flushed > self.FLUSH_INTERVAL:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._counter.inc(self._tokens)
+        counts = collections.Counter(bisect_left(PER_TOKEN_BUCKETS, latency) for latency in self._latencies)
+        for bucket, count in counts.items():  # Histogram.observe takes one observation at a time
+            self._histogram._buckets[bucket].inc(count)
+        self._histogram._sum.inc(sum(self._latencies))
+        self._tokens, self._latencies, self._flushed = 0, [], time.monotonic()
 
 
 class _Page:

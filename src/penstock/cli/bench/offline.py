@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
-import sys
 import time
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ..flags import add_options, options_of
+from ..screen import print_json
 
 if TYPE_CHECKING:
     from penstock.frontend.llm import LLM
@@ -41,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
         "peak_memory_gib": peak,
     }
     if args.json:
-        json.dump(results, sys.stdout, indent=1)
-        print()
+        print_json(results)
     else:
         for name, value in results.items():
             print(f"{name:<22} {value:,.4g}" if isinstance(value, float) else f"{name:<22} {value}")

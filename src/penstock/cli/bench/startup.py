@@ -18,9 +18,10 @@ import msgspec
 
 from penstock.config.settings import settings
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
 from ..flags import add_options
-from .arg_types import integer_from
+from ..screen import print_json
 from .sse import DONE, EventReader, decode_chunk, error_message
 
 HOST = "127.0.0.1"
@@ -30,27 +31,22 @@ STOP_TIMEOUT = 60.0  # seconds from SIGTERM to the end, with nothing running
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-iters",
-        type=integer_from(1),
-        default=3,
-        metavar="N",
-        help="starts, the first maybe cold (default: 3)",
-    )
+    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="starts, the first cold (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start servers one after another and print their times."""
+    if args.num_iters < 1:
+        raise invalid("num_iters", "must be at least 1", 1)
     flags = _flags(args)
     starts = [_start(flags) for _ in range(args.num_iters)]
     first, *others = starts
     median = {name: statistics.median(start[name] for start in others) for name in first} if others else None
     if args.json:
         results = {"bench": "startup", "first_s": first, "median_of_others_s": median, "starts_s": starts}
-        json.dump(results, sys.stdout, indent=1)
-        print()
+        print_json(results)
         return 0
     print(f"{'seconds until':<16}{'first':>8}" + (f"{f'median of {len(others)} more':>20}" if median else ""))
     for name, seconds in first.items():

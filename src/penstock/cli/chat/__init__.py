@@ -50,10 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chat. Returns 1 where a question from a pipe was not answered."""
+    from anyio.from_thread import start_blocking_portal
+
     from .commands import ALIASES, COMMANDS
     from .conversation import Conversation
     from .images import image_url
-    from .loop_thread import LoopThread
     from .session import Session
     from .terminal import Terminal
     from .tools import load_tools
@@ -67,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
         conversation.tools = load_tools(Path(args.tools).expanduser())
     terminal = Terminal()
     backend = _backend(args)
-    with ExitStack() as stack:
+    with start_blocking_portal() as portal, ExitStack() as stack:
         with terminal.waiting(f"loading {backend.about}" if args.url is None else f"asking {args.url}"):
-            loop_thread = stack.enter_context(LoopThread(backend))
-        return Session(backend, loop_thread, conversation, terminal, COMMANDS, ALIASES, args.tool_command).run()
+            stack.enter_context(portal.wrap_async_context_manager(backend))
+        return Session(backend, portal, conversation, terminal, COMMANDS, ALIASES, args.tool_command).run()
 
 
 def _backend(args: argparse.Namespace) -> Engine | Server:

@@ -20,10 +20,6 @@ def _help(session: Session, rest: str) -> None:
     session.terminal.tell('A line that ends with \\ goes on in the next; """ begins and ends several.')
 
 
-def _reset(session: Session, rest: str) -> None:
-    session.conversation.clear()
-
-
 def _image(session: Session, rest: str) -> None:
     if not rest:
         raise invalid("image", "which image? /image FILE or /image URL")
@@ -54,10 +50,6 @@ def _system(session: Session, rest: str) -> None:
 
 def _undo(session: Session, rest: str) -> None:
     session.terminal.note(f"taken back: {session.conversation.undo()}")
-
-
-def _regenerate(session: Session, rest: str) -> None:
-    session.ask_again()
 
 
 def _set(session: Session, rest: str) -> None:
@@ -94,7 +86,7 @@ def _exit(session: Session, rest: str) -> None:
 
 COMMANDS = {
     "help": Command("", "show this", _help),
-    "reset": Command("", "begin a new conversation (also /clear)", _reset),
+    "reset": Command("", "begin a new conversation (also /clear)", lambda session, _: session.conversation.clear()),
     "system": Command("TEXT", "set the system prompt, or without TEXT none", _system),
     "image": Command("FILE or URL", "send an image with the next question; a pasted path does so, too", _image),
     "tools": Command("FILE", "let the model call the tools of a JSON file, or of none; without FILE a list", _tools),
@@ -102,7 +94,7 @@ COMMANDS = {
         "show or fold", "show reasoning as it comes, or not; alone: that of the last answer", _reasoning
     ),
     "undo": Command("", "drop the last question and its answer", _undo),
-    "regenerate": Command("", "ask the last question again (also /retry)", _regenerate),
+    "regenerate": Command("", "ask the last question again (also /retry)", lambda session, _: session.ask_again()),
     "set": Command("NAME VALUE", "draw answers differently; without VALUE the model's own, without NAME a list", _set),
     "save": Command("FILE", "write the messages as JSON", _save),
     "load": Command("FILE", "go on with messages that were saved", _load),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -40,20 +39,18 @@ class Engine:
         self.context = ready.max_model_len
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._llm.close()
 
     async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
         processor = self._llm.gateway.input_processor
-        if conversation.tools and processor.response_formats().tools is None:
+        if conversation.tools and processor.chats.response_formats().tools is None:
             raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them")
         given = to_sampling_params(conversation.sampling)
         names = conversation.sampling.keys() - {TEMPLATE_KWARGS}
         changes = {"max_tokens": None} | {name: getattr(given, name) for name in names}
         stream = self._llm.chat(
-            messages_of(msgspec.convert(messages, list[RequestMessage]), processor.sees_images),
+            messages_of(msgspec.convert(messages, list[RequestMessage]), processor.media.sees_images),
             self._llm.get_default_sampling_params().replace(**changes),
             conversation.tools or None,
             conversation.sampling.get(TEMPLATE_KWARGS),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import httpx2
@@ -91,9 +90,7 @@ class Server:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
     async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:

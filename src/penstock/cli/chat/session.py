@@ -6,8 +6,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from anyio.from_thread import BlockingPortal
 
 from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
@@ -15,7 +17,7 @@ from penstock.core import Code, PenstockError
 from .backend import Answer, Backend, ContextFull
 from .conversation import Conversation, Message
 from .images import image_url, pasted_images
-from .loop_thread import LoopThread
+from .stream import Stream
 from .terminal import Terminal
 from .tools import ToolCall, run_tool
 
@@ -48,41 +50,30 @@ class Command(NamedTuple):
     run: Callable[[Session, str], None]
 
 
+@dataclass
 class Session:
-    """Asks questions and runs commands until ``/exit`` or the end of input.
+    """Asks questions and runs commands until ``/exit`` or the end of input."""
 
-    Args:
-        commands: by name, without the slash.
-        aliases: other names of commands.
-        tool_command: runs the model's tool calls, each after a confirmation; empty where the user types the results.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        loop_thread: LoopThread,
-        conversation: Conversation,
-        terminal: Terminal,
-        commands: Mapping[str, Command],
-        aliases: Mapping[str, str],
-        tool_command: str = "",
-    ) -> None:
-        self.backend = backend
-        self.conversation = conversation
-        self.terminal = terminal
-        self.statistics = SessionStatistics()
-        self.used: int | None = None
-        """Tokens of the context after the last answer; None where unknown."""
-        self.leaving = False
-        self.fold = False
-        """Whether reasoning is kept and not shown as it comes."""
-        self.reasoning = ""
-        """Of the last answer."""
-        self._loop_thread = loop_thread
-        self._commands = commands
-        self._aliases = aliases
-        self._tool_command = tool_command
-        self._unanswered = 0
+    backend: Backend
+    portal: BlockingPortal
+    """Of the event loop in which the backend runs."""
+    conversation: Conversation
+    terminal: Terminal
+    commands: Mapping[str, Command]
+    """By name, without the slash."""
+    aliases: Mapping[str, str]
+    """Other names of commands."""
+    tool_command: str = ""
+    """Runs the model's tool calls, each after a confirmation; empty where the user types the results."""
+    statistics: SessionStatistics = field(default_factory=SessionStatistics)
+    used: int | None = None
+    """Tokens of the context after the last answer; None where unknown."""
+    leaving: bool = False
+    fold: bool = False
+    """Whether reasoning is kept and not shown as it comes."""
+    reasoning: str = ""
+    """Of the last answer."""
+    _unanswered: int = 0
 
     def run(self) -> int:
         """Returns 1 where a pipe's question was not answered, else 0."""
@@ -137,7 +128,7 @@ class Session:
         """Print the answer as it comes; None where it was stopped."""
         answer, printed, thought, started = Answer(), 0, 0, time.monotonic()
         first: float | None = None
-        stream = self._loop_thread.stream(self.backend.answer(messages, self.conversation))
+        stream = Stream(self.portal, self.backend.answer(messages, self.conversation))
         answers = iter(stream)
         try:
             with stream, self.terminal.interruptible(stream.stop):
@@ -177,13 +168,13 @@ class Session:
     def _result(self, call: ToolCall) -> str | None:
         """The result of a tool call: what the command prints, or what the user types; None where there is none."""
         self.terminal.tell(f"tool call: {call.name}({call.arguments})")
-        if self._tool_command:
-            agreed = self.terminal.ask(f"run {self._tool_command} {call.name}? [y/N] ")
+        if self.tool_command:
+            agreed = self.terminal.ask(f"run {self.tool_command} {call.name}? [y/N] ")
             if agreed is None:
                 return None
             if agreed.strip().lower() in ("y", "yes"):
                 with self.terminal.interruptible(lambda: None):  # Ctrl-C is the command's
-                    result = run_tool(self._tool_command, call)
+                    result = run_tool(self.tool_command, call)
                 self.terminal.note(f"result: {result}")
                 return result
         return self.terminal.ask("result: ")
@@ -205,13 +196,13 @@ class Session:
 
     def _is_command(self, line: str) -> bool:
         name = line.removeprefix("/").partition(" ")[0]
-        return line.startswith("/") and name in (*self._commands, *self._aliases)
+        return line.startswith("/") and name in (*self.commands, *self.aliases)
 
     def _command(self, line: str) -> None:
         name, _, rest = line.removeprefix("/").partition(" ")
-        name = self._aliases.get(name, name)
-        if name not in self._commands:
-            hint = did_you_mean(name, [*self._commands, *self._aliases])
+        name = self.aliases.get(name, name)
+        if name not in self.commands:
+            hint = did_you_mean(name, [*self.commands, *self.aliases])
             message = f"there is no /{name}{hint} (to say it, put a space before it)"
             raise PenstockError(Code.NOT_FOUND, message)
-        self._commands[name].run(self, rest.strip())
+        self.commands[name].run(self, rest.strip())

@@ -12,20 +12,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from penstock.calibration.options import QuantizeOptions
-from penstock.config.secrets import mask
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.stored_format import QUANT_METHOD, quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.config_json import read_config_json
-from penstock.planning.model_size import QUANT_METHOD, quantization_config_of, quantization_of
 
 from ..build_folder import build, described, engine_options
-from ..parser import Parser
+from ..parser import Parser, exit_status
 from ..quantize import write_quantized
 
 CONFIG = "config.json"
@@ -66,14 +64,14 @@ def quantize() -> int:
     parser.add_argument("--calib_data", nargs="*", help="texts to calibrate on (built in)")
     parser.add_argument("--calib_data_file", help="file of such texts")
     parser.add_argument("--cpu_offload", nargs="?", const="true", help="not needed")
-    return _run(parser, _quantize)
+    return exit_status(parser, lambda: _quantize(parser.parse_args()))
 
 
 def split() -> int:
     """Write an engine folder; returns the exit status."""
     parser = _parser("blade_llm_split", "Pack each rank's part of a checkpoint, which servers then map.")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each layer (1)")
-    return _run(parser, _split)
+    return exit_status(parser, lambda: _split(parser.parse_args()))
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
@@ -81,15 +79,6 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="folder of a checkpoint, or its name on the hub")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder for --model of blade_llm_server")
     return parser
-
-
-def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None]) -> int:
-    try:
-        work(parser.parse_args())
-    except PenstockError as error:
-        print(f"{parser.prog}: {mask(str(error))}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def _quantize(args: argparse.Namespace) -> None:

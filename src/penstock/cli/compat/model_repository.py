@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.rope import max_model_len_of_config
+from penstock.config.profiles import translate
 from penstock.config.profiles.triton import ONE_ENGINE
 from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
-from penstock.planning.config_json import read_config_json
-from penstock.planning.model_size import max_model_len_of_config
 
 from .engine_folder import settings_of
 from .repository_parameters import CHOICES, PARAMETERS, Flags, attention_windows, device_groups
@@ -74,17 +75,13 @@ def expand_arguments(arguments: list[str]) -> list[str]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*NAMES, dest="repository", type=Path)
+    parser.add_argument("--tensorrt_llm_model_name", "--tensorrt-llm-model-name", dest="engines", default="")
+    parser.add_argument("--world_size", "--world-size", dest="size", default="1")
     given, rest = parser.parse_known_args(arguments[1:])
     if given.repository is None:
         return arguments
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--tensorrt_llm_model_name", "--tensorrt-llm-model-name", dest="engines", default="")
-    launched, rest = parser.parse_known_args(rest)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world_size", "--world-size", dest="size", default="1")
-    world, rest = parser.parse_known_args(rest)
     overridden = {each.lstrip("-").partition("=")[0].replace("-", "_") for each in rest if each.startswith("--")}
-    return [arguments[0], *_arguments(read(given.repository, launched.engines, overridden, world.size)), *rest]
+    return [arguments[0], *_arguments(read(given.repository, given.engines, overridden, given.size)), *rest]
 
 
 def read(repository: Path, engines: str = "", overridden: Collection[str] = (), world_size: str = "1") -> Flags:
@@ -229,20 +226,15 @@ def _drafts(flags: Flags) -> dict[str, Any]:
 
 
 def _add(settings: MergedSettings, file: File) -> None:
-    known, model = PARAMETERS[file.kind], file.config
-    for key in sorted(model.parameters):
-        if not (text := file.text(key)):
-            continue
-        source = f"{file.path}: {key}"
-        if key not in known:
-            raise invalid(source, f"no such parameter of {file.kind}{did_you_mean(key, known)}")
-        if known[key].why:
-            _log_ignored(source, known[key].why)
-            continue
-        try:
-            settings.add(known[key].flags(text), source)
-        except ValueError as error:
-            raise invalid(source, f"{text!r} is wrong: {error}") from error
+    known, model, ignored = PARAMETERS[file.kind], file.config, dict[str, str]()
+    given = {key: text for key in sorted(model.parameters) if (text := file.text(key))}
+    if unknown := next((key for key in given if key not in known), None):
+        message = f"no such parameter of {file.kind}{did_you_mean(unknown, known)}"
+        raise invalid(f"{file.path}: {unknown}", message)
+    for name, value, source in translate(known, given, lambda key: f"{file.path}: {key}", ignored):
+        settings.add({name: value}, source)
+    for source, why in ignored.items():
+        _log_ignored(source, why)
     if file.kind == ENGINE:
         if model.max_batch_size:
             settings.add({"max_num_seqs": model.max_batch_size}, f"{file.path}: max_batch_size")

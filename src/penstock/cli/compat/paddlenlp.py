@@ -19,13 +19,11 @@ from pathlib import Path
 from penstock.config.options import ServerOptions
 from penstock.config.profiles import load
 from penstock.config.profiles.paddlenlp import OLD, model_named, nodes_named
-from penstock.config.secrets import mask
-from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.executor.node_messages import NODE_READY
 
 from ..flags import TITLES, add_options, configure
-from ..parser import Parser
+from ..parser import Parser, exit_status
 
 MODEL_NAME = "model_name"
 MODELS = "/models/"
@@ -50,7 +48,7 @@ def start_server() -> int:
     args = parser.parse_args()
     if args.model_name and sys.argv[1] != args.model_name:
         parser.error("the model's name comes before all options")
-    return _print_errors(
+    return exit_status(
         parser, lambda: _run_on_first_rank(lambda: _start(args, sys.argv[2:] if args.model_name else sys.argv[1:]))
     )
 
@@ -60,7 +58,7 @@ def stop_server() -> int:
     parser = _parser("stop_server", "Stop the servers that start_server has started.")
     parser.add_argument("timeout", nargs="?", type=float, default=PATIENCE, help="seconds that they get to end")
     args = parser.parse_args()
-    return _print_errors(parser, lambda: _run_on_first_rank(lambda: _stop(args.timeout)))
+    return exit_status(parser, lambda: _run_on_first_rank(lambda: _stop(args.timeout)))
 
 
 def download_model() -> int:
@@ -77,21 +75,11 @@ def download_model() -> int:
         help="ignored: MTP layers are part of their model's checkpoint",
     )
     args = parser.parse_args()
-    return _print_errors(parser, lambda: _download(args))
+    return exit_status(parser, lambda: _download(args))
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
     return Parser(prog=name, description=about, allow_abbrev=False)
-
-
-def _print_errors(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
-    try:
-        return work()
-    except PenstockError as error:
-        print(f"{parser.prog}: {mask(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 # --- Under mpirun -----------------------------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.config.profiles import one_of
+from penstock.config.profiles import Alias, ignored, one_of, refused
 from penstock.config.profiles.triton import switched
 
 POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
@@ -28,25 +27,7 @@ BLOCK = 64
 Flags = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class ParameterTranslation:
-    """The translation of one parameter."""
-
-    flags: Callable[[str], Flags] = lambda text: {}
-    """Converts a value to our settings. Raises ``ValueError`` where it is wrong."""
-    why: str = ""
-    """Reason why it has no effect, for the log."""
-
-
-def setting(name: str, read: Callable[[str], Any] = str) -> ParameterTranslation:
-    return ParameterTranslation(lambda text: {name: read(text)})
-
-
-def ignored_parameter(why: str) -> ParameterTranslation:
-    return ParameterTranslation(why=why)
-
-
-def must_be(first: str, *more: str, why: str) -> ParameterTranslation:
+def must_be(first: str, *more: str, why: str) -> Alias:
     """A parameter with values that change nothing; others are refused."""
     allowed = (first, *more)
 
@@ -55,14 +36,12 @@ def must_be(first: str, *more: str, why: str) -> ParameterTranslation:
             raise ValueError(f"{why}; possible is {' or '.join(allowed)}")
         return {}
 
-    return ParameterTranslation(read)
+    return Alias(read=read)
 
 
-def refused_parameter(why: str) -> ParameterTranslation:
-    def read(text: str) -> Flags:
-        raise ValueError(f"{why}; leave it out")
-
-    return ParameterTranslation(read)
+def left_out(why: str) -> Alias:
+    """A parameter that must not be given."""
+    return refused(f"{why}; leave it out")
 
 
 def _blocks(text: str) -> int:
@@ -108,7 +87,7 @@ def _check_windows(text: str) -> Flags:
 def _decoding(text: str) -> Flags:
     if method := DRAFTERS.get(text.lower()):
         return {"speculative_config": json.dumps({"method": method})}
-    return must_be(*DECODING, why="each request selects its decoding").flags(text)
+    return must_be(*DECODING, why="each request selects its decoding").settings(text)
 
 
 def _tree(text: str) -> list[list[int]]:
@@ -120,69 +99,63 @@ def _tree(text: str) -> list[list[int]]:
 
 IMAGES = "images are sent with OpenAI's API, to a checkpoint that sees them"
 TOKENIZER = {
-    "tokenizer_dir": setting("tokenizer"),
-    "tokenizer_type": ignored_parameter("the type is recognized in the tokenizer's files"),
+    "tokenizer_dir": Alias("tokenizer"),
+    "tokenizer_type": ignored("the type is recognized in the tokenizer's files"),
 }
-PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
+PARAMETERS: Mapping[str, Mapping[str, Alias]] = {
     "ensemble": {},
     "preprocessing": TOKENIZER
     | {
         "add_special_tokens": must_be("true", why="the tokenizer's special tokens are always added"),
-        "engine_dir": ignored_parameter("the vocabulary's size is the tokenizer's"),
-        "max_num_images": ignored_parameter("--limit-mm-per-prompt limits images"),
-        **dict.fromkeys(("visual_model_path", "multimodal_model_path"), refused_parameter(IMAGES)),
+        "engine_dir": ignored("the vocabulary's size is the tokenizer's"),
+        "max_num_images": ignored("--limit-mm-per-prompt limits images"),
+        **dict.fromkeys(("visual_model_path", "multimodal_model_path"), left_out(IMAGES)),
     },
     "postprocessing": TOKENIZER
     | {"skip_special_tokens": must_be("true", why="special tokens are never part of the text")},
     "tensorrt_llm_bls": {
-        "accumulate_tokens": setting("accumulate_tokens", switched),
-        "tensorrt_llm_model_name": ParameterTranslation(),  # the model of its engine, see _group_by_engine
-        "tensorrt_llm_draft_model_name": refused_parameter("a draft model is given with --speculative-config"),
-        "multimodal_encoders_name": refused_parameter(IMAGES),
+        "accumulate_tokens": Alias("accumulate_tokens", switched),
+        "tensorrt_llm_model_name": Alias(read=lambda text: {}),  # the model of its engine, see _group_by_engine
+        "tensorrt_llm_draft_model_name": left_out("a draft model is given with --speculative-config"),
+        "multimodal_encoders_name": left_out(IMAGES),
     },
     "tensorrt_llm": {
-        "gpt_model_path": setting("engine_dir"),
-        "gpt_model_type": setting("batching_type", one_of(BATCHING)),
-        "batch_scheduler_policy": setting("batch_scheduler_policy", one_of(POLICIES)),
-        "kv_cache_free_gpu_mem_fraction": setting("kv_cache_free_memory_fraction", float),
-        "max_tokens_in_paged_kv_cache": setting("num_gpu_blocks_override", _blocks),
-        "enable_chunked_context": setting("enable_chunked_prefill", switched),
-        "enable_kv_cache_reuse": setting("enable_prefix_caching", switched),
-        "exclude_input_in_output": setting("exclude_input_in_output", switched),
-        "max_beam_width": setting("max_beam_width", int),
-        "decoding_mode": ParameterTranslation(_decoding),
+        "gpt_model_path": Alias("engine_dir"),
+        "gpt_model_type": Alias("batching_type", one_of(BATCHING)),
+        "batch_scheduler_policy": Alias("batch_scheduler_policy", one_of(POLICIES)),
+        "kv_cache_free_gpu_mem_fraction": Alias("kv_cache_free_memory_fraction", float),
+        "max_tokens_in_paged_kv_cache": Alias("num_gpu_blocks_override", _blocks),
+        "enable_chunked_context": Alias("enable_chunked_prefill", switched),
+        "enable_kv_cache_reuse": Alias("enable_prefix_caching", switched),
+        "exclude_input_in_output": Alias("exclude_input_in_output", switched),
+        "max_beam_width": Alias("max_beam_width", int),
+        "decoding_mode": Alias(read=_decoding),
         **dict.fromkeys(
             ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
-            ignored_parameter(
-                "the draft length adapts to the acceptance rate, up to the limit of --speculative-config"
-            ),
+            ignored("the draft length adapts to the acceptance rate, up to the limit of --speculative-config"),
         ),
-        **{name: setting(name, _tree) for name in CHOICES},
-        "max_attention_window_size": ParameterTranslation(_check_windows),
+        **{name: Alias(name, _tree) for name in CHOICES},
+        "max_attention_window_size": Alias(read=_check_windows),
         "sink_token_length": must_be("0", why="a model's attention is its own"),
-        "tokenizer_dir": setting("tokenizer"),
-        "tokenizer_type": ignored_parameter("the type is recognized in the tokenizer's files"),
-        "guided_decoding_backend": setting("guided_decoding_backend", one_of({"xgrammar": "xgrammar"})),
-        "xgrammar_tokenizer_info_path": ignored_parameter("grammars are compiled for the tokenizer's own vocabulary"),
-        "encoder_model_path": refused_parameter("encoder-decoder models are not served as tensorrt_llm"),
-        "lora_prefetch_dir": refused_parameter("--lora-modules names adapters"),
+        "tokenizer_dir": Alias("tokenizer"),
+        "tokenizer_type": ignored("the type is recognized in the tokenizer's files"),
+        "guided_decoding_backend": Alias("guided_decoding_backend", one_of({"xgrammar": "xgrammar"})),
+        "xgrammar_tokenizer_info_path": ignored("grammars are compiled for the tokenizer's own vocabulary"),
+        "encoder_model_path": left_out("encoder-decoder models are not served as tensorrt_llm"),
+        "lora_prefetch_dir": left_out("--lora-modules names adapters"),
         "gpu_weights_percent": must_be("1", "1.0", why="all weights are on the GPU"),
         "speculative_decoding_fast_logits": must_be("false", "0", why="--speculative-config sets up draft models"),
         "num_nodes": must_be("1", why="--nnodes starts one model on several nodes"),
-        "participant_ids": ignored_parameter("the server starts its ranks itself"),
-        "cross_kv_cache_fraction": ignored_parameter("it is for encoder-decoder models"),
-        **dict.fromkeys(
-            ("cuda_graph_mode", "cuda_graph_cache_size"), ignored_parameter("--enforce-eager turns CUDA graphs off")
-        ),
-        **dict.fromkeys(
-            ("multi_block_mode", "enable_context_fmha_fp32_acc"), ignored_parameter("kernels accumulate in FP32")
-        ),
-        "gpu_device_ids": ParameterTranslation(_instances),
-        "kv_cache_host_memory_bytes": setting("kv_offloading_size", lambda text: int(text) / GIB),
+        "participant_ids": ignored("the server starts its ranks itself"),
+        "cross_kv_cache_fraction": ignored("it is for encoder-decoder models"),
+        **dict.fromkeys(("cuda_graph_mode", "cuda_graph_cache_size"), ignored("--enforce-eager turns CUDA graphs off")),
+        **dict.fromkeys(("multi_block_mode", "enable_context_fmha_fp32_acc"), ignored("kernels accumulate in FP32")),
+        "gpu_device_ids": Alias(read=_instances),
+        "kv_cache_host_memory_bytes": Alias("kv_offloading_size", lambda text: int(text) / GIB),
         "normalize_log_probs": must_be("true", why="logprobs are always normalized"),
         **dict.fromkeys(
             ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
-            ignored_parameter("it is for TensorRT-LLM's executor"),
+            ignored("it is for TensorRT-LLM's executor"),
         ),
         **dict.fromkeys(
             (
@@ -191,9 +164,9 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
                 "stats_check_period_ms",
                 "recv_poll_period_ms",
             ),
-            ignored_parameter("statistics are in /metrics"),
+            ignored("statistics are in /metrics"),
         ),
-        "cancellation_check_period_ms": ignored_parameter("disconnects are noticed at once"),
+        "cancellation_check_period_ms": ignored("disconnects are noticed at once"),
         **dict.fromkeys(
             (
                 "lora_cache_optimal_adapter_size",
@@ -201,7 +174,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
                 "lora_cache_gpu_memory_fraction",
                 "lora_cache_host_memory_bytes",
             ),
-            ignored_parameter("--max-loras and --max-lora-rank limit adapters"),
+            ignored("--max-loras and --max-lora-rank limit adapters"),
         ),
     },
 }

@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.calibration.options import QuantizeOptions
-from penstock.config.secrets import mask
+from penstock.checkpoint.engine_config import RECORDED
 from penstock.config.settings import did_you_mean
-from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import RECORDED
 
 from ..build_folder import build as build_folder
 from ..build_folder import described, engine_options
+from ..parser import exit_status
 from ..quantize import write_quantized
 from . import engine_folder
 
@@ -63,10 +63,6 @@ ABOUT_ENGINE = "Made by penstock: weights that are packed for its kernels."
 NO_KERNELS = "kernels are chosen when the server starts"
 NO_BUILD = "nothing is compiled"
 BUILD_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len", "max_output_len", "max_seq_len", "max_beam_width")
-BUILD_ONLY = {
-    "paged_kv_cache": ("enable", ALWAYS_PAGED),
-}
-"""Flags with one supported value, and the reason."""
 BUILD_IGNORED = {
     **dict.fromkeys(
         (
@@ -95,7 +91,7 @@ def convert_checkpoint() -> int:
     parser = _parser("convert_checkpoint.py", "Record the checkpoint to serve and its type.")
     parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
     _add_common(parser)
-    return _run(parser, _convert)
+    return _run(parser, partial(_note, quant_algo=None, kv_cache_quant_algo=None))
 
 
 def quantize() -> int:
@@ -125,8 +121,7 @@ def build() -> int:
         parser.add_argument(f"--{name}", type=int, help="limit of the server")
     for name, about in SIZES.items():
         parser.add_argument(f"--{name}", type=int, help=f"{about}: as the checkpoint was converted for")
-    for name, (value, why) in BUILD_ONLY.items():
-        parser.add_argument(f"--{name}", default=value, help=f"{value}: {why}")
+    parser.add_argument("--paged_kv_cache", default="enable", help=f"enable: {ALWAYS_PAGED}")
     for name, why in BUILD_IGNORED.items():
         parser.add_argument(f"--{name}", help=f"is ignored: {why}")
     for name, why in BUILD_SWITCHES.items():
@@ -147,19 +142,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], str]) -> int:
     args, unknown = parser.parse_known_args()
-    try:
+
+    def checked() -> None:
         if unknown:
             name = unknown[0].partition("=")[0]
             raise invalid(name, f"unknown argument{did_you_mean(name, parser._option_string_actions)}")
         print(f"{parser.prog}: {work(args)}")
-    except PenstockError as error:
-        print(f"{parser.prog}: {mask(str(error))}", file=sys.stderr)
-        return 2
-    return 0
 
-
-def _convert(args: argparse.Namespace) -> str:
-    return _note(args, None, None)
+    return exit_status(parser, checked)
 
 
 def _quantize(args: argparse.Namespace) -> str:
@@ -219,8 +209,8 @@ def _build(args: argparse.Namespace) -> str:
         given_size, size = getattr(args, name), result["mapping"][name]
         if given_size not in (None, size):
             raise invalid(f"--{name}", f"is {given_size}, and the checkpoint was converted for {size}", size)
-    for name, (value, why) in BUILD_ONLY.items():
-        _check_only(name, getattr(args, name), value, why)
+    if args.paged_kv_cache != "enable":
+        raise invalid("--paged_kv_cache", f"{args.paged_kv_cache!r} is wrong: {ALWAYS_PAGED}; only enable is possible")
     given = {name: getattr(args, name) for name in (*BUILD_IGNORED, *BUILD_SWITCHES)}
     for name, why in (BUILD_IGNORED | BUILD_SWITCHES).items():
         if given[name] is not None:
@@ -238,11 +228,6 @@ def _build(args: argparse.Namespace) -> str:
 def _check_at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise invalid(f"--{name}", f"must be at least 1, is {value}", 1)
-
-
-def _check_only(name: str, value: str, possible: str, why: str) -> None:
-    if value != possible:
-        raise invalid(f"--{name}", f"{value!r} is wrong: {why}; only {possible} is possible")
 
 
 def _print_ignored(name: str, why: str) -> None:

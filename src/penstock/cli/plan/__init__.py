@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
+from ..parser import add_kinds
+
 KINDS = {
     "memory": ("memory", "tell what weights and KV cache take, and what the cache is then good for"),
     "block-bs": ("block_bs", "compare PaddleNLP's recommended BLOCK_BS with the sums"),
@@ -13,10 +15,7 @@ KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for name, (module, about) in KINDS.items():
-        kind = kinds.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
-        import_module(f"{__name__}.{module}").add_arguments(kind)
+    add_kinds(parser, __name__, KINDS)
 
 
 def run(args: argparse.Namespace) -> int:

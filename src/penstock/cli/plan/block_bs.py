@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
+from penstock.cli.screen import print_json
 from penstock.planning.paddlenlp_table import GPUS, LENGTH, RESERVE, ROWS
 
 
@@ -26,8 +25,7 @@ def run(args: argparse.Namespace) -> int:
         for row in ROWS
     ]
     if args.json:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
+        print_json(rows)
         return 0
     print(f"{'model':<40} {'GPUs':>4} {'weights':>9} {'sequence':>9} {'PaddleNLP':>9} {'sums':>5}")
     for row in ROWS:

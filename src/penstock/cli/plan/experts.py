@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.cli.screen import print_json
 from penstock.core.errors import invalid
-from penstock.planning.expert_placement import (
+from penstock.core.expert_placement import (
     ExpertLoadReport,
     ExpertPlacement,
     balancedness,
@@ -50,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
         _write(Path(args.output), placement)
     rows = [_row(report, placement, layer, ranks) for layer in report.layers]
     if args.json:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
+        print_json(rows)
         return 0
     _print_table(rows, ranks, redundant)
     worst = min(rows, key=lambda row: row["balance_before"])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.kv_spec import bytes_per_token
 from penstock.cli.flags import add_options, configure
+from penstock.cli.screen import print_json
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
-from penstock.planning.config_json import read_config_json
-from penstock.planning.expert_placement import num_redundant_experts
+from penstock.core.expert_placement import num_redundant_experts
 from penstock.planning.host_memory import FREE_SHARE, free_host_bytes
 from penstock.planning.kv_size import (
     CachePlan,
@@ -22,7 +23,6 @@ from penstock.planning.kv_size import (
     kv_specs,
     weight_bytes,
 )
-from penstock.planning.kv_spec import bytes_per_token
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers, stage_weight_bytes
 
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
             raise invalid(name, "must be above 0", 0)
     result = plan(args, configure(args).configuration)
     if args.json:
-        json.dump(result, sys.stdout, indent=1)
-        print()
+        print_json(result)
     else:
         _print(result)
     return 0
@@ -63,18 +62,11 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     """Facts by name. Raises ``PenstockError`` where there is no such model, or no room for its cache."""
     from penstock.engine.draft_folder import draft_size
     from penstock.frontend.downloads import Selection
-    from penstock.frontend.hub import resolve, resolve_draft
+    from penstock.frontend.hub import resolve_draft, resolve_source
 
-    options, source = configuration.engine, configuration.model
-    folder = resolve(
-        options.model,
-        revision=source.revision,
-        token=source.hf_token or None,
-        cache_dir=source.download_dir or None,
-        hub=source.model_hub,
-        progress=sys.stderr.isatty(),
-        selection=Selection(include=["config.json"]),
-    )
+    options = configuration.engine
+    selection = Selection(include=["config.json"])
+    folder = resolve_source(options.model, configuration.model, progress=sys.stderr.isatty(), selection=selection)
     size = model_size_of(read_config_json(folder))
     size = size.with_redundant_experts(num_redundant_experts(options.expert_placement, options.num_redundant_experts))
     if args.gpu_memory is None:

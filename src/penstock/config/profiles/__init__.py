@@ -6,6 +6,7 @@ values as text; the settings that they become check them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -91,26 +92,19 @@ def only_value(value: str, why: str, short: str = "") -> Alias:
     """A name that accepts one value, without effect; other values are refused with the reason."""
 
     def read(text: str) -> Mapping[str, Any]:
-        if text.lower() != value and not _same_number(text, value):
+        if text.lower() != value and (_number(text) is None or _number(text) != _number(value)):
             raise ValueError(f"{why}; only {value} is possible")
         return {}
 
     return Alias(read=read, short=short)
 
 
-def _same_number(text: str, value: str) -> bool:
+def _number(text: str) -> float | None:
+    """The number that a text is; None where it is none."""
     try:
-        return float(text) == float(value)
+        return float(text)
     except ValueError:
-        return False
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        return None
 
 
 def refused(
@@ -145,6 +139,17 @@ def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
         return table[text.lower()]
 
     return read
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ``ValueError`` for other texts."""
+    try:
+        result = json.loads(text)
+    except ValueError as error:
+        raise ValueError("it is not JSON") from error
+    if not isinstance(result, dict):
+        raise ValueError("it is not a JSON object")
+    return result
 
 
 def on(text: str) -> bool:
@@ -227,7 +232,7 @@ def translate_variables(
             continue
         if KUBERNETES.search(name) or (name.endswith("_PORT") and "://" in environment[name]):
             continue
-        if SECURITY.search(name) and not (name.endswith("_TOKENS") and _is_number(environment[name])):
+        if SECURITY.search(name) and not (name.endswith("_TOKENS") and _number(environment[name]) is not None):
             raise invalid(
                 name, f"is not known of {profile.title}, and its name is about security, so it is not ignored: unset it"
             )

@@ -11,7 +11,7 @@ from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 from penstock.core.sampling import MAX_LOGPROBS
 
-from . import COMBINED, Alias, DerivedMetric, Profile, Settings, cuda_graphs, on, one_of, share
+from . import COMBINED, Alias, DerivedMetric, Profile, Settings, cuda_graphs, json_object, on, one_of, share
 from .fastdeploy_untranslated import FLAGS
 from .fastdeploy_variables import PREFIXES, VARIABLES
 from .vllm import TASKS, pooler
@@ -21,6 +21,13 @@ LONG = 0.04
 """Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
 WORDS = {"0": False, "1": True, "false": False, "true": True}
+SAME_METRICS = (
+    "num_requests_running num_requests_waiting cache_config_info time_to_first_token_seconds "
+    "e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds "
+    "request_prefill_time_seconds request_decode_time_seconds request_params_max_tokens request_prompt_tokens "
+    "request_generation_tokens prompt_tokens generation_tokens request_success"
+).split()
+"""Metrics that have the same name here."""
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
 
 
@@ -41,17 +48,14 @@ def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
 
 def _media_kwargs(text: str) -> str:
     """Numbers of pixels and frames under vLLM's names."""
-    try:
-        kept: dict[str, Any] = {}
-        for name, value in json.loads(text).items():
-            kind, _, own = name.partition("_")
-            if kind not in ("image", "video"):
-                kept[name] = value
-            elif value not in (None, -1):  # which ask for nothing
-                own = "num_frames" if own == "target_frames" else own
-                kept.setdefault(f"{kind}s_kwargs", {})[own] = value
-    except (ValueError, AttributeError) as error:
-        raise ValueError("it is not a JSON object") from error
+    kept: dict[str, Any] = {}
+    for name, value in json_object(text).items():
+        kind, _, own = name.partition("_")
+        if kind not in ("image", "video"):
+            kept[name] = value
+        elif value not in (None, -1):  # which ask for nothing
+            own = "num_frames" if own == "target_frames" else own
+            kept.setdefault(f"{kind}s_kwargs", {})[own] = value
     return json.dumps(kept) if kept else ""
 
 
@@ -155,7 +159,7 @@ PROFILE = Profile(
         "data_parallel_size": Alias("data_parallel_size"),
         "ips": Alias(read=_nodes),
         "mm_processor_kwargs": Alias("mm_processor_kwargs", _media_kwargs),
-        "use_warmup": Alias("use_warmup", one_of({"0": False, "1": True, "false": False, "true": True})),
+        "use_warmup": Alias("use_warmup", one_of(WORDS)),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
         "swap_space": COMBINED,
@@ -189,8 +193,6 @@ PROFILE = Profile(
     defaults_for=_defaults,
     together=_together,
     metrics={
-        "fastdeploy:num_requests_running": "num_requests_running",
-        "fastdeploy:num_requests_waiting": "num_requests_waiting",
         "fastdeploy:batch_size": "num_requests_running",
         "fastdeploy:max_batch_size": DerivedMetric(
             "Sequences that may run.", lambda ours, options: options.max_num_seqs
@@ -207,7 +209,6 @@ PROFILE = Profile(
         "fastdeploy:available_gpu_resource": share(
             "Share of the KV cache's blocks that are free, 0 to 1.", "kv_blocks_free", "kv_blocks"
         ),
-        "fastdeploy:cache_config_info": "cache_config_info",
         "fastdeploy:hit_req_rate": share(
             "Share of requests with cached tokens, 0 to 1.", "prefix_cache_hit_requests", "requests"
         ),
@@ -221,19 +222,8 @@ PROFILE = Profile(
         "fastdeploy:prefix_cache_token_num": "prefix_cache_hits",
         "fastdeploy:prefix_gpu_cache_token_num": "prefix_cache_hits",
         "fastdeploy:prefix_cpu_cache_token_num": "external_prefix_cache_hits",
-        "fastdeploy:time_to_first_token_seconds": "time_to_first_token_seconds",
         "fastdeploy:time_per_output_token_seconds": "inter_token_latency_seconds",
-        "fastdeploy:e2e_request_latency_seconds": "e2e_request_latency_seconds",
-        "fastdeploy:request_queue_time_seconds": "request_queue_time_seconds",
-        "fastdeploy:request_inference_time_seconds": "request_inference_time_seconds",
-        "fastdeploy:request_prefill_time_seconds": "request_prefill_time_seconds",
-        "fastdeploy:request_decode_time_seconds": "request_decode_time_seconds",
-        "fastdeploy:request_params_max_tokens": "request_params_max_tokens",
-        "fastdeploy:request_prompt_tokens": "request_prompt_tokens",
-        "fastdeploy:request_generation_tokens": "request_generation_tokens",
-        "fastdeploy:prompt_tokens": "prompt_tokens",
-        "fastdeploy:generation_tokens": "generation_tokens",
-        "fastdeploy:request_success": "request_success",
+        **{f"fastdeploy:{name}": name for name in SAME_METRICS},
     },
     ready_message=_ready_message,
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput, TransferMemory
+from ..step import StepInput, StepOutput, WorkerCall
 
 
 class StepFailedError(RuntimeError):
@@ -19,44 +20,14 @@ class WorkerLostError(RuntimeError):
     cause."""
 
 
-class Executor(Protocol):
-    """The workers. Call ``load``, ``profile`` and ``init_cache`` once each, in this order, then the other methods.
+class Executor(ABC):
+    """The workers. First ``run`` the calls ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in this order.
 
     Every method but ``close`` raises ``WorkerLostError`` where a worker is gone; where ``submit`` does not, ``collect``
     does.
     """
 
-    def load(self, weights: str = "") -> ModelInfo:
-        """Load the model.
-
-        Args:
-            weights: folder of its weights; empty for the model's own.
-
-        Raises ``PenstockError`` where an option or the checkpoint does not allow it.
-        """
-        ...
-
-    def profile(self) -> MemoryProfile:
-        """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
-        ...
-
-    def init_cache(
-        self,
-        blocks: int,
-        host_blocks: int,
-        transfer: TransferMemory | None = None,
-        offload: TransferMemory | None = None,
-    ) -> None:
-        """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory.
-
-        Args:
-            transfer: the transfer buffer, for ``ExportKV`` and ``ImportKV``; None without KV transfers.
-            offload: the host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without it.
-
-        Raises ``PenstockError`` where that is impossible.
-        """
-        ...
-
+    @abstractmethod
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         """Start a step. Steps are computed in the order of their submission.
 
@@ -65,25 +36,30 @@ class Executor(Protocol):
                 each token that may be sampled. The positions are, for each row that samples, the next token's and
                 those after each of its draft tokens.
         """
-        ...
 
+    @abstractmethod
     def collect(self) -> StepOutput:
         """Wait for the oldest step that was submitted and not collected. Raises the error of a step that failed."""
-        ...
 
-    def call(self, op: Op) -> Future[Any]:
+    @abstractmethod
+    def call(self, call: WorkerCall) -> Future[Any]:
         """Send a call, which is executed after the steps submitted so far. Its future completes in ``wait`` or
         ``poll``."""
-        ...
 
+    @abstractmethod
     def wait(self, future: Future[Any]) -> None:
         """Block until a future of ``call`` is done."""
-        ...
 
+    def run(self, call: WorkerCall) -> Any:
+        """``call``, and wait for the answer. Raises the error of a worker that failed."""
+        future = self.call(call)
+        self.wait(future)
+        return future.result()
+
+    @abstractmethod
     def poll(self) -> None:
         """Complete futures whose answers have come, without waiting."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End the workers."""
-        ...

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Failure
 
-from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput, TransferMemory, decoder
+from ..step import StepInput, StepOutput, WorkerCall, decoder
 from .layout import RankInfo
 from .ring import Descriptors
 
@@ -43,25 +43,6 @@ class Start(msgspec.Struct, frozen=True):
     """Connections to ranks of other nodes: of the same stage, or the stages before and after."""
 
 
-class Load(msgspec.Struct, tag=True):
-    """``Executor.load``, answered with ``InitReply``."""
-
-    weights: str = ""
-
-
-class Profile(msgspec.Struct, tag=True):
-    """``Executor.profile``, answered with ``InitReply``."""
-
-
-class InitCache(msgspec.Struct, tag=True):
-    """``Executor.init_cache``, answered with ``InitReply``."""
-
-    blocks: int
-    host_blocks: int
-    transfer: TransferMemory | None = None
-    offload: TransferMemory | None = None
-
-
 class ExecuteStep(msgspec.Struct, tag=True):
     """``Executor.submit``, answered with ``StepReply``; ``GrammarBitmask`` follows where the step has one."""
 
@@ -78,7 +59,7 @@ class Call(msgspec.Struct, tag=True):
     """``Executor.call``, answered with a ``CallReply`` of the same number, perhaps after other messages."""
 
     number: int
-    op: Op
+    call: WorkerCall
 
 
 class Close(msgspec.Struct, tag=True):
@@ -100,23 +81,16 @@ class StepReply(msgspec.Struct, tag=True):
     failed: Failed | None = None
 
 
-class InitReply(msgspec.Struct, tag=True):
-    """The answer to ``Load``, ``Profile`` and ``InitCache``."""
-
-    info: ModelInfo | None = None
-    profile: MemoryProfile | None = None
-    failed: Failed | None = None
-
-
 class CallReply(msgspec.Struct, tag=True):
     """The answer to ``Call``."""
 
     number: int
-    value: list[list[int] | None] | dict[int, list[int]] | int | str | None = None
+    value: Any = None
+    """The answer, of which structs are plain dictionaries."""
     failed: Failed | None = None
 
 
-ToWorker = Load | Profile | InitCache | ExecuteStep | GrammarBitmask | Call | Close
-FromWorker = StepReply | InitReply | CallReply
+ToWorker = ExecuteStep | GrammarBitmask | Call | Close
+FromWorker = StepReply | CallReply
 to_worker: msgspec.msgpack.Decoder[Any] = decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[Any] = decoder(FromWorker)

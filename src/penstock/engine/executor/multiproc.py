@@ -19,21 +19,22 @@ from penstock.core.errors import invalid
 
 from ..exit_status import LINK_LOST
 from ..step import (
-    LONG_OPS,
+    LONG_CALLS,
     LoadLoRA,
+    LoadModel,
     LoadWeights,
     MemoryProfile,
     ModelInfo,
-    Op,
+    ProfileMemory,
     Propose,
     ReadExpertLoad,
     StepInput,
     StepOutput,
-    TransferMemory,
+    WorkerCall,
     encoder,
 )
-from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
-from .base import StepFailedError, WorkerLostError
+from ..step_statistics import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
+from .base import Executor, StepFailedError, WorkerLostError
 from .local_ranks import CLOSE_TIMEOUT, LocalRanks
 from .messages import (
     Call,
@@ -42,10 +43,6 @@ from .messages import (
     Failed,
     FromWorker,
     GrammarBitmask,
-    InitCache,
-    InitReply,
-    Load,
-    Profile,
     StepReply,
     ToWorker,
 )
@@ -66,15 +63,13 @@ NAMING_TIMEOUT, NAMING_POLL = 2.0, 0.01
 class _PendingCall(msgspec.Struct):
     """A call that not all ranks have answered."""
 
-    op: Op
+    call: WorkerCall
     future: Future[Any]
-    ranks: set[int]
-    """Ranks that have not answered."""
-    answers: list[CallReply]
-    """Answers so far; rank 0's is the first where it has come."""
+    answers: dict[int, CallReply] = {}
+    """Answers so far, by rank."""
 
 
-class MultiprocExecutor:
+class MultiprocExecutor(Executor):
     """A worker process for each rank, connected by shared memory, and by TCP to those of other nodes. All get the same
     messages; the first rank of the last pipeline stage answers steps.
 
@@ -133,35 +128,6 @@ class MultiprocExecutor:
         """Process ids of the workers, by rank."""
         return [rank.pid for rank in self._ranks]
 
-    def load(self, weights: str = "") -> ModelInfo:
-        infos = [reply.info for reply in self._init_request(Load(weights))]
-        info = infos[0]
-        assert info is not None
-        for rank, other in zip(self._ranks, infos, strict=True):
-            assert other is not None
-            if self._options.nnodes > 1:  # one may lack weights of another's stages; files were compared
-                other = msgspec.structs.replace(other, weights_version=info.weights_version)
-            if other != info:
-                self.close()
-                names = [name for name in info.__struct_fields__ if getattr(info, name) != getattr(other, name)]
-                differences = [f"{name} {getattr(other, name)} there and {getattr(info, name)} here" for name in names]
-                words = f"{rank} computes otherwise than rank 0: {', '.join(differences)}"
-                raise PenstockError(Code.UNAVAILABLE, words)
-        return info
-
-    def profile(self) -> MemoryProfile:
-        profiles = [reply.profile for reply in self._init_request(Profile())]
-        return _smallest([profile for profile in profiles if profile])
-
-    def init_cache(
-        self,
-        blocks: int,
-        host_blocks: int,
-        transfer: TransferMemory | None = None,
-        offload: TransferMemory | None = None,
-    ) -> None:
-        self._init_request(InitCache(blocks, host_blocks, transfer, offload))
-
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         tokens = int(step.lengths.sum()) + len(step.draft_token_ids)
         tokens += sum(image.num_patches for image in step.encoded_images)
@@ -191,26 +157,26 @@ class MultiprocExecutor:
         self._last_collected = now
         computed = self._outputs.popleft()
         if computed.failed:
-            raise _error(computed.failed)
+            raise _error(computed.failed, self._last_stage)
         assert computed.output is not None
         return computed.output
 
-    def call(self, op: Op) -> Future[Any]:
+    def call(self, call: WorkerCall) -> Future[Any]:
         self._num_calls += 1
         future: Future[Any] = Future()
-        self._calls[self._num_calls] = _PendingCall(op, future, {rank.rank for rank in self._ranks}, [])
-        self._send(Call(self._num_calls, op))
+        self._calls[self._num_calls] = _PendingCall(call, future)
+        self._send(Call(self._num_calls, call))
         return future
 
     def wait(self, future: Future[Any]) -> None:
         pending = next((call for call in self._calls.values() if call.future is future), None)
         if pending is None:
             return
-        reads = isinstance(pending.op, LONG_OPS)
         tokens = self._tokens + self._options.max_num_batched_tokens
-        deadline = time.monotonic() + LOAD_TIMEOUT if reads else self._deadline(tokens)
-        while pending.ranks:
-            self._receive(self._ranks[min(pending.ranks)], deadline)
+        takes_long = isinstance(pending.call, LONG_CALLS)
+        deadline = time.monotonic() + LOAD_TIMEOUT if takes_long else self._deadline(tokens)
+        while not future.done():
+            self._receive(next(rank for rank in self._ranks if rank.rank not in pending.answers), deadline)
 
     def poll(self) -> None:
         for rank in self._ranks:
@@ -221,22 +187,6 @@ class MultiprocExecutor:
         self._finalizer()
 
     # --- Messages ---------------------------------------------------------------------------------------------------
-
-    def _init_request(self, message: ToWorker) -> list[InitReply]:
-        """The answers of all ranks."""
-        self._send(message)
-        answers = [self._receive_init_reply(rank) for rank in self._ranks]
-        for rank, answer in zip(self._ranks, answers, strict=True):
-            if answer.failed:
-                self.close()
-                raise _error(answer.failed, rank)
-        return answers
-
-    def _receive_init_reply(self, rank: RankProcess | RemoteRank) -> InitReply:
-        while True:
-            message = self._next(rank, time.monotonic() + LOAD_TIMEOUT)
-            if isinstance(message, InitReply):
-                return message
 
     @property
     def _tokens(self) -> int:
@@ -271,11 +221,47 @@ class MultiprocExecutor:
                 self._outputs.append(message)
         elif isinstance(message, CallReply):
             pending = self._calls[message.number]
-            pending.ranks.remove(rank.rank)
-            pending.answers.insert(0 if rank.rank == 0 else len(pending.answers), message)
-            if not pending.ranks:
+            pending.answers[rank.rank] = message
+            if len(pending.answers) == len(self._ranks):
                 del self._calls[message.number]
-                _settle(pending)
+                try:
+                    pending.future.set_result(self._combined(pending))
+                except Exception as error:
+                    pending.future.set_exception(error)
+
+    def _combined(self, pending: _PendingCall) -> Any:
+        """The answer of all ranks to a call: rank 0's, unless they have different parts of it. Raises the error of a
+        rank that failed, and ``PenstockError`` where ranks differ that must not."""
+        answers = [pending.answers[rank.rank] for rank in self._ranks]
+        for rank, answer in zip(self._ranks, answers, strict=True):
+            if answer.failed:
+                raise _error(answer.failed, rank)
+        values = [answer.value for answer in answers]
+        match pending.call:
+            case LoadModel():
+                return self._same_model([msgspec.convert(value, ModelInfo) for value in values])
+            case ProfileMemory():
+                return _smallest([msgspec.convert(value, MemoryProfile) for value in values])
+            case LoadLoRA(path=path) | LoadWeights(path) if any(value != values[0] for value in values):
+                what, field = ("adapters", "lora_path") if isinstance(pending.call, LoadLoRA) else ("weights", "path")
+                words = f"the ranks have read different {what} from {path}: put the same files on all nodes"
+                raise invalid(field, words)
+            case ReadExpertLoad():  # pipeline stages have different layers
+                return {layer: counts for layers in values for layer, counts in layers.items()}
+        return values[0]
+
+    def _same_model(self, infos: list[ModelInfo]) -> ModelInfo:
+        """The model that all ranks have loaded. Raises ``PenstockError`` where one computes otherwise."""
+        info = infos[0]
+        for rank, other in zip(self._ranks, infos, strict=True):
+            if self._options.nnodes > 1:  # one may lack weights of another's stages; files were compared
+                other = msgspec.structs.replace(other, weights_version=info.weights_version)
+            if other != info:
+                names = [name for name in info.__struct_fields__ if getattr(info, name) != getattr(other, name)]
+                differences = [f"{name} {getattr(other, name)} there and {getattr(info, name)} here" for name in names]
+                words = f"{rank} computes otherwise than rank 0: {', '.join(differences)}"
+                raise PenstockError(Code.UNAVAILABLE, words)
+        return info
 
     def _next(self, rank: RankProcess | RemoteRank, deadline: float) -> FromWorker:
         try:
@@ -287,7 +273,7 @@ class MultiprocExecutor:
         """Kill all workers, and raise ``WorkerLostError`` that names who has ended, or is the slowest."""
         words = self._ended() if isinstance(error, PeerLostError) else self._ended(0)
         if not words:
-            computes = self._steps or any(isinstance(call.op, Propose) for call in self._calls.values())
+            computes = self._steps or any(isinstance(call.call, Propose) for call in self._calls.values())
             late = self._slowest() if computes else awaited
             words = f"{late} has not answered in time and was killed (--engine-iteration-timeout)"
             if isinstance(late, RemoteNode):
@@ -347,23 +333,7 @@ def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
     )
 
 
-def _settle(pending: _PendingCall) -> None:
-    """Complete a call that all ranks have answered, with rank 0's answer, or the error of a rank that failed."""
-    first, *others = pending.answers
-    if failed := next((answer.failed for answer in pending.answers if answer.failed), None):
-        pending.future.set_exception(_error(failed))
-    elif isinstance(pending.op, LoadLoRA | LoadWeights) and any(answer.value != first.value for answer in others):
-        what, field = ("adapters", "lora_path") if isinstance(pending.op, LoadLoRA) else ("weights", "path")
-        words = f"the ranks have read different {what} from {pending.op.path}: put the same files on all nodes"
-        pending.future.set_exception(invalid(field, words))
-    elif isinstance(pending.op, ReadExpertLoad):  # pipeline stages have different layers
-        by_stage = [each.value for each in pending.answers if isinstance(each.value, dict)]
-        pending.future.set_result({layer: counts for layers in by_stage for layer, counts in layers.items()})
-    else:
-        pending.future.set_result(first.value)
-
-
-def _error(failed: Failed, rank: RankProcess | RemoteRank | None = None) -> Exception:
+def _error(failed: Failed, rank: RankProcess | RemoteRank) -> Exception:
     """The error, with the node where it is another one."""
     where = f"{rank.node.name}: " if isinstance(rank, RemoteRank) else ""
     if failed.failure:

@@ -11,11 +11,12 @@ import numpy as np
 
 from penstock.config.options import EngineOptions
 
-from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput, TransferMemory
+from ..step import InitCache, StepInput, StepOutput, WorkerCall
 from ..worker.worker import Worker
+from .base import Executor
 
 
-class UniProcExecutor:
+class UniProcExecutor(Executor):
     """Computes steps in ``submit`` itself where ``max_in_flight`` is 1, else in a thread. On a GPU ``submit`` only
     launches a step, and ``collect`` waits for it, without a thread.
 
@@ -29,24 +30,6 @@ class UniProcExecutor:
         self._max_in_flight = max_in_flight
         self._thread: ThreadPoolExecutor | None = None
         self._steps: deque[Future[StepOutput] | Callable[[], StepOutput] | Exception] = deque()
-
-    def load(self, weights: str = "") -> ModelInfo:
-        info = self._worker.load(weights)
-        if self._max_in_flight > 1 and not info.asynchronous:
-            self._thread = ThreadPoolExecutor(1, "worker", initializer=self._worker.use_device)
-        return info
-
-    def profile(self) -> MemoryProfile:
-        return self._worker.profile()
-
-    def init_cache(
-        self,
-        blocks: int,
-        host_blocks: int,
-        transfer: TransferMemory | None = None,
-        offload: TransferMemory | None = None,
-    ) -> None:
-        self._worker.init_cache(blocks, host_blocks, transfer, offload)
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         if self._thread:
@@ -65,10 +48,13 @@ class UniProcExecutor:
             raise step
         return step()
 
-    def call(self, op: Op) -> Future[Any]:
-        if not self._thread:
-            return self._worker.call(op)
-        return self._thread.submit(self._worker.call, op).result()
+    def call(self, call: WorkerCall) -> Future[Any]:
+        if self._thread:
+            return self._thread.submit(self._worker.call, call).result()
+        future = self._worker.call(call)
+        if isinstance(call, InitCache) and self._max_in_flight > 1 and not self._worker.asynchronous:
+            self._thread = ThreadPoolExecutor(1, "worker", initializer=self._worker.use_device)
+        return future
 
     def wait(self, future: Future[Any]) -> None:
         while not future.done():

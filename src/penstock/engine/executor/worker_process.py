@@ -26,7 +26,7 @@ from penstock.parallel.link import SocketLink
 from penstock.parallel.pipeline import Receiver, Sender
 
 from ..exit_status import LINK_LOST
-from ..step import StepInput, StepOutput, encoder
+from ..step import LoadModel, StepInput, StepOutput, encoder
 from ..worker.worker import Worker
 from .layout import RankInfo, meeting_point
 from .messages import (
@@ -37,10 +37,6 @@ from .messages import (
     Failed,
     FromWorker,
     GrammarBitmask,
-    InitCache,
-    InitReply,
-    Load,
-    Profile,
     Start,
     StepReply,
     ToWorker,
@@ -104,34 +100,23 @@ class WorkerProcess:
                 self._answer_step()
 
     def _answer(self, message: ToWorker) -> None:
-        worker = self._worker
         match message:
-            case Load(weights):
-                self._reply(lambda: InitReply(info=worker.load(weights)), InitReply())
-                gc.collect()
-                gc.freeze()  # objects that exist now stay, so that later collections need not visit them
-            case Profile():
-                self._reply(lambda: InitReply(profile=worker.profile()), InitReply())
-            case InitCache(blocks, host_blocks, transfer, offload):
-
-                def init() -> InitReply:
-                    worker.init_cache(blocks, host_blocks, transfer, offload)
-                    return InitReply()
-
-                self._reply(init, InitReply())
             case ExecuteStep(step):
                 self._running.append(self._submit(step))
-            case Call(number, op):
+            case Call(number, call):
                 try:
-                    future = worker.call(op)
+                    future = self._worker.call(call)
                 except Exception as error:
                     future = Future()
                     future.set_exception(error)
                 future.add_done_callback(
                     lambda done: self._reply(lambda: CallReply(number, done.result()), CallReply(number))
                 )
-                for reading in worker.pending_loads:
+                for reading in self._worker.pending_loads:
                     reading.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
+                if isinstance(call, LoadModel):
+                    gc.collect()
+                    gc.freeze()  # objects that exist now stay, so that later collections need not visit them
 
     def _submit(self, step: StepInput) -> Callable[[], StepOutput]:
         """Submit a step. Returns the function that waits for its output, or raises its error."""

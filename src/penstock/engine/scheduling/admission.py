@@ -10,45 +10,60 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, PenstockError
 from penstock.core.errors import invalid, too_long
 
 from ..guided.reasoning_guide import make_guide
-from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
 from ..sequence.mrope import next_position
 from ..sequence.sequence import Sequence
-from .free_capacity import FreeCapacity
 from .prerequisites import Prerequisite, Prerequisites
-from .running import RunningBatch
-from .waiting import WaitingQueue
+from .state import SchedulerState
+
+
+class FreeCapacity:
+    """Free rows and KV blocks, which are given to the waiting sequences in their order until one does not fit.
+
+    Args:
+        num_rows: number of free rows of the batch.
+        alone: whether no sequence runs; then the first one fits, however large it is.
+    """
+
+    def __init__(self, kv: KVCacheManager, num_rows: int, alone: bool) -> None:
+        self.num_startable = 0
+        """Number of sequences that fit."""
+        self._kv = kv
+        self._num_rows = num_rows
+        self._num_blocks = kv.num_blocks_for_starts
+        self._alone = alone
+        self._full = False
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` could start beside those given capacity (``take``), with all that are to be forked from
+        it."""
+        if self._full or 1 + sequence.num_unforked > self._num_rows:
+            return False
+        return (self._alone and not self.num_startable) or self._kv.num_blocks_to_start(sequence) <= self._num_blocks
+
+    def take(self, sequence: Sequence) -> None:
+        """Give capacity to the next sequence of the queue. After the first that does not fit, none does."""
+        self._full = not self.fits(sequence)
+        if not self._full:
+            self.num_startable += 1
+            self._num_rows -= 1 + sequence.num_unforked
+            self._num_blocks -= self._kv.num_blocks_to_start(sequence)
 
 
 class Admission:
     """Validates requests, queues them, and enforces their time limits. The scheduler reports sequences that start
     (``record_start``) or end before that (``remove_sequence``), and requests that have ended (``remove_request``).
-
-    Args:
-        device_pool: blocks of the KV cache.
-        waiting: the queue.
     """
 
-    def __init__(
-        self,
-        options: SchedulerOptions,
-        device_pool: BlockPool,
-        kv: KVCacheManager,
-        waiting: WaitingQueue,
-        running: RunningBatch,
-    ) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self.prerequisites = Prerequisites()
         """First sequences of accepted requests that are not queued yet, with the futures that they wait for."""
-        self._options = options
-        self._device_pool = device_pool
-        self._kv = kv
-        self._waiting = waiting
-        self._running = running
+        self._options, self._device_pool, self._kv = state.options, state.device_pool, state.kv
+        self._running, self._waiting = state.running, state.waiting
         self._external_ids: set[str] = set()
         self._deadlines: list[tuple[float, int, str]] = []
         """Deadline, order of arrival and id of each request that has one; sorted."""
@@ -131,7 +146,8 @@ class Admission:
             raise invalid("external_id", words)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
-        first.guide = make_guide(request, None)
+        if request.reasoning:
+            first.guide = make_guide(request, None)
         return first
 
     def check_queue(self, first: Sequence) -> None:

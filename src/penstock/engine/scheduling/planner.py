@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
-from penstock.config.options import SchedulerOptions
-
-from ..kv.block_pool import BlockPool
-from ..kv.cache_manager import CacheHit, KVCacheManager
+from ..kv.cache_manager import CacheHit
 from ..sequence.plan import Plan, ScheduledSequence
 from ..sequence.sequence import Sequence, State
-from ..spec.speculation import Speculation
+from ..spec_decode.speculation import Speculation
 from .admission import Admission
-from .encoder_cache import EncoderCache
 from .preemption import Preemption
-from .running import RunningBatch
-from .sequence_group import SequenceGroup
-from .waiting import WaitingQueue
+from .state import SchedulerState
 
 Hold = Literal["new", "all"]
 """What is held: sequences that have not started, or all of them."""
@@ -27,34 +20,22 @@ class Planner:
     """Plans steps: running sequences first, then waiting ones, then drafts, while the token budget lasts.
 
     Args:
-        device_pool: blocks of the KV cache.
-        groups: the unfinished requests' sequences, by request id.
         pipeline_stages, max_concurrent_batches: as in ``Scheduler``.
     """
 
     def __init__(
         self,
-        options: SchedulerOptions,
-        device_pool: BlockPool,
-        kv: KVCacheManager,
-        running: RunningBatch,
-        waiting: WaitingQueue,
-        groups: Mapping[str, SequenceGroup],
+        state: SchedulerState,
         preemption: Preemption,
         admission: Admission,
-        encoder_cache: EncoderCache,
         pipeline_stages: int,
         max_concurrent_batches: int,
     ) -> None:
-        self._options = options
-        self._device_pool = device_pool
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._groups = groups
+        self._options, self._device_pool, self._kv = state.options, state.device_pool, state.kv
+        self._running, self._waiting, self._groups = state.running, state.waiting, state.groups
+        self._encoder_cache = state.encoder_cache
         self._preemption = preemption
         self._admission = admission
-        self._encoder_cache = encoder_cache
         self._pipeline_stages = pipeline_stages
         self._num_shares = min(pipeline_stages, max_concurrent_batches)
         self.holds: dict[str, Hold] = {}
@@ -68,7 +49,8 @@ class Planner:
         plan, preemptions = Plan(len(self._running), stores=self._kv.take_stores()), self._preemption.count
         if "all" in self.holds.values():
             return plan
-        self._encoder_cache.begin_step()
+        if self._encoder_cache.is_used:
+            self._encoder_cache.begin_step()
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
         shares = self._num_shares > 1
@@ -89,11 +71,13 @@ class Planner:
         joins = not self._running or self._options.batching_type == "inflight"
         if self._waiting and joins and self._preemption.count == preemptions:
             self._schedule_waiting(plan, budget)
-        plan.encoder_tokens = self._encoder_cache.num_patches + sum(
+        plan.encoder_tokens = sum(
             audio.length
             for sequence, *_ in plan.scheduled
             if (audio := sequence.request.audio) and sequence.sent_blocks < 0
         )
+        if self._encoder_cache.is_used:
+            plan.encoder_tokens += self._encoder_cache.num_patches
         if speculation and plan.drafting:
             self._schedule_drafts(plan, speculation)
         return plan

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
-from penstock.config.options import SchedulerOptions
-
-from ..kv.block_pool import BlockPool
-from ..kv.cache_manager import KVCacheManager
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
-from .running import RunningBatch
-from .sequence_group import SequenceGroup
-from .step_builder import StepBuilder
-from .waiting import WaitingQueue
+from .state import SchedulerState
 
 
 class Preemption:
@@ -22,32 +14,16 @@ class Preemption:
 
     With ``preemption_mode`` ``swap`` and room in the host tier, a sequence's blocks are copied there; otherwise it is
     recomputed. The beams of a request are preempted together, and their search starts again.
-
-    Args:
-        groups: the unfinished requests' sequences, by request id.
     """
 
-    def __init__(
-        self,
-        options: SchedulerOptions,
-        device_pool: BlockPool,
-        kv: KVCacheManager,
-        running: RunningBatch,
-        waiting: WaitingQueue,
-        groups: Mapping[str, SequenceGroup],
-        builder: StepBuilder,
-    ) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self.count = 0
         """Preemptions since the engine started; those of a request's beams count once."""
         self.num_sequences = 0
         """Sequences that were preempted at least once since the engine started."""
-        self._swaps = options.preemption_mode == "swap"
-        self._device_pool = device_pool
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._groups = groups
-        self._builder = builder
+        self._swaps = state.options.preemption_mode == "swap"
+        self._device_pool, self._kv, self._builder = state.device_pool, state.kv, state.builder
+        self._running, self._waiting, self._groups = state.running, state.waiting, state.groups
 
     def make_room(self, sequence: Sequence, count: int, plan: Plan) -> int | None:
         """Drop imported prefixes, then preempt other sequences, and at last this one, until there are free blocks for

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..kv.cache_manager import KVCacheManager
 from ..kv.offloading import KVOffloading
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
-from ..spec.speculation import Speculation
+from ..spec_decode.speculation import Speculation
 from ..step import SampledTokens, StepOutput
 from .admission import Admission
 from .encoder_cache import EncoderCache
@@ -36,6 +36,7 @@ from .preemption import Preemption
 from .prerequisites import Prerequisite
 from .running import RunningBatch
 from .sequence_group import SequenceGroup
+from .state import SchedulerState
 from .step_builder import StepBuilder
 from .waiting import WaitingQueue
 
@@ -54,7 +55,6 @@ class Scheduler:
         host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
         offloading: lower tiers of the prefix cache; None where there are none.
-        lora_slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
         max_concurrent_batches: steps in flight at the same time, at most.
@@ -68,7 +68,6 @@ class Scheduler:
         device_pool: BlockPool,
         host_pool: BlockPool | None = None,
         weights: str = "",
-        lora_slots: Mapping[str, int] | None = None,
         pipeline_stages: int = 1,
         max_concurrent_batches: int = 1,
         offloading: KVOffloading | None = None,
@@ -80,7 +79,7 @@ class Scheduler:
         """Speculative decoding; None where it is off."""
         self.encoder_cache = EncoderCache(options.encoder_cache_size, options.max_num_batched_tokens)
         """Features of images that the workers keep."""
-        self.builder = StepBuilder(lora_slots, pipeline_stages > 1, self.encoder_cache)
+        self.builder = StepBuilder(pipeline_stages > 1, self.encoder_cache)
         """Builds the workers' messages from plans."""
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
         """Called with a sequence that has ended, while it has its blocks."""
@@ -90,23 +89,12 @@ class Scheduler:
         self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
         self.running = RunningBatch(options.max_num_seqs, self.kv, self.waiting.schedule_key)
-        self.admission = Admission(options, device_pool, self.kv, self.waiting, self.running)
-        self._preemption = Preemption(
-            options, device_pool, self.kv, self.running, self.waiting, self._groups, self.builder
+        state = SchedulerState(
+            options, device_pool, self.kv, self.waiting, self.running, self._groups, self.encoder_cache, self.builder
         )
-        self._planner = Planner(
-            options,
-            device_pool,
-            self.kv,
-            self.running,
-            self.waiting,
-            self._groups,
-            self._preemption,
-            self.admission,
-            self.encoder_cache,
-            pipeline_stages,
-            max_concurrent_batches,
-        )
+        self.admission = Admission(state)
+        self._preemption = Preemption(state)
+        self._planner = Planner(state, self._preemption, self.admission, pipeline_stages, max_concurrent_batches)
 
     # --- Numbers ----------------------------------------------------------------------------------------------------
 

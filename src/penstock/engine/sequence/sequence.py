@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from penstock.core import EngineRequest, Logprob, PerfMetrics
@@ -18,6 +19,7 @@ class State(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One of a request's sequences.
 
@@ -26,134 +28,99 @@ class Sequence:
     These steps sample ``num_pending`` tokens. Only while ``num_draft_tokens`` are being verified, ``num_scheduled``
     counts these, too.
 
-    Args:
-        index: index of the sequence in its request; all but the first, 0, are created by ``fork``.
-        seed: seed of its random numbers; seed, position and index determine the number for each token.
-        arrival_order: number of requests that arrived before the sequence's.
     """
 
-    __slots__ = (
-        "accepted_tokens",
-        "allocated_blocks",
-        "arrival_order",
-        "arrived",
-        "block_hashes",
-        "blocks",
-        "context_logits",
-        "draft_len",
-        "draft_tokens",
-        "first_scheduled",
-        "first_token",
-        "guide",
-        "host_blocks",
-        "index",
-        "inflight_steps",
-        "max_len",
-        "ngrams",
-        "ngrams_end",
-        "num_cached_tokens",
-        "num_candidates",
-        "num_computed",
-        "num_draft_tokens",
-        "num_imported",
-        "num_pending",
-        "num_scheduled",
-        "num_unforked",
-        "paused",
-        "pooling_state",
-        "prompt_length",
-        "prompt_logprobs",
-        "prompt_ngrams",
-        "queued",
-        "request",
-        "resend_from",
-        "reserved",
-        "row",
-        "seed",
-        "sent_blocks",
-        "state",
-        "stop_token_ids",
-        "swapping_out",
-        "tokens",
-    )
+    request: EngineRequest
+    index: int
+    """Index of the sequence in its request; all but the first, 0, are created by ``fork``."""
+    seed: int
+    """Seed of its random numbers; seed, position and index determine the number for each token."""
+    arrival_order: int
+    """Number of requests that arrived before the sequence's."""
+    stop_token_ids: frozenset[int] = field(init=False)
+    """Tokens that end the sequence."""
+    prompt_length: int = field(init=False)
+    max_len: int = field(init=False)
+    """Maximum number of tokens, prompt and output."""
+    state: State = State.WAITING
+    tokens: list[int] = field(init=False)
+    num_unforked: int = field(init=False)
+    """Number of sequences that are still to be forked from it."""
+    num_computed: int = 0
+    num_scheduled: int = 0
+    num_pending: int = 0
+    inflight_steps: int = 0
+    num_draft_tokens: int = 0
+    paused: bool = False
+    """Whether it generates no tokens for now (``Scheduler.pause``)."""
+    draft_len: int | None = None
+    """Number of tokens to draft at a time; None before the first draft."""
+    ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """n-gram of the output → position after its last occurrence (``NGramDrafter``)."""
+    ngrams_end: int = field(init=False)
+    """Number of leading tokens whose n-grams are in ``prompt_ngrams`` and ``ngrams``."""
+    prompt_ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """n-gram of the prompt → position after its last occurrence; shared by all siblings."""
+    blocks: list[int] = field(default_factory=list)
+    """KV blocks on the device, in the order of the tokens."""
+    host_blocks: list[int] = field(default_factory=list)
+    """Blocks in the host tier, while it is swapped."""
+    swapping_out: bool = False
+    """Whether the step that copies its blocks to the host tier is in flight: they cannot be swapped in yet."""
+    reserved: int = 0
+    """Number of free blocks reserved for it beyond ``blocks`` (``guaranteed_no_evict``)."""
+    row: int = -1
+    """Its row in the workers' batch; -1 for none."""
+    sent_blocks: int = -1
+    """Number of leading ``blocks`` that the workers know; -1 where they do not know the sequence."""
+    resend_from: int | None = None
+    """Position from which the workers have to be sent the tokens again, as they have other tokens or none there; None
+    where they have the right ones."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Prefix cache hashes of its leading full blocks (``kv.block_hash.extend_block_hashes``)."""
+    num_cached_tokens: int | None = None
+    """Number of prompt tokens found in the prefix cache at the first start; None before it has run."""
+    num_imported: int | None = None
+    """Number of prompt tokens that this engine or a prefill engine had in its prefix cache, where the prompt came from
+    there; else None."""
+    arrived: float = field(default_factory=time.monotonic)
+    """Time of arrival, seconds on the monotonic clock."""
+    queued: float = 0.0
+    """Seconds from arrival to the first step; 0 once a delta has them."""
+    first_scheduled: float = 0.0
+    """Time of its first step, seconds on the monotonic clock."""
+    first_token: float = 0.0
+    """Time of its first token, likewise; 0 before it."""
+    allocated_blocks: int = 0
+    """Number of KV blocks allocated for it so far."""
+    draft_tokens: int = 0
+    """Number of tokens drafted for it so far."""
+    accepted_tokens: int = 0
+    """Number of these that were accepted."""
+    num_candidates: int = 0
+    """For a beam: number of likeliest next tokens that its search considers. 0 for a sequence that samples."""
+    guide: Guide | None = None
+    """State of its grammar and its reasoning limit; None where there is neither."""
+    pooling_state: PoolingState | None = field(init=False)
+    """For an embedding request: the hidden states pooled so far."""
+    prompt_logprobs: list[list[Logprob]] | None = field(init=False)
+    """Logprobs of the prompt's tokens so far; None where none are returned (any more)."""
+    context_logits: list[bytes] | None = field(init=False)
+    """Logits after the prompt's tokens so far, as in ``StepOutput``; None where none are returned (any more)."""
 
-    def __init__(self, request: EngineRequest, index: int, seed: int, arrival_order: int) -> None:
-        sampling = request.sampling
+    def __post_init__(self) -> None:
+        request, sampling = self.request, self.request.sampling
         assert sampling.max_tokens is not None, "set by Admission.validate_and_clamp"
-        self.request = request
-        self.index = index
-        self.seed = seed
-        self.arrival_order = arrival_order
         self.stop_token_ids = frozenset(
             sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids)
         )
-        """Tokens that end the sequence."""
-        self.prompt_length = len(request.prompt)
+        self.prompt_length = self.ngrams_end = len(request.prompt)
         self.max_len = self.prompt_length + (0 if request.pooling else sampling.max_tokens)
-        """Maximum number of tokens, prompt and output."""
-        self.state = State.WAITING
         self.tokens = list(request.prompt)
-        self.num_unforked = 0 if index else sampling.num_sequences - 1
-        """Number of sequences that are still to be forked from it."""
-        self.num_computed = 0
-        self.num_scheduled = 0
-        self.num_pending = 0
-        self.inflight_steps = 0
-        self.num_draft_tokens = 0
-        self.paused = False
-        """Whether it generates no tokens for now (``Scheduler.pause``)."""
-        self.draft_len: int | None = None
-        """Number of tokens to draft at a time; None before the first draft."""
-        self.ngrams: dict[tuple[int, ...], int] = {}
-        """n-gram of the output → position after its last occurrence (``NGramDrafter``)."""
-        self.ngrams_end = self.prompt_length
-        """Number of leading tokens whose n-grams are in ``prompt_ngrams`` and ``ngrams``."""
-        self.prompt_ngrams: dict[tuple[int, ...], int] = {}
-        """n-gram of the prompt → position after its last occurrence; shared by all siblings."""
-        self.blocks: list[int] = []
-        """KV blocks on the device, in the order of the tokens."""
-        self.host_blocks: list[int] = []
-        """Blocks in the host tier, while it is swapped."""
-        self.swapping_out = False
-        """Whether the step that copies its blocks to the host tier is in flight: they cannot be swapped in yet."""
-        self.reserved = 0
-        """Number of free blocks reserved for it beyond ``blocks`` (``guaranteed_no_evict``)."""
-        self.row = -1
-        """Its row in the workers' batch; -1 for none."""
-        self.sent_blocks = -1
-        """Number of leading ``blocks`` that the workers know; -1 where they do not know the sequence."""
-        self.resend_from: int | None = None
-        """Position from which the workers have to be sent the tokens again, as they have other tokens or none there;
-        None where they have the right ones."""
-        self.block_hashes: list[bytes] = []
-        """Prefix cache hashes of its leading full blocks (``kv.block_hash.extend_block_hashes``)."""
-        self.num_cached_tokens: int | None = None
-        """Number of prompt tokens found in the prefix cache at the first start; None before it has run."""
-        self.num_imported: int | None = None
-        """Number of prompt tokens that this engine or a prefill engine had in its prefix cache, where the prompt came
-        from there; else None."""
-        self.arrived = time.monotonic()
-        """Time of arrival, seconds on the monotonic clock."""
-        self.queued = 0.0
-        """Seconds from arrival to the first step; 0 once a delta has them."""
-        self.first_scheduled = 0.0
-        """Time of its first step, seconds on the monotonic clock."""
-        self.first_token = 0.0
-        """Time of its first token, likewise; 0 before it."""
-        self.allocated_blocks = 0
-        """Number of KV blocks allocated for it so far."""
-        self.draft_tokens = self.accepted_tokens = 0
-        """Number of tokens drafted for it so far, and of those accepted."""
-        self.num_candidates = 0
-        """For a beam: number of likeliest next tokens that its search considers. 0 for a sequence that samples."""
-        self.guide: Guide | None = None
-        """State of its grammar and its reasoning limit; None where there is neither."""
+        self.num_unforked = 0 if self.index else sampling.num_sequences - 1
         self.pooling_state = PoolingState(request.pooling) if request.pooling else None
-        """For an embedding request: the hidden states pooled so far."""
-        self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
-        """Logprobs of the prompt's tokens so far; None where none are returned (any more)."""
-        self.context_logits: list[bytes] | None = [] if sampling.return_context_logits else None
-        """Logits after the prompt's tokens so far, as in ``StepOutput``; None where none are returned (any more)."""
+        self.prompt_logprobs = None if sampling.prompt_logprobs is None else []
+        self.context_logits = [] if sampling.return_context_logits else None
 
     @property
     def perf(self) -> PerfMetrics | None:

@@ -14,12 +14,13 @@ import msgspec
 import zmq
 
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
+from penstock.core.requests import ENCODE_ERRORS, invalid_request
 from penstock.version import __version__
 
 from . import messages
+from .actions import EngineAction, EngineState, LoadAdapter, UnloadAdapter
 from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
 from .curve import frames
-from .operations import EngineState, Operation
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started ag
 class EngineClient:
     """Sends requests to the engine process at an address, and reconnects to the next one when it dies or is lost.
 
-    Create and use it in one event loop. Only ``ready`` and the methods that wait for a ``CallResult`` are coroutines.
+    Create and use it in one event loop. Only ``ready``, ``call`` and ``close`` are coroutines.
 
     Args:
         address: ZeroMQ address: ``ipc://…`` of a process on this host, ``tcp://…`` of one on any.
@@ -150,12 +151,16 @@ class EngineClient:
         return adapter in self._reloads.values()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request. Raises ``PenstockError`` (``unavailable``) as ``require_engine`` does."""
+        """Send a request. Raises ``PenstockError``: ``unavailable`` as ``require_engine`` does, ``invalid`` for a value
+        that cannot be encoded."""
         self.require_engine()
+        time_left = None
         if self._connection.remote and request.deadline is not None:
-            self._send(messages.Add(request, time_left=max(request.deadline - time.monotonic(), 0.0)))
-        else:
-            self._send(messages.Add(request))
+            time_left = max(request.deadline - time.monotonic(), 0.0)
+        try:
+            self._send(messages.Add(request, time_left))
+        except ENCODE_ERRORS as error:
+            raise invalid_request(request, error) from error
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; does nothing where it has ended, or its engine has died."""
@@ -172,26 +177,10 @@ class EngineClient:
         if self._connection.confirmed:
             self._send(messages.Cancel(request_ids))
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes of the engine."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.ResetPrefixCache(call_id))
-
     def pause(self, request_id: str, paused: bool) -> None:
         """Pause or resume a request's sequences."""
         if self._connection.confirmed:
             self._send(messages.Pause(request_id, paused))
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter; returns once requests may name it. Raises ``PenstockError`` where it cannot load."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.LoadAdapter(call_id, name, path))
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter; running requests keep it. Raises ``PenstockError`` (``not_found``) where it is not
-        loaded."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.UnloadAdapter(call_id, name))
 
     def set_adapters(self, adapters: dict[str, str]) -> None:
         """Have the engine load and unload LoRA adapters until it has these, without waiting for it; where there is no
@@ -200,30 +189,20 @@ class EngineClient:
         if self.engine is None:
             return
         for name in [name for name, path in known.items() if adapters.get(name) != path]:
-            self._send(messages.UnloadAdapter(0, name))
+            self._send(messages.Call(0, UnloadAdapter(name)))
         for name in [name for name, path in adapters.items() if known.get(name) != path]:
             call_id = next(self._call_ids)
             self._reloads[call_id] = name
-            self._send(messages.LoadAdapter(call_id, name, adapters[name]))
+            self._send(messages.Call(call_id, LoadAdapter(name, adapters[name])))
 
-    async def operate(self, operation: Operation) -> None:
-        """Have the engine carry out an operation; returns once it has. Raises ``PenstockError`` where it cannot."""
-        call_id = next(self._call_ids)
-        await self._call(call_id, messages.Operate(call_id, operation))
-
-    async def inspect(self) -> Snapshot:
-        """What the engine is doing. Raises ``PenstockError`` (``unavailable``) where there is none."""
-        call_id = next(self._call_ids)
-        snapshot = await self._call(call_id, messages.Inspect(call_id))
-        assert snapshot
-        return snapshot
-
-    async def _call(self, call_id: int, message: messages.ToEngine) -> Snapshot | None:
-        """Send a message and wait for its ``CallResult``."""
+    async def call(self, action: EngineAction) -> Snapshot | None:
+        """Have the engine carry out an action; returns its result once it has. Raises ``PenstockError`` where it
+        cannot."""
         self.require_engine()
+        call_id = next(self._call_ids)
         self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(message)
+            self._send(messages.Call(call_id, action))
             return await self._calls[call_id]
         finally:
             del self._calls[call_id]

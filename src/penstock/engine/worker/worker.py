@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import KV_QUANTIZATION
 from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
-from penstock.models import Model, Whisper
+from penstock.core.expert_placement import num_redundant_experts
+from penstock.models.model import Model
+from penstock.models.whisper import Whisper
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
-from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.host_memory import free_host_bytes
 from penstock.planning.kv_size import weight_bytes
-from penstock.planning.kv_spec import KV_QUANTIZATION
 from penstock.planning.model_size import model_size_of
 
 from ..step import (
@@ -34,25 +35,24 @@ from ..step import (
     ExportKV,
     FreeMemory,
     ImportKV,
+    InitCache,
     LoadLoRA,
+    LoadModel,
     LoadWeights,
     MemoryProfile,
     ModelInfo,
-    Op,
+    ProfileMemory,
     Propose,
     ReadExpertLoad,
     RowUpdates,
     SampledTokens,
     StepInput,
     StepOutput,
-    TransferMemory,
     UnloadLoRA,
+    WorkerCall,
 )
 from .adapter_slots import AdapterSlots
 from .background_reads import BackgroundReads
-from .draft_model import DraftModel
-from .drafter import VerifiedStep, WorkerDrafter
-from .head_drafter import HeadDrafter
 from .host_copy import to_device
 from .input_batch import InputBatch
 from .kv_copies import KVCopies, export_places
@@ -63,9 +63,12 @@ from .multimodal import ImageFeatures
 from .pending_step import PendingStep
 from .prompt_outputs import PromptOutputs
 from .row import Position
+from .spec_decode.draft_model import DraftModel
+from .spec_decode.drafter import VerifiedStep, WorkerDrafter
+from .spec_decode.head_drafter import HeadDrafter
+from .spec_decode.step_drafts import StepDrafts
+from .spec_decode.tree_rows import TreeMemory, with_paths
 from .speech import SpeechStates
-from .step_drafts import StepDrafts
-from .tree_rows import TreeMemory, with_paths
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +77,8 @@ MAX_DRAFTER_ERRORS = 8
 
 
 class Worker:
-    """Computes steps. Call ``load``, ``profile`` and ``init_cache`` once each, in this order, then ``execute`` and
-    ``call``, all in the same thread; only adapters and other weights are read in another.
+    """Computes steps. ``call`` ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in this order, before
+    ``execute``, all in the same thread; only adapters and other weights are read in another.
     All ranks of a group make the same calls. They compute the same, except that each has its shard of the layers'
     outputs.
 
@@ -104,14 +107,8 @@ class Worker:
 
     # --- The start --------------------------------------------------------------------------------------------------
 
-    def load(self, weights: str = "") -> ModelInfo:
-        """Read the checkpoints.
-
-        Args:
-            weights: folder of the served model's weights; empty for its own.
-
-        Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
-        """
+    def _load(self, weights: str) -> ModelInfo:
+        """Execute ``LoadModel``."""
         options, loaded = self._options, load_models(self._options, self._group, self._stage, weights)
         self._ops, self._device, self._expert_load = loaded.ops, loaded.device, loaded.expert_load
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
@@ -178,8 +175,8 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def profile(self) -> MemoryProfile:
-        """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
+    def _profile(self) -> MemoryProfile:
+        """Execute ``ProfileMemory``."""
         runners = self._runners
         activations = sum(runner.activation_bytes() for runner in runners)
         if self._device.type == "cuda":
@@ -201,21 +198,11 @@ class Worker:
             host_block_bytes=self._runner.block_bytes,
         )
 
-    def init_cache(
-        self,
-        blocks: int,
-        host_blocks: int,
-        transfer: TransferMemory | None = None,
-        offload: TransferMemory | None = None,
-    ) -> None:
-        """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory.
-
-        Args:
-            transfer, offload: as in ``Executor.init_cache``.
-        """
-        self._kv_copies.map(transfer, offload)
-        self._num_blocks = blocks, host_blocks
-        self._tree_memory.init_cache(blocks)
+    def _init_cache(self, call: InitCache) -> None:
+        """Execute ``InitCache``."""
+        self._kv_copies.map(call.transfer, call.offload)
+        self._num_blocks = call.blocks, call.host_blocks
+        self._tree_memory.init_cache(call.blocks)
         self._allocate_cache()
 
     def _allocate_cache(self) -> None:
@@ -299,7 +286,8 @@ class Worker:
             self._stage.pass_on()
             return lambda: (StepOutput([]), None)
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
-        self._drafts.write(step)
+        if len(step.drafts) or self._drafts.trees:
+            self._drafts.write(step)
         if len(step.drafts):
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
         if not self._stage.is_last:
@@ -333,41 +321,44 @@ class Worker:
 
         return finish
 
-    def call(self, op: Op) -> Future[Any]:
+    def call(self, call: WorkerCall) -> Future[Any]:
         """Execute a call between two steps. The future is done when this returns, except for ``LoadLoRA`` and
         ``LoadWeights``: there ``poll`` completes it once the files have been read."""
         done: Future[Any] = Future()
-        match op:
+        answer: Any = None
+        match call:
             case LoadLoRA(slot, path):
                 return self._reads.submit(partial(self._adapters.read, path), partial(self._adapters.fill, slot))
             case LoadWeights(path):
                 self._swap.check_memory()
                 return self._reads.submit(partial(self._swap.read, path), self._swap.keep)
+            case LoadModel(weights):
+                answer = self._load(weights)
+            case ProfileMemory():
+                answer = self._profile()
+            case InitCache():
+                self._init_cache(call)
             case ChangeWeights(action):
                 self._change_weights(action)
-                done.set_result(None)
             case FreeMemory(level):
-                done.set_result(int(self._free_memory(level)))
+                answer = self._free_memory(level)
             case AllocateCache():
                 self._allocate_cache()
-                done.set_result(None)
             case UnloadLoRA(slot):
                 self._adapters.empty(slot)
-                done.set_result(None)
             case Propose():
-                done.set_result(self._propose(op))
+                answer = self._propose(call)
             case ExportKV(first, last, slots, places):
                 self._kv_copies.export_tokens(first, last, slots, places)
-                done.set_result(None)
             case ImportKV(first, last, slots, places):
                 self._kv_copies.import_tokens(first, last, slots, places)
-                done.set_result(None)
             case ReadExpertLoad(reset):
-                done.set_result(self._expert_load.read())
+                answer = self._expert_load.read()
                 if reset:
                     self._expert_load.write({})
             case DeviceMemory():
-                done.set_result(torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
+                answer = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+        done.set_result(answer)
         return done
 
     @property
@@ -378,7 +369,8 @@ class Worker:
     def poll(self) -> None:
         """Put adapters that have been loaded into their slots, keep weights that have been loaded, and complete the
         futures of their calls."""
-        self._reads.poll()
+        if self._reads.unfinished:
+            self._reads.poll()
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 
@@ -496,19 +488,19 @@ class Worker:
 
     # --- Drafts -----------------------------------------------------------------------------------------------------
 
-    def _propose(self, op: Propose) -> list[list[int] | None]:
+    def _propose(self, call: Propose) -> list[list[int] | None]:
         """The answer to ``Propose``. An error of the drafter is logged, since it must not end the step's requests."""
         assert self._drafter is not None
         with self._step():
-            self._apply(op.updates)
+            self._apply(call.updates)
         try:
             with self._step():
-                return self._drafter.propose(op.rows, op.lengths, op.counts, op.trees)
+                return self._drafter.propose(call.rows, call.lengths, call.counts, call.trees)
         except Exception:
             logger.warning("the drafter has failed", exc_info=True)
-            return [None] * len(op.rows)
+            return [None] * len(call.rows)
         finally:  # draft tokens are not tokens of the row before they are accepted
-            for row, length in zip(op.rows.tolist(), op.lengths.tolist(), strict=True):
+            for row, length in zip(call.rows.tolist(), call.lengths.tolist(), strict=True):
                 if counts := self._batch.row(row).counts:
                     counts.rewind(length)
 

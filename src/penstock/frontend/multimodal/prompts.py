@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
@@ -31,40 +33,52 @@ class Crops(NamedTuple):
     """In place of what the chat template writes for an image; it has a placeholder for each of ``images``."""
 
 
-class ImageProcessor(Protocol):
+@dataclass(frozen=True)
+class ImageProcessor(ABC):
     """What makes pixels of a model's images, and says which tokens stand for them."""
 
-    @property
-    def placeholder(self) -> int:
-        """The token that stands for a feature in prompts."""
-        ...
+    placeholder: int
+    """The token that stands for a feature in prompts."""
 
     @property
     def marker(self) -> int:
         """The token that chat templates write for an image."""
-        ...
+        return self.placeholder
 
+    @abstractmethod
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ImageProcessor:
         """The processor with ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and wrong values."""
-        ...
 
+    @abstractmethod
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput | TokenizedImage | Crops:
-        """Resize an image.
+        """Resize an image; its ``offset`` is to be set.
 
         Args:
             num_images: of the prompt; some families take fewer pixels of each of several.
 
         Raises ``PenstockError`` (``invalid``) for an image that is too long for its width, or too large.
         """
-        ...
 
 
-Reader = Callable[
-    [Path, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], Callable[[str], int | None], int], ImageProcessor
-]
-"""Makes the processor of a checkpoint: of its folder, ``config.json``, the image processor's configuration,
-``tokenizer_config.json``, the ids of tokens by name, and the pixels that an image may have. May raise ``KeyError``,
-``TypeError`` or ``ValueError``, which name what is wrong, and ``PenstockError`` (``unsupported``)."""
+class ProcessorFiles(NamedTuple):
+    """The files of a checkpoint from which its image processor is made."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """``config.json``."""
+    image_processor: Mapping[str, Any]
+    """The image processor's configuration."""
+    tokenizer: Mapping[str, Any]
+    """``tokenizer_config.json``."""
+    token_id: Callable[[str], int | None]
+    """The id of a token by its name."""
+    limit: int
+    """Pixels that an image may have."""
+
+
+Reader = Callable[[ProcessorFiles], ImageProcessor]
+"""Makes the processor of a checkpoint. May raise ``KeyError``, ``TypeError`` or ``ValueError``, which name what is
+wrong, and ``PenstockError`` (``unsupported``)."""
 
 
 def spread_crops(text: str, marker: str, media: Sequence[Any]) -> str:

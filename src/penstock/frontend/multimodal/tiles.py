@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
+
+from .prompts import ProcessorFiles
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,48 +58,43 @@ class Resizing(NamedTuple):
         return ImageInput(
             content_hash=digest.digest(),
             offset=0,
-            rows=0,
-            columns=0,
             height=height,
             width=width,
             pixels=pixels,
             mean=self.mean,
             std=self.std,
             tiles=len(tiles),
-            **fields,
+            **({"rows": 0, "columns": 0} | fields),
         )
 
 
 def read_resizing(
-    folder: Path,
-    given: Mapping[str, Any],
+    files: ProcessorFiles,
     kinds: Sequence[str],
-    limit: int,
     colours: tuple[Pixel, Pixel] = CLIP,
     resample: int = BICUBIC,
 ) -> Resizing:
     """Read what all image processors have.
 
     Args:
-        given: the image processor's configuration.
         kinds: names of processors that do the same, without ``Fast`` or ``Pil``.
         colours, resample: where the file does not say.
 
     Raises ``PenstockError`` (``unsupported``) for another processor, or steps that are left out, and ``TypeError`` or
     ``ValueError`` where values are wrong.
     """
+    given = files.image_processor
     kind = str(given.get("image_processor_type") or kinds[0])
     if kind.removesuffix("Fast").removesuffix("Pil") not in kinds:
-        raise PenstockError(Code.UNSUPPORTED, f"{folder} has the image processor {kind!r:.50}", "model")
+        raise PenstockError(Code.UNSUPPORTED, f"{files.folder} has the image processor {kind!r:.50}", "model")
     for name in STEPS:
         if given.get(name) is False:
-            raise PenstockError(Code.UNSUPPORTED, f"{folder} has an image processor with {name} false", "model")
+            raise PenstockError(Code.UNSUPPORTED, f"{files.folder} has an image processor with {name} false", "model")
     mean, std = (
-        _channels(given.get(name) or default)
-        for name, default in zip(("image_mean", "image_std"), colours, strict=True)
+        channels(given.get(name) or default) for name, default in zip(("image_mean", "image_std"), colours, strict=True)
     )
     chosen = given.get("resample")
-    result = Resizing(mean, std, resample if chosen is None else int(chosen), limit)
+    result = Resizing(mean, std, resample if chosen is None else int(chosen), files.limit)
     if not 0 <= result.resample <= 5 or 0.0 in result.std:
         raise ValueError("resample or image_std is out of range")
     return result
@@ -134,6 +130,7 @@ def count_of(kwargs: Mapping[str, Any], name: str, default: int, largest: int = 
     return value
 
 
-def _channels(given: Any) -> Pixel:
+def channels(given: Any) -> Pixel:
+    """A number for each of red, green and blue."""
     red, green, blue = map(float, given)
     return red, green, blue

@@ -13,7 +13,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
 
-from .processor import MAX_VALUE, read_pixel_limits, smart_resize
+from .processors.qwen_vl import MAX_VALUE, read_pixel_limits, smart_resize
 
 if TYPE_CHECKING:
     from PIL.Image import Image

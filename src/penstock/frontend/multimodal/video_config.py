@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, WINDOWED
 
 from .placeholders import Placeholders
-from .processor import CLIP_MEAN, CLIP_STD, channels, read_pixel_limits
+from .processors.qwen_vl import read_pixel_limits
 from .prompts import ImageProcessor
+from .tiles import CLIP, HALF, channels
 from .video import VideoProcessor
 
 PROCESSORS = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor")
@@ -50,7 +51,7 @@ def read_video_processor(
         unit = 32 if timestamps else 28
         pixels = {"size": given.get("size")} if timestamps else given
         smallest, largest = read_pixel_limits(pixels, 128 * unit**2, 768 * unit**2)
-        num_frames = given.get("num_frames")
+        num_frames, colours = given.get("num_frames"), HALF if timestamps else CLIP
         processor = VideoProcessor(
             placeholder=int(config.get("video_token_id", 151656)),
             edge=edge,
@@ -65,8 +66,8 @@ def read_video_processor(
             max_frames=int(given.get("max_frames") or 768),
             cap_pixels_per_frame=bool(given.get("cap_pixels_per_frame")),
             max_video_tokens=int(given.get("max_video_tokens") or (768 if timestamps else 128_000)),
-            mean=channels(given.get("image_mean", (0.5, 0.5, 0.5) if timestamps else CLIP_MEAN)),
-            std=channels(given.get("image_std", (0.5, 0.5, 0.5) if timestamps else CLIP_STD)),
+            mean=channels(given.get("image_mean", colours[0])),
+            std=channels(given.get("image_std", colours[1])),
             resample=int(given.get("resample", 3)),
             frame_limit=frame_limit,
             pixel_limit=pixel_limit,

@@ -11,7 +11,7 @@ import triton
 
 from penstock.core import Code, PenstockError
 
-from ..reference import empty
+from ..reference import count_experts, empty, place_experts
 from .attention import attention
 from .elementwise import (
     activation,
@@ -28,10 +28,8 @@ from .elementwise import (
 )
 from .experts import (
     combine_experts,
-    count_experts,
     experts_activation_and_mul,
     experts_linear,
-    place_experts,
     select_experts,
     stack_experts,
 )
@@ -53,67 +51,6 @@ from .matrix import (
     use_cublas,
 )
 from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
-
-__all__ = [
-    "ASYNCHRONOUS",
-    "BATCH_INVARIANT",
-    "LAYOUT",
-    "NAME",
-    "activation",
-    "activation_and_mul",
-    "add_lora",
-    "add_residual",
-    "add_rms_norm",
-    "apply_bitmask",
-    "argmax",
-    "attention",
-    "capture",
-    "check",
-    "clone",
-    "combine_experts",
-    "copy_blocks",
-    "copy_slots",
-    "count_experts",
-    "embedding",
-    "empty",
-    "experts_activation_and_mul",
-    "experts_linear",
-    "export_kv",
-    "fingerprint",
-    "from_packed",
-    "import_kv",
-    "index_select",
-    "is_capturing",
-    "latent_attention",
-    "latent_rope_and_store",
-    "layer_norm",
-    "linear",
-    "linear_activation_and_mul",
-    "linear_by_head",
-    "log_softmax",
-    "new_kv_cache",
-    "new_lora_slots",
-    "pack",
-    "pack_by_head",
-    "pack_lora",
-    "pack_quantized",
-    "packed_tensors",
-    "place_experts",
-    "rms_norm",
-    "rope",
-    "rope_and_store",
-    "sample_random",
-    "scale",
-    "select_experts",
-    "set_batch_invariant",
-    "set_lora",
-    "set_threads",
-    "stack_experts",
-    "store_kv",
-    "supports",
-    "to_float32",
-    "topk",
-]
 
 NAME = "cuda"
 BATCH_INVARIANT = True

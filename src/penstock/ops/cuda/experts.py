@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import Routing
 from penstock.core import Code, PenstockError
 
 from ..experts import Routing

@@ -83,7 +83,7 @@ class ChatGeneration(GenerationHandler):
     def __init__(
         self, service: ServedModel, record: RequestRecord, request: ChatRequest, size: int, keeps_body: bool = False
     ) -> None:
-        sampling = chat_sampling(request, service.gateway.input_processor.default_sampling())
+        sampling = chat_sampling(request, service.gateway.input_processor.default_sampling)
         super().__init__(service, record, request, sampling)
         self._keeps_body = keeps_body
         self.request = request

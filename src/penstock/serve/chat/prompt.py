@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from sys import getsizeof
 from typing import Any
 
+import msgspec
+
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.multimodal.kwargs import merge_media_kwargs
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.served_models import ServedModel
@@ -57,7 +58,7 @@ class ChatPrompt:
         if self._template not in (None, *own.values()) and not service.options.trust_request_chat_template:
             message = "chat_template: this server takes none from requests (trust_request_chat_template)"
             raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
-        self.tools = input_processor.response_formats(self._template).tools
+        self.tools = input_processor.chats.response_formats(self._template).tools
         """The model's tool call format; None where it has none."""
         self._calls = bool(request.tools)
         shown = request.tools if request.tool_choice != "none" else None
@@ -83,43 +84,44 @@ class ChatPrompt:
 
     async def count_tokens(self) -> int:
         """The number of tokens of the prompt."""
-        prompt: Any = await self.prompt()
-        return len(prompt["prompt_token_ids"])
+        return len((await self.prompt()).token_ids)
 
-    async def prompt(self) -> Prompt:
+    async def prompt(self) -> TokenizedPrompt:
         """Rendered and encoded. The messages are kept no longer; call it once."""
         request, gateway = self._request, self._gateway
+        parser_config = gateway.input_processor.chats.parser_config
         if request.disable_chat_template and request.prompt_token_ids is None:
             text = self._messages[0]["content"]
             token_ids = await gateway.encode(text, size=self._size)
-            parser_config = gateway.input_processor.parser_config(text, [], {}, allow_tool_calls=False)
-            prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
+            config = parser_config(text, [], {}, allow_tool_calls=False)
+            prompt = TokenizedPrompt(token_ids, text, parser_config=config)
         elif request.prompt_token_ids is None:
             messages, self._messages = self._messages, []
+            kwargs = None
+            if request.mm_processor_kwargs or request.media_io_kwargs:
+                kwargs = merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {})
             prompt = await gateway.chat_prompt(
                 messages,
                 self._size,
                 self._options,
-                self._calls,
-                self._template,
-                bool(request.add_special_tokens),
-                merge_media_kwargs(request.mm_processor_kwargs or {}, request.media_io_kwargs or {}),
-                self._client,
+                allow_tool_calls=self._calls,
+                template=self._template,
+                add_special_tokens=bool(request.add_special_tokens),
+                mm_processor_kwargs=kwargs,
+                client=self._client,
             )
-            if request.continue_final_message and not prompt["prompt"].endswith(self.echoed):
+            if request.continue_final_message and not (prompt.text or "").endswith(self.echoed):
                 self.echoed = self.echoed.rstrip()  # as the template does, so that the answer brings the space
         else:
-            input_processor = gateway.input_processor
-            end = input_processor.tokenizer.decode(
-                request.prompt_token_ids[-NUM_TAIL_TOKENS:], skip_special_tokens=False
-            )
-            parser_config = input_processor.parser_config(end, [], {"tools": self._options.get("tools")}, self._calls)
-            prompt = {"prompt_token_ids": request.prompt_token_ids, "parser_config": parser_config}
+            tail = request.prompt_token_ids[-NUM_TAIL_TOKENS:]
+            end = gateway.input_processor.tokenizer.decode(tail, skip_special_tokens=False)
+            config = parser_config(end, [], {"tools": self._options.get("tools")}, self._calls)
+            prompt = TokenizedPrompt(request.prompt_token_ids, parser_config=config)
         if request.truncate_prompt_tokens is None:
             return prompt
         max_tokens = request.max_completion_tokens or request.max_tokens or 1
         room = gateway.engine_pool.require_engine().max_model_len - max_tokens
-        return prompt | {"prompt_token_ids": truncate(prompt["prompt_token_ids"], request, room)}
+        return msgspec.structs.replace(prompt, token_ids=truncate(prompt.token_ids, request, room))
 
     def _check_images(self) -> None:
         """Refuse what is for texts only. Raises ``PenstockError`` (``unsupported``)."""
@@ -148,11 +150,10 @@ class ChatPrompt:
         return given
 
 
-def memory_of(prompt: Prompt) -> int:
+def memory_of(prompt: TokenizedPrompt) -> int:
     """About how many bytes a chat's prompt takes: text, tokens and pixels."""
-    assert isinstance(prompt, Mapping)
-    pixels = sum(len(image.pixels) for image in prompt.get("images") or ())
-    return getsizeof(prompt.get("prompt") or "") + TOKEN_BYTES * len(prompt["prompt_token_ids"]) + pixels
+    pixels = sum([len(image.pixels) for image in prompt.images])
+    return getsizeof(prompt.text or "") + TOKEN_BYTES * len(prompt.token_ids) + pixels
 
 
 def _num_characters(message: dict[str, Any]) -> int:

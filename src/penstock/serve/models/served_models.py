@@ -83,7 +83,7 @@ class ServedModel:
     @property
     def sees_images(self) -> bool:
         """Whether prompts may have images."""
-        return self.gateway.input_processor.sees_images
+        return self.gateway.input_processor.media.sees_images
 
     @property
     def timeout(self) -> float | None:

@@ -10,85 +10,61 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from penstock.core import Code, PenstockError
 
-from .database import Database, newest_first
+from .database import newest_first
 from .pages import Page, PageQuery
+from .store import Store, reads, writes
 from .tables import BATCHES, OPEN
-from .usage import Quotas
 
 Document = dict[str, Any]
 """A batch object."""
 
 
-class BatchStore:
-    """Keeps batches, each for the owner that made it.
+class BatchStore(Store):
+    """Keeps batches."""
 
-    Args:
-        retention: seconds that a batch is kept.
-    """
-
-    def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
-        self._database = database
-        self._retention = retention
-        self._quotas = quotas
-
-    async def add(self, owner: str, document: Document) -> None:
+    @writes
+    def add(self, connection: Connection, owner: str, document: Document) -> None:
         """Keep a new batch. Raises ``PenstockError`` as ``Quotas.check``."""
+        self._quotas.check(connection, owner, "input_file_id", batches=1)
         now = time.time()
         times = {"created": now, "expires": now + self._retention}
+        values = {"id": document["id"], "owner": owner, "status": document["status"], "document": document}
+        connection.execute(insert(BATCHES).values(**values, **times))
 
-        def transaction(connection: Connection) -> None:
-            self._quotas.check(connection, owner, "input_file_id", batches=1)
-            values = {"id": document["id"], "owner": owner, "status": document["status"], "document": document}
-            connection.execute(insert(BATCHES).values(**values, **times))
-
-        await self._database.write(transaction)
-
-    async def get(self, owner: str, name: str) -> Document:
+    @reads
+    def get(self, connection: Connection, owner: str, name: str) -> Document:
         """A batch. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
-
-        def transaction(connection: Connection) -> Row[Any] | None:
-            where = (BATCHES.c.id == name, BATCHES.c.owner == owner)
-            return connection.execute(select(BATCHES).where(*where)).first()
-
-        if (row := await self._database.read(transaction)) is None:
+        where = (BATCHES.c.id == name, BATCHES.c.owner == owner)
+        if (row := connection.execute(select(BATCHES).where(*where)).first()) is None:
             raise PenstockError(Code.NOT_FOUND, f"batch_id: there is no batch {name[:80]!r}", "batch_id")
         return _document(row)
 
-    async def page(self, owner: str, query: PageQuery) -> Page:
+    @reads
+    def page(self, connection: Connection, owner: str, query: PageQuery) -> Page:
         """A page of the owner's batches."""
+        batches = BATCHES.c
+        entries = select(BATCHES).where(batches.owner == owner)
+        found = newest_first(connection, entries, (batches.created, batches.id), batches.id, query)
+        return found._replace(entries=[_document(row) for row in found.entries])
 
-        def transaction(connection: Connection) -> Page:
-            batches = BATCHES.c
-            entries = select(BATCHES).where(batches.owner == owner)
-            found = newest_first(connection, entries, (batches.created, batches.id), batches.id, query)
-            return found._replace(entries=[_document(row) for row in found.entries])
-
-        return await self._database.read(transaction)
-
-    async def open(self) -> list[tuple[str, str]]:
+    @reads
+    def open(self, connection: Connection) -> list[tuple[str, str]]:
         """Owner and id of all batches that are not finished, oldest first."""
+        batches = BATCHES.c
+        found = select(batches.owner, batches.id).where(batches.status.in_(OPEN))
+        return [(row.owner, row.id) for row in connection.execute(found.order_by(batches.created, batches.id))]
 
-        def transaction(connection: Connection) -> list[tuple[str, str]]:
-            batches = BATCHES.c
-            found = select(batches.owner, batches.id).where(batches.status.in_(OPEN))
-            return [(row.owner, row.id) for row in connection.execute(found.order_by(batches.created, batches.id))]
-
-        return await self._database.read(transaction)
-
-    async def change(self, name: str, change: Callable[[Document], Document]) -> Document | None:
+    @writes
+    def change(self, connection: Connection, name: str, change: Callable[[Document], Document]) -> Document | None:
         """Replace a batch by what ``change`` makes of it, if it is not finished. Returns what it is then; None where
         it is gone."""
-
-        def transaction(connection: Connection) -> Document | None:
-            row = connection.execute(select(BATCHES).where(BATCHES.c.id == name).with_for_update()).first()
-            if row is None or row.status not in OPEN:
-                return _document(row) if row else None
-            changed = change(_document(row))
-            values = {"document": changed, "status": changed["status"]}
-            connection.execute(update(BATCHES).where(BATCHES.c.id == name).values(**values))
-            return changed
-
-        return await self._database.write(transaction)
+        row = connection.execute(select(BATCHES).where(BATCHES.c.id == name).with_for_update()).first()
+        if row is None or row.status not in OPEN:
+            return _document(row) if row else None
+        changed = change(_document(row))
+        values = {"document": changed, "status": changed["status"]}
+        connection.execute(update(BATCHES).where(BATCHES.c.id == name).values(**values))
+        return changed
 
     async def remove_expired(self) -> None:
         old = (BATCHES.c.expires < time.time(), BATCHES.c.status.not_in(OPEN))

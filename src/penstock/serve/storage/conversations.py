@@ -14,6 +14,7 @@ from penstock.core import Code, PenstockError
 
 from .database import Database, newest_first, too_large
 from .pages import Page, PageQuery
+from .store import Store, reads, writes
 from .tables import CONVERSATION_ITEMS, CONVERSATIONS
 from .usage import Quotas
 
@@ -37,63 +38,54 @@ class Conversation(msgspec.Struct, frozen=True):
     object: str = "conversation"
 
 
-class ConversationStore:
-    """Keeps conversations, each for the owner that made it.
+class ConversationStore(Store):
+    """Keeps conversations, each until its retention after its last change.
 
     Args:
-        retention: seconds that a conversation is kept after its last change.
         limits: of each conversation.
     """
 
     def __init__(self, database: Database, retention: float, quotas: Quotas, limits: ConversationLimits) -> None:
+        super().__init__(database, retention, quotas)
         self._limits = limits
-        self._database = database
-        self._retention = retention
-        self._quotas = quotas
 
-    async def add(self, owner: str, metadata: dict[str, str], items: list[Item]) -> Conversation:
+    @writes
+    def add(self, connection: Connection, owner: str, metadata: dict[str, str], items: list[Item]) -> Conversation:
         """Begin a conversation. Raises ``PenstockError`` as ``Quotas.check``."""
         now, name = time.time(), f"conv_{uuid4().hex}"
-
-        def transaction(connection: Connection) -> None:
-            self._quotas.check(connection, owner, "conversation", conversations=1)
-            values = {"id": name, "owner": owner, "created": now, "expires": now + self._retention}
-            connection.execute(insert(CONVERSATIONS).values(**values, metadata=metadata, size=0))
-            self._append(connection, owner, name, items)
-
-        await self._database.write(transaction)
+        self._quotas.check(connection, owner, "conversation", conversations=1)
+        values = {"id": name, "owner": owner, "created": now, "expires": now + self._retention}
+        connection.execute(insert(CONVERSATIONS).values(**values, metadata=metadata, size=0))
+        self._append(connection, owner, name, items)
         return Conversation(name, int(now), metadata)
 
-    async def get(self, owner: str, name: str) -> Conversation:
+    @reads
+    def get(self, connection: Connection, owner: str, name: str) -> Conversation:
         """A conversation. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
-        return await self._database.read(lambda connection: _described(_row(connection, owner, name)))
+        return _described(_row(connection, owner, name))
 
-    async def update(self, owner: str, name: str, metadata: dict[str, str]) -> Conversation:
+    @writes
+    def update(self, connection: Connection, owner: str, name: str, metadata: dict[str, str]) -> Conversation:
         """Replace its metadata. Raises as ``get``."""
+        row = _row(connection, owner, name)
+        values = {"metadata": metadata, "expires": time.time() + self._retention}
+        connection.execute(update(CONVERSATIONS).where(CONVERSATIONS.c.id == name).values(**values))
+        return Conversation(row.id, int(row.created), metadata)
 
-        def transaction(connection: Connection) -> Conversation:
-            row = _row(connection, owner, name)
-            values = {"metadata": metadata, "expires": time.time() + self._retention}
-            connection.execute(update(CONVERSATIONS).where(CONVERSATIONS.c.id == name).values(**values))
-            return Conversation(row.id, int(row.created), metadata)
-
-        return await self._database.write(transaction)
-
-    async def delete(self, owner: str, name: str) -> None:
+    @writes
+    def delete(self, connection: Connection, owner: str, name: str) -> None:
         """Raises as ``get``."""
+        _row(connection, owner, name)
+        connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.conversation == name))
+        connection.execute(delete(CONVERSATIONS).where(CONVERSATIONS.c.id == name))
 
-        def transaction(connection: Connection) -> None:
-            _row(connection, owner, name)
-            connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.conversation == name))
-            connection.execute(delete(CONVERSATIONS).where(CONVERSATIONS.c.id == name))
-
-        await self._database.write(transaction)
-
-    async def items_size(self, owner: str, name: str, taken: int, max_size: int) -> int:
+    @reads
+    def items_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
         """The size of ``items`` in bytes; no item is loaded. Arguments and errors as there."""
-        return await self._database.read(lambda connection: self._items_size(connection, owner, name, taken, max_size))
+        return self._items_size(connection, owner, name, taken, max_size)
 
-    async def items(self, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
+    @reads
+    def items(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
         """All items, the oldest first.
 
         Args:
@@ -103,14 +95,10 @@ class ConversationStore:
         Raises as ``get``; ``too_large`` where the request has more than ``max_size`` bytes with them; ``invalid`` where
         the conversation is full, so that no answer could be added to it.
         """
-
-        def transaction(connection: Connection) -> list[Item]:
-            self._items_size(connection, owner, name, taken, max_size)
-            items = CONVERSATION_ITEMS.c
-            found = select(items.document).where(items.conversation == name).order_by(items.position)
-            return list(connection.execute(found).scalars())
-
-        return await self._database.read(transaction)
+        self._items_size(connection, owner, name, taken, max_size)
+        items = CONVERSATION_ITEMS.c
+        found = select(items.document).where(items.conversation == name).order_by(items.position)
+        return list(connection.execute(found).scalars())
 
     def _items_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
         size = int(_row(connection, owner, name).size)
@@ -119,37 +107,28 @@ class ConversationStore:
         self._check_room(connection, name, size, 1, 0)
         return size
 
-    async def page(self, owner: str, name: str, query: PageQuery) -> Page:
+    @reads
+    def page(self, connection: Connection, owner: str, name: str, query: PageQuery) -> Page:
         """A page of its items. Raises as ``get``."""
+        _row(connection, owner, name)
+        items = CONVERSATION_ITEMS.c
+        entries = select(items.document).where(items.conversation == name)
+        found = newest_first(connection, entries, (items.position,), items.id, query)
+        return found._replace(entries=[row.document for row in found.entries])
 
-        def transaction(connection: Connection) -> Page:
-            _row(connection, owner, name)
-            items = CONVERSATION_ITEMS.c
-            entries = select(items.document).where(items.conversation == name)
-            found = newest_first(connection, entries, (items.position,), items.id, query)
-            return found._replace(entries=[row.document for row in found.entries])
-
-        return await self._database.read(transaction)
-
-    async def append(self, owner: str, name: str, items: list[Item]) -> None:
+    @writes
+    def append(self, connection: Connection, owner: str, name: str, items: list[Item]) -> None:
         """Add items at its end. Raises as ``get``, as ``Quotas.check``, and ``invalid`` beyond the limits of a
         conversation."""
+        _row(connection, owner, name)
+        self._append(connection, owner, name, items)
 
-        def transaction(connection: Connection) -> None:
-            _row(connection, owner, name)
-            self._append(connection, owner, name, items)
-
-        await self._database.write(transaction)
-
-    async def item(self, owner: str, name: str, item: str) -> Item:
+    @reads
+    def item(self, connection: Connection, owner: str, name: str, item: str) -> Item:
         """One of its items. Raises ``PenstockError`` (``not_found``) where it has none of this id."""
-
-        def transaction(connection: Connection) -> Item:
-            _row(connection, owner, name)
-            document: Item = _item_row(connection, name, item).document
-            return document
-
-        return await self._database.read(transaction)
+        _row(connection, owner, name)
+        document: Item = _item_row(connection, name, item).document
+        return document
 
     async def find_size(self, owner: str, items: list[str]) -> int:
         """How many bytes the result of ``find`` has; no item is loaded."""
@@ -175,18 +154,15 @@ class ConversationStore:
 
         return await self._database.read(transaction) if items else ({}, 0)
 
-    async def delete_item(self, owner: str, name: str, item: str) -> Conversation:
+    @writes
+    def delete_item(self, connection: Connection, owner: str, name: str, item: str) -> Conversation:
         """Raises as ``item``."""
-
-        def transaction(connection: Connection) -> Conversation:
-            row = _row(connection, owner, name)
-            found = _item_row(connection, name, item)
-            connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.position == found.position))
-            size = update(CONVERSATIONS).where(CONVERSATIONS.c.id == name)
-            connection.execute(size.values(size=CONVERSATIONS.c.size - found.size))
-            return _described(row)
-
-        return await self._database.write(transaction)
+        row = _row(connection, owner, name)
+        found = _item_row(connection, name, item)
+        connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.position == found.position))
+        size = update(CONVERSATIONS).where(CONVERSATIONS.c.id == name)
+        connection.execute(size.values(size=CONVERSATIONS.c.size - found.size))
+        return _described(row)
 
     async def remove_expired(self) -> None:
         conversations = CONVERSATIONS.c
@@ -222,7 +198,8 @@ class ConversationStore:
             for item in items
         ]
         size = sum(row["size"] for row in rows)
-        self._check_room(connection, name, _size_of(connection, name), len(rows), size)
+        before = connection.execute(select(CONVERSATIONS.c.size).where(CONVERSATIONS.c.id == name)).scalar_one()
+        self._check_room(connection, name, before, len(rows), size)
         self._quotas.check(connection, owner, "conversation", bytes=size)
         if rows:
             connection.execute(insert(CONVERSATION_ITEMS), rows)
@@ -239,10 +216,6 @@ def _found(query: Select[Any], owner: str, items: list[str]) -> Select[Any]:
 
 def _found_size(connection: Connection, owner: str, items: list[str]) -> int:
     return int(connection.execute(_found(select(func.sum(CONVERSATION_ITEMS.c.size)), owner, items)).scalar() or 0)
-
-
-def _size_of(connection: Connection, name: str) -> int:
-    return int(connection.execute(select(CONVERSATIONS.c.size).where(CONVERSATIONS.c.id == name)).scalar_one())
 
 
 def _row(connection: Connection, owner: str, name: str) -> Row[Any]:

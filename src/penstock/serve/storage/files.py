@@ -17,6 +17,7 @@ from penstock.core import Code, PenstockError
 
 from .database import PRIVATE, Database, newest_first
 from .pages import Page, PageQuery
+from .store import Store, reads, writes
 from .tables import FILES
 from .usage import Quotas
 
@@ -38,21 +39,18 @@ class StoredFile(msgspec.Struct, frozen=True):
     status_details: None = None
 
 
-class FileStore:
-    """Keeps files, each for the owner that made it.
+class FileStore(Store):
+    """Keeps files.
 
     Args:
         folder: for their contents; made if it is not there.
-        retention: seconds that a file is kept.
         max_size: bytes of the largest file.
     """
 
     def __init__(self, database: Database, folder: Path, retention: float, max_size: int, quotas: Quotas) -> None:
-        self._database = database
+        super().__init__(database, retention, quotas)
         self.folder = folder
-        self._retention = retention
         self._max_size = max_size
-        self._quotas = quotas
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
@@ -70,7 +68,7 @@ class FileStore:
 
         Raises ``PenstockError``: as ``Quotas.check``; ``too_large``; ``unavailable`` where the disk is full.
         """
-        await self._database.read(lambda connection: self._check(connection, owner, size))
+        await self._check_room(owner, size)
         name = f"file-{uuid4().hex}"
         partial, size = self.folder / f"{name}.partial", 0
         try:
@@ -90,56 +88,56 @@ class FileStore:
         finally:
             partial.unlink(missing_ok=True)
         try:
-            return await self._register(owner, name, filename, purpose, size, lifetime, checked=True)
+            return await self.register(owner, name, filename, purpose, size, lifetime, checked=True)
         except PenstockError:
             self.path(name).unlink(missing_ok=True)
             raise
 
-    async def register(
-        self, owner: str, name: str, filename: str, purpose: str, size: int, lifetime: float | None
+    @writes
+    def register(
+        self,
+        connection: Connection,
+        owner: str,
+        name: str,
+        filename: str,
+        purpose: str,
+        size: int,
+        lifetime: float | None,
+        checked: bool = False,
     ) -> StoredFile:
-        """Keep a file whose contents are there already, be there room for it or not: it has been computed.
+        """Keep a file whose contents are there already.
 
         Args:
             lifetime: as for ``add``.
+            checked: only if there is room; a file that has been computed is kept in any case.
         """
-        return await self._register(owner, name, filename, purpose, size, lifetime, checked=False)
-
-    async def _register(
-        self, owner: str, name: str, filename: str, purpose: str, size: int, lifetime: float | None, checked: bool
-    ) -> StoredFile:
+        if checked:
+            self._check(connection, owner, size)
         now = time.time()
         expires = now + min(self._retention, lifetime or self._retention)
         values = {"id": name, "owner": owner, "created": now, "expires": expires}
-
-        def transaction(connection: Connection) -> None:
-            if checked:
-                self._check(connection, owner, size)
-            connection.execute(delete(FILES).where(FILES.c.id == name))  # of a process that was killed afterwards
-            connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
-
-        await self._database.write(transaction)
+        connection.execute(delete(FILES).where(FILES.c.id == name))  # of a process that was killed afterwards
+        connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
         return StoredFile(name, size, int(now), filename, purpose, int(expires))
 
-    async def get(self, owner: str, name: str, field: str = "file_id") -> StoredFile:
+    @reads
+    def get(self, connection: Connection, owner: str, name: str, field: str = "file_id") -> StoredFile:
         """A file. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
-        row = await self._database.read(lambda connection: _row(connection, owner, name))
+        where = (FILES.c.id == name, FILES.c.owner == owner, FILES.c.expires >= time.time())
+        row = connection.execute(select(FILES).where(*where)).first()
         if row is None or not self.path(row.id).is_file():
             raise PenstockError(Code.NOT_FOUND, f"{field}: there is no file {name[:80]!r}", field)
         return _described(row)
 
-    async def page(self, owner: str, query: PageQuery, purpose: str | None = None) -> Page:
+    @reads
+    def page(self, connection: Connection, owner: str, query: PageQuery, purpose: str | None = None) -> Page:
         """A page of the owner's files."""
-
-        def transaction(connection: Connection) -> Page:
-            where = [FILES.c.owner == owner, FILES.c.expires >= time.time()]
-            if purpose is not None:
-                where.append(FILES.c.purpose == purpose)
-            entries, key = select(FILES).where(*where), (FILES.c.created, FILES.c.id)
-            found = newest_first(connection, entries, key, FILES.c.id, query)
-            return found._replace(entries=[msgspec.to_builtins(_described(row)) for row in found.entries])
-
-        return await self._database.read(transaction)
+        where = [FILES.c.owner == owner, FILES.c.expires >= time.time()]
+        if purpose is not None:
+            where.append(FILES.c.purpose == purpose)
+        entries, key = select(FILES).where(*where), (FILES.c.created, FILES.c.id)
+        found = newest_first(connection, entries, key, FILES.c.id, query)
+        return found._replace(entries=[msgspec.to_builtins(_described(row)) for row in found.entries])
 
     async def delete(self, owner: str, name: str) -> None:
         """Raises as ``get``."""
@@ -161,22 +159,19 @@ class FileStore:
     def _check(self, connection: Connection, owner: str, size: int) -> None:
         self._quotas.check(connection, owner, "file", files=1, bytes=size)
 
+    _check_room = reads(_check)
+
     async def remove_expired(self) -> None:
         """With their contents."""
-
-        def transaction(connection: Connection) -> list[str]:
-            old = FILES.c.expires < time.time()
-            names = list(connection.execute(select(FILES.c.id).where(old)).scalars())
-            connection.execute(delete(FILES).where(old))
-            return names
-
-        for name in await self._database.write(transaction):
+        for name in await self._forget_expired():
             self.path(name).unlink(missing_ok=True)
 
-
-def _row(connection: Connection, owner: str, name: str) -> Row[Any] | None:
-    where = (FILES.c.id == name, FILES.c.owner == owner, FILES.c.expires >= time.time())
-    return connection.execute(select(FILES).where(*where)).first()
+    @writes
+    def _forget_expired(self, connection: Connection) -> list[str]:
+        old = FILES.c.expires < time.time()
+        names = list(connection.execute(select(FILES.c.id).where(old)).scalars())
+        connection.execute(delete(FILES).where(old))
+        return names
 
 
 def _described(row: Row[Any]) -> StoredFile:

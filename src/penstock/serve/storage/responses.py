@@ -15,6 +15,7 @@ from penstock.core.errors import invalid
 
 from .database import Database, too_large
 from .pages import Page, PageQuery
+from .store import Store, reads, writes
 from .tables import RESPONSES
 from .usage import Quotas
 
@@ -37,79 +38,62 @@ Document = dict[str, Any]
 Item = dict[str, Any]
 
 
-class ResponseStore:
-    """Keeps responses, each for the owner that made it.
-
-    Args:
-        retention: seconds that a response is kept.
-    """
+class ResponseStore(Store):
+    """Keeps responses."""
 
     def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
-        self._database = database
-        self._retention = retention
-        self._quotas = quotas
+        super().__init__(database, retention, quotas)
         self._clock_offset = time.time() - time.monotonic()
         """Seconds between the two clocks when they were last compared."""
         self._clock_stepped = -math.inf
         """When a step of the clock was noticed last, on the monotonic clock."""
 
-    async def add(self, owner: str, document: dict[str, Any], items: list[Item]) -> None:
+    @writes
+    def add(self, connection: Connection, owner: str, document: dict[str, Any], items: list[Item]) -> None:
         """Keep a new response. Raises ``PenstockError`` as ``Quotas.check``."""
-        now = time.time()
-        times = {"expires": now + self._retention, "beat": now}
+        now, size = time.time(), _size(document) + _size(items)
+        self._quotas.check(connection, owner, "store", responses=1, bytes=size)
         values = {"id": document["id"], "owner": owner, "previous": document["previous_response_id"] or ""}
+        times = {"expires": now + self._retention, "beat": now}
+        kept = {"document": document, "status": document["status"], "input": items, "size": size}
+        connection.execute(insert(RESPONSES).values(**values, **times, **kept))
 
-        def transaction(connection: Connection) -> None:
-            size = _size(document) + _size(items)
-            self._quotas.check(connection, owner, "store", responses=1, bytes=size)
-            kept = {"document": document, "status": document["status"], "input": items, "size": size}
-            connection.execute(insert(RESPONSES).values(**values, **times, **kept))
-
-        await self._database.write(transaction)
-
-    async def check_room(self, owner: str) -> None:
+    @reads
+    def check_room(self, connection: Connection, owner: str) -> None:
         """Check that there is room for one more response. Raises ``PenstockError`` as ``Quotas.check``."""
-        await self._database.read(
-            lambda connection: self._quotas.check(connection, owner, "store", responses=1, bytes=1)
-        )
+        self._quotas.check(connection, owner, "store", responses=1, bytes=1)
 
-    async def advance(self, owner: str, document: dict[str, Any]) -> bool:
+    @writes
+    def advance(self, connection: Connection, owner: str, document: dict[str, Any]) -> bool:
         """Replace a background response that has not ended; returns False where it has, as it was cancelled or
         deleted."""
+        size = RESPONSES.c.size + _size(document) - _size(document | {"output": []})
+        values = {"document": document, "status": document["status"], "beat": time.time(), "size": size}
+        return _change_pending(connection, owner, document["id"], values)
 
-        def transaction(connection: Connection) -> bool:
-            values = {"document": document, "status": document["status"], "beat": time.time()}
-            grown = {"size": RESPONSES.c.size + _size(document) - _size(document | {"output": []})}
-            where = _pending(owner, document["id"])
-            changed = connection.execute(update(RESPONSES).where(*where).values(**values, **grown))
-            return changed.rowcount > 0
-
-        return await self._database.write(transaction)
-
-    async def get(self, owner: str, name: str) -> Document:
+    @reads
+    def get(self, connection: Connection, owner: str, name: str) -> Document:
         """The response object. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
-        row = await self._database.read(lambda connection: _row(connection, owner, name, RESPONSES.c.document))
-        return self._current(row)
+        return self._current(_row(connection, owner, name, RESPONSES.c.document))
 
-    async def input_page(self, owner: str, name: str, query: PageQuery) -> Page:
+    @reads
+    def input_page(self, connection: Connection, owner: str, name: str, query: PageQuery) -> Page:
         """A page of the input of a response; other items are not decoded. Raises as ``get``."""
+        row = _row(connection, owner, name, cast(RESPONSES.c.input, Text).label("input"))
+        items = msgspec.json.decode(row.input, type=list[msgspec.Raw])
+        order = items if query.ascending else items[::-1]
+        if query.after:
+            found = (i for i, item in enumerate(order, 1) if _id_of(item) == query.after)
+            order = order[next(found, len(order)) :]
+        return Page([msgspec.json.decode(item) for item in order[: query.limit]], len(order) > query.limit)
 
-        def transaction(connection: Connection) -> Page:
-            row = _row(connection, owner, name, cast(RESPONSES.c.input, Text).label("input"))
-            items = msgspec.json.decode(row.input, type=list[msgspec.Raw])
-            order = items if query.ascending else items[::-1]
-            if query.after:
-                found = (i for i, item in enumerate(order, 1) if _id_of(item) == query.after)
-                order = order[next(found, len(order)) :]
-            return Page([msgspec.json.decode(item) for item in order[: query.limit]], len(order) > query.limit)
-
-        return await self._database.read(transaction)
-
-    async def conversation_size(self, owner: str, name: str, taken: int, max_size: int) -> int:
+    @reads
+    def conversation_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
         """The size of ``conversation`` in characters of JSON; no item is loaded. Arguments and errors as there."""
-        return await self._database.read(lambda connection: self._chain(connection, owner, name, taken, max_size)[1])
+        return self._chain(connection, owner, name, taken, max_size)[1]
 
-    async def conversation(self, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
+    @reads
+    def conversation(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
         """The items of a response and of all before it, input and output, the oldest first.
 
         Args:
@@ -119,15 +103,11 @@ class ResponseStore:
         Raises ``PenstockError``: ``not_found``; ``invalid`` where one is not finished, or there are too many;
         ``too_large`` where the request has more than ``max_size`` bytes with them.
         """
-
-        def transaction(connection: Connection) -> list[Item]:
-            items: list[Item] = []
-            for each in reversed(self._chain(connection, owner, name, taken, max_size)[0]):
-                row = _row(connection, owner, each, RESPONSES.c.input, OUTPUT.label("output"))
-                items += row.input + row.output
-            return items
-
-        return await self._database.read(transaction)
+        items: list[Item] = []
+        for each in reversed(self._chain(connection, owner, name, taken, max_size)[0]):
+            row = _row(connection, owner, each, RESPONSES.c.input, OUTPUT.label("output"))
+            items += row.input + row.output
+        return items
 
     def _chain(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> tuple[list[str], int]:
         """The ids of a response and of all before it, the latest first; and their size in characters of JSON."""
@@ -184,38 +164,27 @@ class ResponseStore:
 
         return await self._database.read(transaction) if responses else ({}, 0)
 
-    async def delete(self, owner: str, name: str) -> None:
+    @writes
+    def delete(self, connection: Connection, owner: str, name: str) -> None:
         """Raises as ``get``."""
+        _row(connection, owner, name)
+        connection.execute(delete(RESPONSES).where(RESPONSES.c.id == name))
 
-        def transaction(connection: Connection) -> None:
-            _row(connection, owner, name)
-            connection.execute(delete(RESPONSES).where(RESPONSES.c.id == name))
-
-        await self._database.write(transaction)
-
-    async def cancel(self, owner: str, name: str) -> Document:
+    @writes
+    def cancel(self, connection: Connection, owner: str, name: str) -> Document:
         """Mark a background response as cancelled, if it has not ended; its process then stops computing it. Raises as
         ``get``."""
+        stored = self._current(_row(connection, owner, name, RESPONSES.c.document))
+        if not stored["background"]:
+            raise invalid("response_id", f"{name} is no background response, which alone can be cancelled")
+        document = {**stored, "status": "cancelled"}
+        changed = _change_pending(connection, owner, name, {"document": document, "status": "cancelled"})
+        return document if changed else stored
 
-        def transaction(connection: Connection) -> Document:
-            stored = self._current(_row(connection, owner, name, RESPONSES.c.document))
-            if not stored["background"]:
-                raise invalid("response_id", f"{name} is no background response, which alone can be cancelled")
-            document = {**stored, "status": "cancelled"}
-            values = {"document": document, "status": "cancelled"}
-            changed = connection.execute(update(RESPONSES).where(*_pending(owner, name)).values(**values))
-            return document if changed.rowcount else stored
-
-        return await self._database.write(transaction)
-
-    async def beat(self, owner: str, name: str) -> bool:
+    @writes
+    def beat(self, connection: Connection, owner: str, name: str) -> bool:
         """Say that a background response is being computed; returns whether it is still wanted."""
-
-        def transaction(connection: Connection) -> bool:
-            changed = connection.execute(update(RESPONSES).where(*_pending(owner, name)).values(beat=time.time()))
-            return changed.rowcount > 0
-
-        return await self._database.write(transaction)
+        return _change_pending(connection, owner, name, {"beat": time.time()})
 
     async def remove_expired(self) -> None:
         await self._database.delete_in_parts(RESPONSES, RESPONSES.c.expires < time.time())
@@ -254,8 +223,10 @@ def _size(value: Any) -> int:
     return len(msgspec.json.encode(value))
 
 
-def _pending(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
-    return RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
+def _change_pending(connection: Connection, owner: str, name: str, values: dict[str, Any]) -> bool:
+    """Change a response that has not ended; returns whether there is one."""
+    where = RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
+    return connection.execute(update(RESPONSES).where(*where).values(**values)).rowcount > 0
 
 
 def _kept(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:

@@ -59,7 +59,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 def _described(service: ServedModel) -> dict[str, Any]:
     pool = service.gateway.engine_pool
     engine = pool.engine
-    tools, reasoning = service.gateway.input_processor.response_formats()
+    tools, reasoning = service.gateway.input_processor.chats.response_formats()
     return {
         "name": service.name,
         "names": [*service.names, *pool.adapters],

@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 NAMES = {"true": True, "false": False, "null": None, "none": None}
 """Constants of JSON and Python, in any case."""
@@ -115,14 +115,11 @@ def typed_value(written: str, types: Types) -> str | None:
     return value.json if allowed or (types and "string" not in types) else text
 
 
-class Literal:
+class Literal(NamedTuple):
     """A value that was read: its type by JSON Schema's name, and its JSON."""
 
-    __slots__ = ("json", "type")
-
-    def __init__(self, kind: str, text: str) -> None:
-        self.type = kind
-        self.json = text
+    type: str
+    json: str
 
 
 def literal(written: str, types: Types = None) -> Literal | None:

@@ -214,10 +214,12 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request, size = await added.read(raw_request, TemplateRequest, media=True)
         service = served_models.find(request.model)
         gateway = service.gateway
-        options = template_options(request, request.tools, gateway.input_processor.response_formats().tools is not None)
+        options = template_options(
+            request, request.tools, gateway.input_processor.chats.response_formats().tools is not None
+        )
         messages, client = messages_of(request.messages, service.sees_images), record_of(raw_request.scope).sender
         conversation = await gateway.chat_prompt(messages, size, options, client=client)
-        return JSONResponse({"prompt": conversation["prompt"]})
+        return JSONResponse({"prompt": conversation.text})
 
     async def tokenize(raw_request: Request) -> Response:
         request, _ = await added.read(raw_request, TokenizeRequest)

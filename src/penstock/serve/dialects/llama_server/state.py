@@ -32,7 +32,7 @@ def settings_of(sampling: Any) -> dict[str, Any]:
 def props(service: ServedModel) -> dict[str, Any]:
     processor = service.gateway.input_processor
     tokenizer = processor.tokenizer
-    sampling = processor.default_sampling()
+    sampling = processor.default_sampling
     return {
         "default_generation_settings": {
             "id": 0,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import demo
+from penstock.checkpoint.config_json import read_config_json
 from penstock.core import Code, PenstockError
-from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.serve.models.served_models import ServedModel, ServedModels
 from penstock.text.infill import find_infill_format
@@ -55,7 +55,7 @@ class OllamaModels:
         config, entry = self._config(service), self._entry(service, service.name)
         family = entry["details"]["family"]
         processor = service.gateway.input_processor
-        tools, reasoning = processor.response_formats()
+        tools, reasoning = processor.chats.response_formats()
         capabilities = {
             "completion": True,
             "insert": find_infill_format(processor.tokenizer) is not None,

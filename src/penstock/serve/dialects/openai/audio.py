@@ -15,6 +15,7 @@ from penstock.core.audio import AudioInput
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import NO_GENERATION
 from penstock.frontend.outputs import embedding_of
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.frontend.speech.languages import language_name
 from penstock.serve.generation import generate
 from penstock.serve.http.body import Reading, RequestBody, Unsupported, convert
@@ -210,7 +211,7 @@ class TranscriptionHandler:
                 logprobs=0 if self._with_logprobs else None,
                 detokenize=False,
             )
-            given = {"prompt_token_ids": prompt, "audio": audio}
+            given = TokenizedPrompt(prompt, audio=audio)
             async with aclosing(generate(self._service, self._record, given, sampling)) as outputs:
                 async for _, output in outputs:
                     completion = output.outputs[0]
@@ -225,7 +226,7 @@ class TranscriptionHandler:
 
     async def _times(self, prompt: list[int], audio: AudioInput) -> list[float]:
         """Times of tokens (``Alignment``)."""
-        given = {"prompt_token_ids": prompt, "audio": audio}
+        given = TokenizedPrompt(prompt, audio=audio)
         stream = generate(self._service, self._record, given, NO_GENERATION, pooling=TOKEN_TIMES)
         async with aclosing(stream) as outputs:
             return [time async for _, output in outputs if output.finished for time in embedding_of(output)]

@@ -12,9 +12,8 @@ from msgspec import UNSET
 
 from penstock.core import SamplingParams
 from penstock.core.errors import invalid
-from penstock.frontend.gateway import MAX_INLINE_SIZE
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.prompt import truncate
 from penstock.serve.chat.sampling import sampling_of
 from penstock.serve.generation import Output, SequenceCursor, merge_streams
@@ -45,7 +44,7 @@ class CompletionHandler(ChoiceHandler):
     request: CompletionRequest
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: CompletionRequest) -> None:
-        sampling = completion_sampling(request, service.gateway.input_processor.default_sampling())
+        sampling = completion_sampling(request, service.gateway.input_processor.default_sampling)
         super().__init__(service, record, request, sampling)
         self.request = request
         self.tokenizer = service.gateway.input_processor.tokenizer
@@ -84,21 +83,16 @@ class CompletionHandler(ChoiceHandler):
     def usage(self, outputs: list[RequestOutput]) -> Any:
         return usage_of(outputs, self.num_hidden_tokens)
 
-    async def _prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt, encoded here where it is to be truncated, or too long to be encoded in the event loop."""
-        request, size = self.request, self._size
+    async def _prompt(self, prompt: str | list[int]) -> TokenizedPrompt:
+        request, size, gateway = self.request, self._size, self.service.gateway
+        text = prompt if isinstance(prompt, str) else None
         if self.suffix:
-            assert isinstance(prompt, str | Sequence) and isinstance(self.suffix, str)
-            token_ids = await self.service.gateway.encode_infill(prompt, self.suffix, size)
-            return {"prompt": prompt if isinstance(prompt, str) else None, "prompt_token_ids": token_ids}
-        special = request.add_special_tokens is not False
-        inline = not isinstance(prompt, str) or (special and size <= MAX_INLINE_SIZE)
-        if request.truncate_prompt_tokens is None and inline:
-            return prompt
-        token_ids = await self.service.gateway.encode(prompt, special, size)
+            assert isinstance(self.suffix, str)
+            return TokenizedPrompt(await gateway.encode_infill(prompt, self.suffix, size), text)
+        token_ids = await gateway.encode(prompt, request.add_special_tokens is not False, size)
         if request.truncate_prompt_tokens is None:
-            return {"prompt": prompt, "prompt_token_ids": token_ids}
-        return truncate(token_ids, request, self.max_model_len - (self.sampling.max_tokens or 1))
+            return TokenizedPrompt(token_ids, text)
+        return TokenizedPrompt(truncate(token_ids, request, self.max_model_len - (self.sampling.max_tokens or 1)))
 
     def number(self, i: int, completion: CompletionOutput) -> int:
         """The index of a sequence's choice."""

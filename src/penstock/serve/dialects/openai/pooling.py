@@ -12,8 +12,9 @@ import msgspec
 
 from penstock.core import PenstockError, PoolingParams
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import NO_GENERATION, Prompt
+from penstock.frontend.input_processor import NO_GENERATION
 from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.prompt import truncate
 from penstock.serve.chat.request import PromptRequest
 from penstock.serve.generation import GenerationHandler, Output, merge_streams
@@ -23,7 +24,7 @@ from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 from penstock.text.encoding import Texts
 
-Input = Prompt | Texts
+Input = str | list[int] | Texts
 
 
 class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
@@ -102,11 +103,10 @@ class PoolingHandler(GenerationHandler):
             if isinstance(prompt, str):
                 prompt = Texts(prompt, add_special_tokens=self._special)
             if isinstance(prompt, Texts):
-                prompt = await self.service.gateway.encode_texts(self._limited(prompt), size)
-            elif self._request.truncate_prompt_tokens is not None:
-                token_ids = await self.service.gateway.encode(prompt)
-                prompt = {"prompt_token_ids": truncate(token_ids, self._request, self.max_model_len, "right")}
-            async with aclosing(self.generate(prompt, index, pooling=self.pooling)) as outputs:
+                tokenized = await self.service.gateway.encode_texts(self._limited(prompt), size)
+            else:
+                tokenized = TokenizedPrompt(truncate(prompt, self._request, self.max_model_len, "right"))
+            async with aclosing(self.generate(tokenized, index, pooling=self.pooling)) as outputs:
                 async for output in outputs:
                     yield output
         except PenstockError as error:

@@ -220,11 +220,11 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             raise invalid("prompt", "give either prompt or messages")
         if request.messages is not None:
             options = template_options(
-                request, request.tools, gateway.input_processor.response_formats().tools is not None
+                request, request.tools, gateway.input_processor.chats.response_formats().tools is not None
             )
             messages, client = messages_of(request.messages, service.sees_images), record_of(raw_request.scope).sender
             conversation = await gateway.chat_prompt(messages, size, options, client=client)
-            tokens = await gateway.encode(conversation)
+            tokens = conversation.token_ids
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
         spelled = [tokenizer.id_to_token(token_id) for token_id in tokens] if request.return_token_strs else None

@@ -13,7 +13,6 @@ from penstock.core import Code, Failure
 from penstock.core.errors import invalid
 from penstock.core.sampling import MAX_LOGPROBS
 from penstock.frontend.fair_queue import FairQueue
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import Logprob, PositionLogprobs, RequestOutput
 from penstock.serve.chat.request import (
     UNSUPPORTED,
@@ -425,7 +424,7 @@ def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | Non
     )
 
 
-def one_or_several(given: str | Sequence[str | int | list[int]], field: str, what: str) -> list[Prompt]:
+def one_or_several(given: str | Sequence[str | int | list[int]], field: str, what: str) -> list[str] | list[list[int]]:
     """The prompts of a field: texts, or lists of token ids.
 
     Args:
@@ -441,4 +440,4 @@ def one_or_several(given: str | Sequence[str | int | list[int]], field: str, wha
         return [cast(list[int], given)]
     if len(given) > MAX_PROMPTS:
         raise invalid(field, f"holds {len(given)} {what}, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
-    return cast(list[Prompt], given)
+    return cast(list[str], given)

@@ -16,8 +16,8 @@ from starlette.types import Scope
 
 from penstock.core import Code, FinishReason, PenstockError
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.messages import messages_of
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
@@ -137,16 +137,16 @@ class PaddleNLPHandler(GenerationHandler):
             message = f"timeout: no output for {self._limit:g} seconds"
             raise PenstockError(Code.TIMEOUT, message, "timeout", self._limit) from error
 
-    async def _prompt(self) -> Prompt:
+    async def _prompt(self) -> TokenizedPrompt:
         """The prompt in token ids; refused where prompt and ``max_dec_len`` exceed the context."""
         request, gateway = self._request, self.service.gateway
         if self._messages:
             prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self.record.sender)
         elif request.text is not None:
-            prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}
+            prompt = TokenizedPrompt(await gateway.encode(request.text), request.text)
         else:
-            prompt = {"prompt_token_ids": request.input_ids}
-        count, max_dec_len = len(prompt["prompt_token_ids"]), field_value(request, "max_dec_len") or 0
+            prompt = TokenizedPrompt(request.input_ids or [])
+        count, max_dec_len = len(prompt.token_ids), field_value(request, "max_dec_len") or 0
         maximum = self.max_model_len
         if max_dec_len and count + max_dec_len > maximum:
             message = f"{count} tokens of input and {max_dec_len} of output are more than the {maximum} of the context"

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from penstock.core import Code, Failure, PenstockError, SamplingParams
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 
 from ...chat.prompt import truncate
 from ...chat.request import UNSUPPORTED, GenerationRequest
@@ -124,10 +124,11 @@ class GenerateHandler(GenerationHandler):
         check(self.sampling)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        prompt: Prompt = self._request.prompt
-        if self._request.truncate_prompt_tokens is not None:
-            token_ids = await self.service.gateway.encode(prompt)
-            prompt = truncate(token_ids, self._request, self.max_model_len - (self.sampling.max_tokens or 1))
+        request = self._request
+        prompt = TokenizedPrompt(await self.service.gateway.encode(request.prompt), request.prompt)
+        if request.truncate_prompt_tokens is not None:
+            maximum = self.max_model_len - (self.sampling.max_tokens or 1)
+            prompt = TokenizedPrompt(truncate(prompt.token_ids, request, maximum))
         return self.generate(prompt)
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
-from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.generation import SequenceCursor, SequenceDelta, generate, merge_streams
 from penstock.serve.models.served_models import ServedModel
 
@@ -91,7 +91,7 @@ MIN_FP32 = -3.4e38
 class Row(NamedTuple):
     """One of a request's prompts."""
 
-    prompt: Prompt
+    prompt: TokenizedPrompt
     sampling: SamplingParams
 
 
@@ -228,7 +228,7 @@ class GenerationModel(Model):
         for row in rows:
             tokens = 0
             if row.sampling.return_context_logits:
-                tokens += len(await gateway.encode(row.prompt))
+                tokens += len(row.prompt.token_ids)
             if row.sampling.return_generation_logits:
                 tokens += row.sampling.n * min(row.sampling.max_tokens or 0, engine.max_model_len)
             size += tokens * engine.vocab_size * FP32_BYTES

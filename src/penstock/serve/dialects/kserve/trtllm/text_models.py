@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.errors import invalid
-from penstock.frontend.gateway import MAX_INLINE_SIZE
-from penstock.frontend.input_processor import Prompt
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.generation import SequenceDelta
 from penstock.serve.models.served_models import ServedModel
 
@@ -57,14 +56,8 @@ class TextModel(GenerationModel):
             bias = await self._bias(call, index)
             guided = guided_of(call, index, self.names)
             sampling = sampling_of(call, index, self.names, self.vocab_size, **word_lists, **bias, **guided)
-            result.append(Row(await self._prompt(prompt, size), sampling))
+            result.append(Row(TokenizedPrompt(await self._service.gateway.encode(prompt, size=size), prompt), sampling))
         return result
-
-    async def _prompt(self, prompt: str, size: int) -> Prompt:
-        """The prompt, encoded in a thread where the request is long."""
-        if size <= MAX_INLINE_SIZE:
-            return prompt
-        return {"prompt": prompt, "prompt_token_ids": await self._service.gateway.encode(prompt, size=size)}
 
     async def _bias(self, call: ModelCall, index: int) -> dict[str, object]:
         words = texts_of(call, index, "embedding_bias_words")

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 from penstock.frontend.gateway import MAX_INLINE_SIZE
+from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.generation import SequenceDelta
 from penstock.serve.models.served_models import ServedModel
 
@@ -109,7 +110,7 @@ class TokenModel(GenerationModel):
             detokenize=bool(longer),
             **logit_bias_of(bias),
         )
-        return Row(list(prompt[:length]), sampling)
+        return Row(TokenizedPrompt(list(prompt[:length])), sampling)
 
     def output_tensors(
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool

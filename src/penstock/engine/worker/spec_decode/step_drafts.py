@@ -1,0 +1,106 @@
+"""The draft tokens of a step: where they are computed, and which of them are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...step import SampledTokens, StepInput
+from ..input_batch import InputBatch
+from .tree_rows import SlotCopies, TreeMemory, TreePaths, joined
+
+
+class StepDrafts:
+    """The draft tokens that a step verifies. Those of chains are in the rows of their sequences, and those of trees in
+    rows of their paths.
+
+    Args:
+        batch: the worker's rows.
+        memory: for the paths of trees.
+    """
+
+    def __init__(self, batch: InputBatch, memory: TreeMemory) -> None:
+        self._batch = batch
+        self._memory = memory
+        self.trees: dict[int, TreePaths] = {}
+        """By row."""
+
+    def write(self, step: StepInput) -> None:
+        """Write a step's draft tokens to the rows, in place of those of the step before."""
+        self.trees.clear()
+        if not len(step.drafts):
+            return
+        at, rows = 0, self._memory.new_rows() if len(step.draft_parents) else None
+        for i in np.flatnonzero(step.drafts).tolist():
+            row, first, count = int(step.rows[i]), int(step.starts[i] + step.lengths[i]), int(step.drafts[i])
+            tokens = step.draft_token_ids[at : at + count]
+            parents = step.draft_parents[at : at + count].tolist()
+            if rows and parents != list(range(-1, count - 1)):
+                self.trees[row] = rows.add(row, parents, first)
+                self.trees[row].write(tokens.tolist(), first)
+            else:
+                self._batch.tokens[row, first : first + count] = tokens
+            at += count
+
+    def depths(self, row: int, count: int) -> Sequence[int]:
+        """Tokens behind the last one of a row at which each sample is drawn: after that token, and after each of
+        ``count`` draft tokens."""
+        tree = self.trees.get(row)
+        return (0, *tree.depths) if tree else range(count + 1)
+
+    def accept(self, row: int, length: int, sampled: list[SampledTokens]) -> SampledTokens:
+        """Accept a row's draft tokens as far as they equal what it sampled. Returns these and the token sampled after
+        them.
+
+        Args:
+            length: tokens of the row before the draft tokens.
+            sampled: in the order of ``depths``.
+        """
+        count = len(sampled) - 1
+        if tree := self.trees.get(row):
+            result, tree.accepted = _verify(sampled, tree.token_ids, tree.parents)
+            return result
+        drafted = self._batch.tokens[row, length : length + count].tolist()
+        return _verify(sampled, drafted, range(-1, count - 1))[0]
+
+    def shared_copies(self) -> SlotCopies:
+        """Copies of the keys and values that paths of a tree share, to be made in each layer; there must be trees."""
+        return joined([c for tree in self.trees.values() for c in (tree.prefix_copies(), tree.node_copies())])
+
+    def accepted_copies(self) -> SlotCopies:
+        """Copies of the keys and values of accepted draft tokens to the blocks of their sequences, where a path has
+        them; there must be trees."""
+        return joined([tree.accepted_copies() for tree in self.trees.values()])
+
+
+def _verify(
+    sampled: list[SampledTokens], draft: Sequence[int], parents: Sequence[int]
+) -> tuple[SampledTokens, list[int]]:
+    """Accept draft tokens as far as they equal what the row sampled.
+
+    Args:
+        sampled: what was sampled after the row's tokens, and after each draft token.
+        draft: the draft tokens.
+        parents: index of the draft token before each; -1 for the row's last token.
+
+    Returns:
+        The accepted tokens and the one sampled after them; and the indices of the accepted ones.
+    """
+    first, *later = sampled
+    if first.failure:
+        return first, []
+    path, children = list[int](), {pair: i for i, pair in enumerate(zip(parents, draft, strict=True))}
+    token_ids, logprobs, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
+    while (node := children.get((path[-1] if path else -1, token_ids[-1]))) is not None:
+        result = later[node]
+        if result.failure:  # the next step samples there again, and reports the failure
+            break
+        path.append(node)
+        token_ids += result.token_ids
+        logprobs += result.logprobs or []
+        logits += result.logits or []
+    accepted = SampledTokens(
+        token_ids, None if first.logprobs is None else logprobs, None if first.logits is None else logits
+    )
+    return accepted, path

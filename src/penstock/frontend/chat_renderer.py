@@ -1,0 +1,246 @@
+"""Chats to prompts: chat template, encoding, images and videos, and how to parse the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from penstock.config.options import ModelOptions
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.multimodal import ImageInput
+from penstock.text import (
+    ChatTemplate,
+    ParserConfig,
+    ReasoningFormat,
+    ReasoningStage,
+    Tokenizer,
+    ToolCallFormat,
+    continued_text,
+    initial_stage,
+    reasoning_format,
+    tool_call_format,
+)
+from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
+from penstock.text.side_files import choose_template
+
+from .multimodal import IMAGE, move_tool_media, split_media
+from .multimodal.prompt_media import PromptMedia
+from .prompts import Messages, TokenizedPrompt
+
+T = TypeVar("T")
+Template = ChatTemplate | IsolatedTemplate
+
+
+class ResponseFormats(NamedTuple):
+    """How a model writes tool calls and reasoning; None where its chat template has none, or an unknown format."""
+
+    tools: ToolCallFormat | None
+    reasoning: ReasoningFormat | None
+
+
+@lru_cache(16)
+def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
+    reads_tools = re.search(r"\btools\b", template) is not None  # a template that does not read them would ignore them
+    tools = tool_call_format(options.tool_call_parser, template) if reads_tools else None
+    return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
+
+
+class Steps(Protocol):
+    """Where the slow steps of rendering run."""
+
+    async def render(
+        self, template: Template, messages: Messages, options: Mapping[str, Any], size: int, client: str
+    ) -> str:
+        """The text of a chat."""
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text."""
+
+    async def load(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """Results of functions that load media."""
+
+    async def prepare(self, size: int, work: Callable[[], T]) -> T:
+        """The result of a function that processes ``size`` characters."""
+
+
+class InlineSteps:
+    """Runs the steps in the caller's thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def render(
+        self, template: Template, messages: Messages, options: Mapping[str, Any], size: int, client: str
+    ) -> str:
+        return template.render(messages, **options)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    async def load(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        return [each() for each in work]
+
+    async def prepare(self, size: int, work: Callable[[], T]) -> T:
+        return work()
+
+
+def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine over ``InlineSteps``, which waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise RuntimeError("a step waits for an event loop")
+
+
+class ChatRenderer:
+    """Renders a model's chats.
+
+    Args:
+        options: template and parser options.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, media: PromptMedia, options: ModelOptions) -> None:
+        self._tokenizer = tokenizer
+        self._media = media
+        self._options = options
+        self._request_templates = TemplatePool()
+        """Renders templates of requests, apart from the model's own."""
+
+    def close(self) -> None:
+        self._request_templates.close()
+
+    async def prompt(
+        self,
+        messages: Messages,
+        options: Mapping[str, Any],
+        steps: Steps,
+        *,
+        size: int = 0,
+        allow_tool_calls: bool = False,
+        template: str | None = None,
+        add_special_tokens: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        client: str = "",
+    ) -> TokenizedPrompt:
+        """Render and encode a chat, and load its images and videos.
+
+        Args:
+            messages: contents are texts, or parts as of ``multimodal.split_media``.
+            options: keyword arguments of ``ChatTemplate.render``.
+            size: about how many characters the chat has.
+            allow_tool_calls: whether the answer may call tools.
+            template: chat template to use in place of the model's.
+            add_special_tokens: add the tokenizer's special tokens to those that the template writes.
+            client: whose chat it is; clients take turns at rendering.
+
+        Raises ``PenstockError`` where the chat is invalid, or has media that the model does not see.
+        """
+        messages, sources = split_media(messages)
+        if sources:
+            self._media.check(sources)
+
+        async def encoded(messages: Messages) -> tuple[str, list[int]]:
+            """Text and tokens, with a placeholder for each image and video."""
+            text = await self.text(messages, options, steps, size, template, client)
+            token_ids = await steps.encode(text, add_special_tokens)
+            if sources:
+                self._media.check_placeholders(token_ids, sources)
+            return text, token_ids
+
+        try:
+            text, token_ids = await encoded(messages)
+        except PenstockError:  # perhaps the template shows no images in the results of tools
+            if (moved := move_tool_media(messages)) is None:
+                raise
+            text, token_ids = await encoded(moved)
+        parser_config = self.parser_config(text, messages, options, allow_tool_calls, template)
+        images: tuple[ImageInput, ...] = ()
+        if sources:
+            num_images = sum(source.kind == IMAGE for source in sources)
+            media = await steps.load(
+                [partial(self._media.load, source, mm_processor_kwargs, num_images) for source in sources]
+            )
+            place = partial(self._media.place, token_ids, text, media, add_special_tokens)
+            token_ids, images = await steps.prepare(max(size, len(text)), place)
+        return TokenizedPrompt(token_ids, text, images, parser_config=parser_config)
+
+    async def text(
+        self,
+        messages: Messages,
+        options: Mapping[str, Any],
+        steps: Steps,
+        size: int = 0,
+        template: str | None = None,
+        client: str = "",
+    ) -> str:
+        """The text of a chat; arguments as for ``prompt``.
+
+        Raises ``PenstockError``: ``invalid`` for wrong options or messages, ``unsupported`` for tools that the model's
+        template does not read.
+        """
+        if wrong := options.keys() & {"messages", "self"}:
+            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
+        chosen: Template
+        if template is None:
+            chosen = self._tokenizer.template_for(tools=options.get("tools") is not None)
+            if options.get("tools") and "tools" not in chosen.variables:
+                words = "tools: this model's chat template has no form for them"
+                raise PenstockError(Code.UNSUPPORTED, words, "tools")
+        else:
+            chosen = IsolatedTemplate(template, self._tokenizer.special, self._request_templates, "chat_template")
+        return await steps.render(chosen, messages, options, size, client)
+
+    def response_formats(self, template: str | None = None, tools: bool = True) -> ResponseFormats:
+        """The formats of tool calls and reasoning under a chat template.
+
+        Args:
+            template: None is the model's own.
+            tools: of the model's own, choose that for chats with tools.
+        """
+        if template is None:
+            template = choose_template(self._tokenizer.templates, tools) or ""
+        return _response_formats(self._options, template)
+
+    def parser_config(
+        self,
+        prompt: str,
+        messages: Messages,
+        options: Mapping[str, Any],
+        allow_tool_calls: bool,
+        template: str | None = None,
+    ) -> ParserConfig:
+        """How to parse the answer to a chat.
+
+        Args:
+            prompt: the rendered prompt, or its end.
+            messages, options: what it was rendered from; ``tools`` among the options give arguments their types.
+            allow_tool_calls: whether calls are recognized; without ``tools`` among the options, those that begin with
+                a marker.
+            template: the chat template that was used; None is the model's own.
+        """
+        tools, reasoning = self.response_formats(template, options.get("tools") is not None)
+        stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
+        if reasoning:
+            stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
+        if not allow_tool_calls:
+            return ParserConfig(reasoning, stage, continued)
+        if tools and tools.allow_unmarked and not options.get("tools"):  # JSON is an answer where no tools are shown
+            tools = replace(tools, allow_unmarked=False)
+        return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
+
+
+def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
+    """The schemas of tools' arguments by name; of those that are as OpenAI has them."""
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
+    schemas = {
+        function["name"]: function.get("parameters")
+        for function in functions
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    }
+    return {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}

@@ -1,0 +1,78 @@
+"""Images as the processor of Pixtral and Mistral Small 3.1 takes them: of any size, with a token behind each row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import invalid
+
+from ..decoding import to_rgb
+from ..prompts import ImageProcessor, ProcessorFiles, Reader, TokenizedImage
+from ..tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BREAK, END = "[IMG_BREAK]", "[IMG_END]"
+
+
+@dataclass(frozen=True)
+class PixtralProcessor(ImageProcessor):
+    """As ``ImageProcessor``."""
+
+    row_end: int
+    """The token behind each row but the last."""
+    image_end: int
+    edge: int
+    """Pixels of a feature's edge."""
+    size: tuple[int, int]
+    """Height and width of images, at most."""
+    resizing: Resizing
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> PixtralProcessor:
+        """As ``ImageProcessor.with_kwargs``."""
+        check_kwargs(kwargs, ("size",))
+        if kwargs.get("size") is None:
+            return self
+        if not isinstance(kwargs["size"], Mapping) or kwargs["size"].keys() != {"longest_edge"}:
+            raise invalid("mm_processor_kwargs", "size must have longest_edge")
+        longest = count_of(kwargs["size"], "longest_edge", 0)
+        return replace(self, size=(longest, longest))
+
+    def __call__(self, image: Image, num_images: int = 1) -> TokenizedImage:
+        """As ``ImageProcessor.__call__``."""
+        height, width = image.height, image.width
+        if (ratio := max(height / self.size[0], width / self.size[1])) > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        rows, columns = -(-height // self.edge), -(-width // self.edge)
+        if not rows or not columns:
+            raise invalid("image", f"an image of {image.width} x {image.height} pixels is too narrow")
+        height, width = rows * self.edge, columns * self.edge
+        self.resizing.check(1, height, width)
+        tile = self.resizing.resize(to_rgb(image), height, width)
+        tokens = ([self.placeholder] * columns + [self.row_end]) * rows
+        tokens[-1] = self.image_end
+        return TokenizedImage(self.resizing.image_input([tile], num_features=len(tokens)), tokens)
+
+
+def read_pixtral(files: ProcessorFiles) -> PixtralProcessor:
+    """As ``prompts.Reader``."""
+    config, size = files.config, files.image_processor.get("size") or {"longest_edge": 1024}
+    longest = size.get("longest_edge") if isinstance(size, Mapping) else None
+    row_end, image_end = files.token_id(BREAK), files.token_id(END)
+    if row_end is None or image_end is None:
+        raise ValueError(f"the tokenizer has no {BREAK} or {END}")
+    return PixtralProcessor(
+        placeholder=int(config["image_token_index"]),
+        row_end=row_end,
+        image_end=image_end,
+        edge=int(config["vision_config"]["patch_size"]) * int(config.get("spatial_merge_size") or 1),
+        size=(int(longest), int(longest)) if longest else read_edges(size, 1024),
+        resizing=read_resizing(files, ("PixtralImageProcessor",)),
+    )
+
+
+READERS: dict[str, Reader] = {"Mistral3ForConditionalGeneration": read_pixtral}

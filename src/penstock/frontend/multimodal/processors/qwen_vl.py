@@ -1,0 +1,112 @@
+"""Resizing of images as a model's processor does, for Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import invalid
+from penstock.core.multimodal import ImageInput
+from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
+
+from ..decoding import to_rgb
+from ..prompts import ImageProcessor, ProcessorFiles, Reader
+from ..tiles import Resizing, check_kwargs, read_resizing
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Ernie4_5_VLMoeImageProcessor")
+MAX_ASPECT_RATIO = 200
+MAX_VALUE = 2**31
+KWARGS = ("min_pixels", "max_pixels", "size")
+"""Fields of ``mm_processor_kwargs``."""
+
+
+@dataclass(frozen=True)
+class QwenVLProcessor(ImageProcessor):
+    """As ``ImageProcessor``: images are resized to multiples of a feature's edge, with about the same aspect ratio, and
+    a number of pixels within limits (``smart_resize`` of Qwen2-VL)."""
+
+    edge: int
+    """Pixels of a feature's edge."""
+    min_pixels: int
+    max_pixels: int
+    resizing: Resizing
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> QwenVLProcessor:
+        """As ``ImageProcessor.with_kwargs``."""
+        check_kwargs(kwargs, KWARGS)
+        smallest, largest = read_pixel_limits(kwargs, self.min_pixels, self.max_pixels)
+        if not all(isinstance(value, int) and 1 <= value <= MAX_VALUE for value in (smallest, largest)):
+            raise invalid("mm_processor_kwargs", "numbers of pixels must be whole numbers from 1 on", 1)
+        return replace(self, min_pixels=smallest, max_pixels=largest)
+
+    def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
+        """As ``ImageProcessor.__call__``."""
+        height, width = smart_resize(image.height, image.width, self.edge, self.min_pixels, self.max_pixels)
+        self.resizing.check(1, height, width)
+        resized = self.resizing.resize(to_rgb(image), height, width)
+        return self.resizing.image_input([resized], rows=height // self.edge, columns=width // self.edge)
+
+
+def smart_resize(
+    height: int, width: int, edge: int, min_pixels: int, max_pixels: int, frames: int = 1, rounded: int = 1
+) -> tuple[int, int]:
+    """Height and width as multiples of ``edge``, with about the same aspect ratio, and pixels within limits.
+
+    Args:
+        frames: number of frames whose pixels are limited together.
+        rounded: ``frames``, rounded to those that share features.
+
+    Raises ``PenstockError`` (``invalid``) for what is too long for its width.
+    """
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        words = f"an image of {width} x {height} pixels is too narrow, at most 1 to {MAX_ASPECT_RATIO} is possible"
+        raise invalid("image", words, MAX_ASPECT_RATIO)
+    new = round(height / edge) * edge, round(width / edge) * edge
+    if rounded * new[0] * new[1] > max_pixels:
+        factor = math.sqrt(frames * height * width / max_pixels)
+        new = (
+            max(edge, math.floor(height / factor / edge) * edge),
+            max(edge, math.floor(width / factor / edge) * edge),
+        )
+    elif rounded * new[0] * new[1] < min_pixels:
+        factor = math.sqrt(min_pixels / (frames * height * width))
+        new = math.ceil(height * factor / edge) * edge, math.ceil(width * factor / edge) * edge
+    return new
+
+
+def read_qwen_vl(files: ProcessorFiles) -> QwenVLProcessor:
+    """As ``prompts.Reader``."""
+    config, given = files.config, files.image_processor
+    architecture, vision = config["architectures"][0], config["vision_config"]
+    patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in DEEPSTACK else 14))
+    merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
+    smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * (6177 if architecture == ERNIE else 1280))
+    processor = QwenVLProcessor(
+        placeholder=int(config.get("image_token_id", 100295 if architecture == ERNIE else 151655)),
+        edge=patch * merge,
+        min_pixels=int(smallest),
+        max_pixels=int(largest),
+        resizing=read_resizing(files, PROCESSORS),
+    )
+    if processor.edge < 1:
+        raise ValueError("patch_size or merge_size is out of range")
+    return processor
+
+
+def read_pixel_limits(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any, Any]:
+    """Limits of the number of pixels, by their older names or those of ``size``."""
+    size = given.get("size") or {}
+    if not isinstance(size, Mapping):
+        raise invalid("mm_processor_kwargs", "size must have shortest_edge and longest_edge")
+    smallest = size.get("shortest_edge", size.get("min_pixels", smallest))
+    largest = size.get("longest_edge", size.get("max_pixels", largest))
+    by_name = given.get("min_pixels"), given.get("max_pixels")
+    return smallest if by_name[0] is None else by_name[0], largest if by_name[1] is None else by_name[1]
+
+
+READERS: dict[str, Reader] = dict.fromkeys((*ARCHITECTURES, ERNIE), read_qwen_vl)
