@@ -19,7 +19,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.ops.pytorch.kv_cache import quantize
 
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError

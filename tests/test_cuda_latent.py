@@ -18,7 +18,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.ops.pytorch.kv_cache import store_vectors
 from test_cuda_attention import CPU, DTYPES, FEW, NAMES, close, exact, metadata_of, randn
 from test_cuda_attention import cut as cut_attention
 

@@ -17,7 +17,6 @@ from penstock.core.quantization import UNQUANTIZED, Format
 
 from . import reference
 from .batch import AttentionMetadata, Batch, CaptureOptions, CrossAttention, ForwardFn, LayerExport, QKNorms
-from .experts import Routing
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
 

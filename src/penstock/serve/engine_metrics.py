@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from penstock.config.options import EngineOptions
 from penstock.engine.service.messages import Stats
-from penstock.engine.step_counts import BUCKETS
+from penstock.engine.step_statistics import BUCKETS
 
 LABELS = ["model_name"]
 EngineStats = Mapping[str, tuple[Stats, EngineOptions]]

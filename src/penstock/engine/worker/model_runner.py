@@ -15,7 +15,6 @@ from torch import Tensor
 
 from penstock.checkpoint.kv_spec import PROGRESS_BITS, bytes_per_block
 from penstock.core import Logprob
-from penstock.models import LanguageModelHead, Model
 from penstock.models.model import LanguageModelHead, Model
 from penstock.ops import AttentionMetadata, Batch, CaptureOptions, ForwardFn, KVSpec, LayerExport, Ops, reference
 
