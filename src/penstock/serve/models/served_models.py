@@ -74,6 +74,11 @@ class ServedModel:
         self.idle.set()
 
     @property
+    def all_names(self) -> list[str]:
+        """Its names, and those of its LoRA adapters."""
+        return [*self.names, *self.gateway.engine_pool.adapters]
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """Names that the model's chat templates read, with or without tools."""
         self.gateway.input_processor.check_chats()
@@ -92,7 +97,7 @@ class ServedModel:
 
     def has(self, name: str) -> bool:
         """Whether ``name`` is one of the model's names or of its LoRA adapters."""
-        return name in self.names or name in self.gateway.engine_pool.adapters
+        return name in self.all_names
 
     def adapter_of(self, name: str | None) -> str:
         """The LoRA adapter that a request's ``model`` names; empty for the base model.
@@ -101,12 +106,11 @@ class ServedModel:
         """
         if name is None or name in self.names:
             return ""
-        adapters = self.gateway.engine_pool.adapters
-        if name in adapters:
+        if name in self.gateway.engine_pool.adapters:
             return name
         if name in ANY_MODEL:
             return ""
-        known = ", ".join([*self.names, *adapters])
+        known = ", ".join(self.all_names)
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known}", "model")
 
     @contextmanager
@@ -140,6 +144,8 @@ class ServedModels:
         self._models: tuple[ModelEntry, ...] = ()
         self._received = False
         self._services: dict[str, ServedModel] = {}
+        self._serving: tuple[ServedModel, ...] = ()
+        """The values of ``_services``, in the order of the list."""
         self._open = 0
         self._max_sizes = MIN_BODY_SIZE, MIN_BODY_SIZE
         self.body_memory = BodyMemory(options.max_body_memory or max(MIN_BODY_MEMORY, 3 * options.max_body_size))
@@ -148,7 +154,7 @@ class ServedModels:
         """Called when the engine of a model has become ready."""
 
     def __iter__(self) -> Iterator[ServedModel]:
-        return (self._services[model.name] for model in self._models if model.name in self._services)
+        return iter(self._serving)
 
     @property
     def models(self) -> tuple[ModelEntry, ...]:
@@ -158,17 +164,24 @@ class ServedModels:
     def set_models(self, models: tuple[ModelEntry, ...]) -> None:
         """Replace the list of models, as the supervisor announced it."""
         self._models, self._received = models, True
+        self._order()
 
     def add(self, model: ModelEntry, gateway: Gateway) -> ServedModel:
         """Start serving a model."""
         metrics = self.metrics.of(model.name)
         service = ServedModel(model, gateway, self.options, metrics, self._admit, self._parser)
         self._services[model.name] = service
+        self._order()
         return service
 
     def remove(self, name: str) -> ServedModel:
         """Stop serving a model; open requests go on."""
-        return self._services.pop(name)
+        service = self._services.pop(name)
+        self._order()
+        return service
+
+    def _order(self) -> None:
+        self._serving = tuple(self._services[model.name] for model in self._models if model.name in self._services)
 
     def find(self, name: str | None = None) -> ServedModel:
         """The model that a request's ``model`` names, by one of its names or an adapter's.
@@ -183,7 +196,7 @@ class ServedModels:
                 return service
         if name in ANY_MODEL:
             return self._first()
-        known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine_pool.adapters])
+        known = ", ".join(each for service in self for each in service.all_names)
         model = next((model for model in self._models if name in model.names), None)
         if model is None:
             self.check_alive()  # it may be an adapter of a model that is being loaded

@@ -101,8 +101,10 @@ class _Handler(ChoiceHandler):
         return self.usage([output]) if options and options.continuous_usage_stats else UNSET
 
     async def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs:
-        found = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
-        return None if found is UNSET else found
+        if output.prompt_logprobs is None:
+            return None
+        found: PromptLogprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
+        return found
 
 
 class FastDeployChatHandler(_Handler, ChatHandler):

@@ -36,11 +36,7 @@ class OllamaModels:
 
     def listed(self) -> list[dict[str, Any]]:
         """All names that requests may have."""
-        return [
-            self._entry(service, name)
-            for service in self._served_models
-            for name in [*service.names, *service.gateway.engine_pool.adapters]
-        ]
+        return [self._entry(service, name) for service in self._served_models for name in service.all_names]
 
     def running(self) -> list[dict[str, Any]]:
         """Those that are in memory, which all are."""

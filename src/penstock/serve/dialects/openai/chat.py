@@ -156,7 +156,8 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
 
     async def _add_prompt(self, answer: ChatCompletion | ChatCompletionChunk, output: RequestOutput) -> None:
         """Add the requested fields of the prompt; in a stream to the first chunk."""
-        answer.prompt_logprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
+        if output.prompt_logprobs is not None:
+            answer.prompt_logprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
         if self.request.return_token_ids:
             answer.prompt_token_ids = output.prompt_token_ids
         if self.request.return_prompt_text:

@@ -121,7 +121,7 @@ class CompletionHandler(ChoiceHandler):
             echoed = output.prompt_logprobs or []
         if first and ids_wanted:
             choice.prompt_token_ids = output.prompt_token_ids
-        if first and request.prompt_logprobs is not None:
+        if first and request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice.prompt_logprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
         if self.sampling.logprobs is not None:
             choice.logprobs = await self._logprobs(number, [*echoed, *positions], output if echoed else None)

@@ -9,44 +9,32 @@ import msgspec
 
 from penstock.core import PoolingParams
 from penstock.frontend.outputs import RequestOutput, embedding_of, vectors_of
-from penstock.serve.chat.request import TokenId, TokenIds
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 
-from .pooling import EmbeddingUsage, Input, PoolingHandler, PoolingRequest, usage
-from .schema import PROMPT_SCHEMAS, one_or_several
+from .pooling import EmbeddingUsage, InputRequest, PoolingHandler
+from .schema import one_or_several
 
 
-class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    input: Annotated[
-        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
-        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
-    ]
-    """One or several texts, or lists of token ids."""
+class VectorRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
+    """Fields of requests for vectors."""
+
     encoding_format: Literal["float", "base64"] | None = None
     """Numbers, or float32 in base64."""
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """Number of leading elements of a vector to keep, before it is normalized."""
     normalize: bool | None = None
     """Whether vectors have length 1; by default as the checkpoint says."""
+
+
+class EmbeddingRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     prompt_name: str | None = None
     """What texts begin with, of the checkpoint's prompts; by default as it says, and empty is nothing."""
 
 
-class PoolRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    input: Annotated[
-        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
-        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
-    ]
-    """One or several texts, or lists of token ids."""
+class PoolRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
     """Those of tokens give a vector for each token; by default what the checkpoint is for."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """Numbers, or float32 in base64."""
-    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """Number of leading elements of a vector to keep, before it is normalized."""
-    normalize: bool | None = None
-    """Whether vectors have length 1; by default as the checkpoint says."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -81,8 +69,6 @@ class PoolResponse(msgspec.Struct, kw_only=True):
 
 class EmbeddingHandler(PoolingHandler):
     kind = "embd"
-    field = "input"
-    """The request's field with the texts."""
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: EmbeddingRequest) -> None:
         super().__init__(service, record, request)
@@ -93,20 +79,10 @@ class EmbeddingHandler(PoolingHandler):
         ]
         self.pooling = self._pooler.embedding_params(_wanted(request))
 
-    async def prompts(self) -> list[tuple[str, Input]]:
-        return [(self.field, prompt) for prompt in self._prompts]
-
     def response(self, outputs: list[RequestOutput]) -> object:
-        return EmbeddingResponse(
-            id=self.id,
-            created=self._created,
-            model=self.model,
-            data=[Embedding(index=i, embedding=self._encode_embedding(output)) for i, output in enumerate(outputs)],
-            usage=usage(outputs),
-        )
-
-    def _encode_embedding(self, output: RequestOutput) -> list[float] | str:
-        return _base64(output) if self._as_text else embedding_of(output)
+        vectors = [_base64(output) if self._as_text else embedding_of(output) for output in outputs]
+        data = [Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]
+        return self.answer(EmbeddingResponse, data, outputs)
 
 
 class PoolHandler(PoolingHandler):
@@ -120,17 +96,9 @@ class PoolHandler(PoolingHandler):
         self._prompts = one_or_several(request.input, "input", "inputs")
         self.pooling = self._pooler.params(request.task, _wanted(request))
 
-    async def prompts(self) -> list[tuple[str, Input]]:
-        return [("input", prompt) for prompt in self._prompts]
-
-    def response(self, outputs: list[RequestOutput]) -> PoolResponse:
-        return PoolResponse(
-            id=self.id,
-            created=self._created,
-            model=self.model,
-            data=[Pooled(index=i, data=self._data(output)) for i, output in enumerate(outputs)],
-            usage=usage(outputs),
-        )
+    def response(self, outputs: list[RequestOutput]) -> object:
+        data = [Pooled(index=i, data=self._data(output)) for i, output in enumerate(outputs)]
+        return self.answer(PoolResponse, data, outputs)
 
     def _data(self, output: RequestOutput) -> list[float | list[float]] | str:
         if self._as_text:
@@ -142,7 +110,7 @@ def _base64(output: RequestOutput) -> str:
     return base64.b64encode(output.embedding or b"").decode()
 
 
-def _wanted(request: EmbeddingRequest | PoolRequest) -> PoolingParams:
+def _wanted(request: VectorRequest) -> PoolingParams:
     """What a request asks for. ``use_activation`` of an embedding is whether it has length 1."""
     normalize = request.use_activation if request.normalize is None else request.normalize
     return PoolingParams(dimensions=request.dimensions, normalize=normalize, use_activation=request.use_activation)

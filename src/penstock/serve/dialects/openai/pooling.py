@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, ClassVar
 
@@ -23,6 +23,8 @@ from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 from penstock.text.encoding import Texts
+
+from .schema import Prompts
 
 Input = str | list[int] | Texts
 
@@ -57,6 +59,10 @@ class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     """Whether classes and scores are probabilities, and embeddings have length 1; by default as the checkpoint says."""
 
 
+class InputRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    input: Prompts
+
+
 class EmbeddingUsage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     total_tokens: int
@@ -67,7 +73,10 @@ class PoolingHandler(GenerationHandler):
 
     kind = ""
     """Prefix of the answers' ids."""
+    field = "input"
+    """The request's field that has the prompts, for errors."""
     pooling: PoolingParams
+    _prompts: Sequence[Input] = ()
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: PoolingRequest) -> None:
         super().__init__(service, record, request, NO_GENERATION)
@@ -78,12 +87,16 @@ class PoolingHandler(GenerationHandler):
         self._created = int(time.time())
 
     async def prompts(self) -> list[tuple[str, Input]]:
-        """Each prompt, and the request's field that it is from, for errors."""
-        raise NotImplementedError
+        """Each prompt, and the field that it is from."""
+        return [(self.field, prompt) for prompt in self._prompts]
 
     def response(self, outputs: list[RequestOutput]) -> object:
         """The answer, from the finished outputs in the order of the prompts."""
         raise NotImplementedError
+
+    def answer(self, schema: Callable[..., object], data: Sequence[object], outputs: list[RequestOutput]) -> object:
+        """The answer with a list of results."""
+        return schema(id=self.id, created=self._created, model=self.model, data=data, usage=usage(outputs))
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         prompts = await self.prompts()

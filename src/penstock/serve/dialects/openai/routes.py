@@ -188,8 +188,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         )
 
     async def list_models(_: Request) -> Response:
-        named = [(service, [*service.names, *service.gateway.engine_pool.adapters]) for service in served_models]
-        return Json(ModelList(data=[model(service, name) for service, names in named for name in names]))
+        return Json(ModelList(data=[model(each, name) for each in served_models for name in each.all_names]))
 
     async def retrieve_model(raw_request: Request) -> Response:
         name = raw_request.path_params["name"]

@@ -43,6 +43,11 @@ PROMPT_SCHEMAS = [
         "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
     },
 ]
+Prompts = Annotated[
+    str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+    msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
+]
+"""One or several texts, or lists of token ids."""
 PIECE_SIZE = 32
 """Positions whose logprobs are encoded in one turn of the event loop."""
 MIN_LOGPROB = -9999.0
@@ -72,11 +77,7 @@ Metadata = Annotated[
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    prompt: Annotated[
-        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
-        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
-    ]
-    """One or several texts, or lists of token ids."""
+    prompt: Prompts
     prompt_token_ids: Annotated[list[TokenId | TokenIds], msgspec.Meta(min_length=1)] | None = None
     """FastDeploy's: taken in place of prompt."""
     max_tokens: Count | None = None
@@ -407,10 +408,8 @@ def token_of(token_id: int, logprob: Logprob, as_id: bool | None) -> str:
 
 
 async def prompt_logprobs_of(output: RequestOutput, fair_queue: FairQueue) -> Any:
-    """``prompt_logprobs`` as in vLLM; unset where they were not requested."""
-    return (
-        UNSET if output.prompt_logprobs is None else await encode_in_pieces(output.prompt_logprobs, _by_id, fair_queue)
-    )
+    """``prompt_logprobs`` as in vLLM."""
+    return await encode_in_pieces(output.prompt_logprobs or [], _by_id, fair_queue)
 
 
 def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | None:

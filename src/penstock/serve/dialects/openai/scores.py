@@ -9,13 +9,12 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import RequestOutput, cosine, embedding_of
-from penstock.serve.chat.request import TokenId, TokenIds
 from penstock.serve.http.body import require
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 
-from .pooling import EmbeddingUsage, Input, PoolingHandler, PoolingRequest, usage
-from .schema import MAX_PROMPTS, PROMPT_SCHEMAS, one_or_several
+from .pooling import EmbeddingUsage, Input, InputRequest, PoolingHandler, PoolingRequest, usage
+from .schema import MAX_PROMPTS, one_or_several
 
 TextOrList = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -54,12 +53,8 @@ class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
 RerankRequest.reading = RerankRequest.reading.accepting(RerankRequest)
 
 
-class ClassifyRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    input: Annotated[
-        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
-        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
-    ]
-    """One or several texts, or lists of token ids."""
+class ClassifyRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
+    pass
 
 
 class Score(msgspec.Struct, kw_only=True):
@@ -170,14 +165,9 @@ class ScoreHandler(_PairHandler):
             raise invalid(names[1], message, len(first))
         super().__init__(service, record, request, names, first, second)
 
-    def response(self, outputs: list[RequestOutput]) -> ScoreResponse:
-        return ScoreResponse(
-            id=self.id,
-            created=self._created,
-            model=self.model,
-            data=[Score(index=i, score=score) for i, score in enumerate(self._scores(outputs))],
-            usage=usage(outputs),
-        )
+    def response(self, outputs: list[RequestOutput]) -> object:
+        data = [Score(index=i, score=score) for i, score in enumerate(self._scores(outputs))]
+        return self.answer(ScoreResponse, data, outputs)
 
 
 class RerankHandler(_PairHandler):
@@ -213,17 +203,9 @@ class ClassifyHandler(PoolingHandler):
         given = one_or_several(request.input, "input", "inputs")
         self._prompts = [self._pooler.folded(prompt) if isinstance(prompt, str) else prompt for prompt in given]
 
-    async def prompts(self) -> list[tuple[str, Input]]:
-        return [("input", prompt) for prompt in self._prompts]
-
-    def response(self, outputs: list[RequestOutput]) -> ClassifyResponse:
-        return ClassifyResponse(
-            id=self.id,
-            created=self._created,
-            model=self.model,
-            data=[self._classified(index, embedding_of(output)) for index, output in enumerate(outputs)],
-            usage=usage(outputs),
-        )
+    def response(self, outputs: list[RequestOutput]) -> object:
+        data = [self._classified(index, embedding_of(output)) for index, output in enumerate(outputs)]
+        return self.answer(ClassifyResponse, data, outputs)
 
     def _classified(self, index: int, probabilities: list[float]) -> Classified:
         best = max(range(len(probabilities)), key=probabilities.__getitem__)

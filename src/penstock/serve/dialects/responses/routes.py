@@ -100,28 +100,15 @@ class ResponsesRoutes:
     async def create(self, raw_request: Request) -> Response:
         record, events, stores = record_of(raw_request.scope), Events(), self._stores
         error_format = ResponsesErrorFormat(FIELD_NAMES, events)
-
-        def parse(body: bytes) -> tuple[ResponsesRequest, ServedModel, int]:
-            request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
-            record.error_format = error_format
-            service = self._served_models.find(request.model)
-            service.gateway.check_characters(num_characters(request))
-            return request, service, len(body)
-
-        largest = self._served_models.max_body_size
-        request, service, size = await self._served_models.read(raw_request, parse, largest)
-        request, size = await self._with_items(request, size, record)
+        request, service, size = await self._read(raw_request, ResponsesRequest, error_format)
         keeper = await self._served_models.parse(record, size, lambda: (0, self._keeper(record, request)))
         stored = keeper is not None and keeper.stores_response
-        if stores:
-            if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
-                await stores.responses.check_room(record.tenant)
-            request, size = await with_conversation(
-                request, size, stores, record.tenant, largest, partial(self._served_models.reserve, record)
-            )
+        if stores and stored and (request.store or request.background):  # others have the answer anyway
+            await stores.responses.check_room(record.tenant)
+        whole, size = await self._with_conversation(request, size, record)
 
         def handle() -> tuple[int, ResponseHandler]:
-            return 0, ResponseHandler(service, record, request, size, events, keeper, stored)
+            return 0, ResponseHandler(service, record, whole, size, events, keeper, stored)
 
         handler = await self._served_models.parse(record, size, handle)
         if not request.background:
@@ -133,40 +120,53 @@ class ResponsesRoutes:
         return Json(await self.background.start(service, handler, keeper))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
-        record, served_models = record_of(raw_request.scope), self._served_models
-        largest = served_models.max_body_size
-
-        def parse(body: bytes) -> tuple[CountTokensRequest, ServedModel, int]:
-            request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
-            service = served_models.find(request.model)
-            service.gateway.check_characters(num_characters(request))
-            return request, service, len(body)
-
-        request, service, size = await served_models.read(raw_request, parse, largest)
-        request, size = await self._with_items(request, size, record)
-        if self._stores:
-            request, size = await with_conversation(
-                request, size, self._stores, record.tenant, largest, partial(served_models.reserve, record)
-            )
+        record = record_of(raw_request.scope)
+        request, service, size = await self._read(raw_request, CountTokensRequest)
+        whole, size = await self._with_conversation(request, size, record)
 
         def prompt_of() -> tuple[int, ChatPrompt]:
-            chat = to_chat_request(request, service.template_variables, service.sees_images)
+            chat = to_chat_request(whole, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
             return 0, ChatPrompt(service, chat, size, record)
 
-        prompt = await served_models.parse(record, size, prompt_of)
-        count = await prompt.count_tokens()
-        return Json({"object": "response.input_tokens", "input_tokens": count})
+        prompt = await self._served_models.parse(record, size, prompt_of)
+        return Json({"object": "response.input_tokens", "input_tokens": await prompt.count_tokens()})
 
-    async def _with_items(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
-        """The request with the items that its input refers to, and about how many characters it has then."""
+    async def _read(
+        self, raw_request: Request, schema: type[T], error_format: ErrorFormat | None = None
+    ) -> tuple[T, ServedModel, int]:
+        """A request with the items that its input refers to, its model, and about how many characters it has.
+
+        Args:
+            error_format: that of the request once its body has been converted.
+        """
+        record = record_of(raw_request.scope)
+
+        def parse(body: bytes) -> tuple[T, ServedModel, int]:
+            request = read(read_object(body), schema, record.unknown, self._stores is not None)
+            record.error_format = error_format
+            service = self._served_models.find(request.model)
+            service.gateway.check_characters(num_characters(request))
+            return request, service, len(body)
+
+        models = self._served_models
+        request, service, size = await models.read(raw_request, parse, models.max_body_size)
         if isinstance(given := request.input, str):
+            return request, service, size
+        reserve = partial(models.reserve, record)
+        items, size = await resolve_references(
+            given, self._stores, record.tenant, "input", size, models.max_body_size, reserve
+        )
+        return msgspec.structs.replace(request, input=items), service, size
+
+    async def _with_conversation(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
+        """The request with the items of its conversation, and about how many characters it has then."""
+        if self._stores is None:
             return request, size
         models = self._served_models
-        items, size = await resolve_references(
-            given, self._stores, record.tenant, "input", size, models.max_body_size, partial(models.reserve, record)
+        return await with_conversation(
+            request, size, self._stores, record.tenant, models.max_body_size, partial(models.reserve, record)
         )
-        return msgspec.structs.replace(request, input=items), size
 
     def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
         """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""
