@@ -8,7 +8,7 @@ from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
-from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 
 from .http.request_record import RequestRecord
@@ -205,6 +205,11 @@ class GenerationHandler:
     def max_model_len(self) -> int:
         """Tokens of the context. Raises ``PenstockError`` (``unavailable``) where no engine is ready."""
         return self.service.gateway.engine_pool.require_engine().max_model_len
+
+
+def likeliest(position: PositionLogprobs, maximum: int) -> list[tuple[int, Logprob]]:
+    """The ``maximum`` likeliest tokens at a position, by rank."""
+    return sorted([entry for entry in position.items() if entry[1].rank <= maximum], key=lambda entry: entry[1].rank)
 
 
 class SequenceDelta(NamedTuple):

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.core import Code, PenstockError
-from penstock.frontend.outputs import PositionLogprobs, RequestOutput, embedding_of
+from penstock.frontend.outputs import Logprob, PositionLogprobs, RequestOutput, embedding_of
 from penstock.serve.chat.messages import messages_of, template_options
 from penstock.serve.dialects.dispatch import answer_by_body
 from penstock.serve.dialects.endpoints import DialectRoutes
@@ -17,6 +17,7 @@ from penstock.serve.dialects.openai import schema as openai
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.embeddings import EmbeddingHandler
 from penstock.serve.dialects.openai.embeddings import EmbeddingRequest as OpenAIEmbeddingRequest
+from penstock.serve.generation import likeliest
 from penstock.serve.http.body import convert
 from penstock.serve.http.openapi import OBJECT, reference
 from penstock.serve.http.reply import Reply, encode, event
@@ -134,27 +135,16 @@ class LlamaServerHandler(CompletionHandler):
         return [self._position(position) for position in positions]
 
     def _position(self, position: PositionLogprobs) -> TokenProbability:
-        entries = [
-            (
-                each.rank,
-                TopProbability(
-                    id=token_id,
-                    token=each.decoded_token,
-                    bytes=self._bytes(token_id),
-                    logprob=max(each.logprob, openai.MIN_LOGPROB),
-                ),
-            )
-            for token_id, each in position.items()
-        ]
-        chosen, maximum = entries[0][1], self._given.n_probs or 0
-        top = [entry for rank, entry in sorted(entries, key=lambda one: one[0]) if rank <= maximum]
+        chosen = self._token(*next(iter(position.items())))
+        top = [self._token(*entry) for entry in likeliest(position, self._given.n_probs or 0)]
         return TokenProbability(
             id=chosen.id, token=chosen.token, bytes=chosen.bytes, logprob=chosen.logprob, top_logprobs=top
         )
 
-    def _bytes(self, token_id: int) -> list[int]:
-        vocabulary = self.tokenizer.vocabulary
-        return [*vocabulary[token_id]] if token_id < len(vocabulary) else []
+    def _token(self, token_id: int, given: Logprob) -> TopProbability:
+        vocabulary, logprob = self.tokenizer.vocabulary, max(given.logprob, openai.MIN_LOGPROB)
+        token_bytes = [*vocabulary[token_id]] if token_id < len(vocabulary) else []
+        return TopProbability(id=token_id, token=given.decoded_token, bytes=token_bytes, logprob=logprob)
 
 
 class LlamaServerEmbeddingHandler(EmbeddingHandler):

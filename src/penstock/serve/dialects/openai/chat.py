@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.serve.chat.generation import CallDelta, ChatGeneration
 from penstock.serve.chat.request import ChatRequest, NamedTool
+from penstock.serve.generation import likeliest
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 from penstock.text import TextPart, ToolCall
@@ -167,21 +168,13 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         return ChatLogprobs(content=[self._position(position) for position in positions])
 
     def _position(self, position: PositionLogprobs) -> TokenLogprob:
-        as_ids = self.request.return_tokens_as_token_ids
-        entries = [
-            (
-                p.rank,
-                self.top_logprob(
-                    token=token_of(token_id, p, as_ids),
-                    logprob=max(p.logprob, MIN_LOGPROB),
-                    bytes=self._bytes(token_id),
-                ),
-            )
-            for token_id, p in position.items()
-        ]
-        sampled, maximum = entries[0][1], self.sampling.logprobs or 0
-        top = [top_logprob for rank, top_logprob in sorted(entries, key=lambda entry: entry[0]) if rank <= maximum]
+        sampled = self._token(*next(iter(position.items())))
+        top = [self._token(*entry) for entry in likeliest(position, self.sampling.logprobs or 0)]
         return TokenLogprob(token=sampled.token, logprob=sampled.logprob, bytes=sampled.bytes, top_logprobs=top)
+
+    def _token(self, token_id: int, logprob: Logprob) -> TopLogprob:
+        name = token_of(token_id, logprob, self.request.return_tokens_as_token_ids)
+        return self.top_logprob(token=name, logprob=max(logprob.logprob, MIN_LOGPROB), bytes=self._bytes(token_id))
 
     def _bytes(self, token_id: int) -> list[int]:
         if (token_bytes := self._byte_lists.get(token_id)) is None:

@@ -11,11 +11,12 @@ from starlette.responses import JSONResponse, Response
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.sampling import MAX_ENTRIES, MAX_SEQUENCES
-from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.serve.dialects.dispatch import answer_by_body
 from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.schema import MIN_LOGPROB, CompletionRequest
+from penstock.serve.generation import likeliest
 from penstock.serve.http.body import RequestBody, convert
 from penstock.serve.http.openapi import STRING, reference
 from penstock.serve.http.reply import Reply, encode
@@ -89,7 +90,7 @@ class TGIHandler(CompletionHandler):
         completion = output.outputs[0]
         if (piece := self.cursors[0].advance(completion)) is None:
             return b""
-        tokens = [self._token(position) for position in piece.positions]
+        tokens = [self._sampled(position) for position in piece.positions]
         _spread(tokens, piece.text)
         events = []
         for token, position in zip(tokens, piece.positions, strict=True):
@@ -116,7 +117,7 @@ class TGIHandler(CompletionHandler):
             generated_tokens=len(completion.token_ids),
             seed=self.parameters.seed,
             prefill=self._prefill(output) if self.parameters.decoder_input_details else [],
-            tokens=[self._token(position) for position in positions],
+            tokens=[self._sampled(position) for position in positions],
             top_tokens=[self._top(position) for position in positions] if wanted and positions else UNSET,
         )
 
@@ -140,29 +141,16 @@ class TGIHandler(CompletionHandler):
             for token_id, position in pairs
         ]
 
-    def _token(self, position: PositionLogprobs) -> Token:
-        return self._tokens(position)[0][1]
+    def _sampled(self, position: PositionLogprobs) -> Token:
+        return self._token(*next(iter(position.items())))
 
     def _top(self, position: PositionLogprobs) -> list[Token]:
         """The likeliest tokens at a position."""
-        maximum = self.parameters.top_n_tokens or 0
-        return [token for rank, token in sorted(self._tokens(position), key=lambda one: one[0]) if rank <= maximum]
+        return [self._token(*entry) for entry in likeliest(position, self.parameters.top_n_tokens or 0)]
 
-    def _tokens(self, position: PositionLogprobs) -> list[tuple[int, Token]]:
-        """Those of a position with their ranks, the sampled one first."""
-        special = self.tokenizer.special_ids
-        return [
-            (
-                each.rank,
-                Token(
-                    id=token_id,
-                    text=each.decoded_token,
-                    logprob=max(each.logprob, MIN_LOGPROB),
-                    special=token_id in special,
-                ),
-            )
-            for token_id, each in position.items()
-        ]
+    def _token(self, token_id: int, given: Logprob) -> Token:
+        logprob, is_special = max(given.logprob, MIN_LOGPROB), token_id in self.tokenizer.special_ids
+        return Token(id=token_id, text=given.decoded_token, logprob=logprob, special=is_special)
 
 
 class TGIRoutes(DialectRoutes):
