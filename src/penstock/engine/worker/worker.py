@@ -241,6 +241,12 @@ class Worker:
         Returns:
             Waits for the step and returns its output, or raises its error.
         """
+        try:
+            return self._submit(step, grammar_bitmask)
+        except Exception as error:
+            return partial(_raise, error)
+
+    def _submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None) -> Callable[[], StepOutput]:
         if not self.asynchronous:
             with self._stage.step(), self._step():
                 output, verified = self._start(step, grammar_bitmask)()
@@ -554,3 +560,7 @@ class Worker:
     def _complete_steps(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().complete()
+
+
+def _raise(error: Exception) -> StepOutput:
+    raise error

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.frontend.outputs import RequestOutput
 
-from ..openai import responses as openai
+from ..openai import schema as openai
 
 Reason = Literal["stop", "length", "tool_calls"] | None
 PromptLogprobs = list[dict[int, dict[str, Any]] | None] | None

@@ -1,23 +1,29 @@
-"""PaddleNLP's requests."""
+"""PaddleNLP's requests and answers: JSON objects, one per line in a stream."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from penstock.core import SamplingParams
+from penstock.core import Code, Failure, SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.chat.request import ChatRequest, Message, NonEmptyText, Seed, TokenId, TokenIds
-from penstock.serve.dialects.openai.requests import CompletionRequest
-from penstock.serve.http.body import convert
+from penstock.serve.dialects.openai.schema import CompletionRequest
+from penstock.serve.http.body import RequestBody, convert
+from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.status import STATUS
 from penstock.serve.http.unknown_fields import UnknownFields
 
+LIMIT_NAMES = {"max_prompt_len": "MAX_SEQ_LEN", "max_output_len": "MAX_DEC_LEN"}
+"""Options in error messages → PaddleNLP's names."""
 Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Request(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """A field that is null is taken as absent."""
 
     req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$(?!\n)")] | None = None
@@ -103,7 +109,7 @@ def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
     together, and for unknown fields where requests are read strictly.
     """
-    request = convert(fields, Request, unknown, "pydantic")
+    request = convert(fields, Request, unknown)
     given = [name for name in PROMPTS if getattr(request, name) is not None]
     if not given:
         raise invalid("text", "is missing; give text, messages or input_ids")
@@ -152,3 +158,85 @@ def field_names(fields: dict[str, Any]) -> dict[str, str]:
     if "prompt" not in fields:
         names["prompt"] = next((name for name in PROMPTS if name in fields), PROMPTS[0])
     return names
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    """Stop token included."""
+    total_tokens: int
+
+
+class StreamChunk(msgspec.Struct, kw_only=True):
+    """One line of a stream."""
+
+    req_id: str
+    token: str
+    """Text, of one token or several."""
+    token_ids: list[int]
+    """Without the stop token."""
+    send_idx: int
+    """Index of the piece, from 0."""
+    is_end: int
+    """1 in the last one."""
+    error_msg: str = ""
+    error_code: int = 0
+    usage: Usage | UnsetType = UNSET
+    """In the last piece, with ``return_usage``."""
+
+
+class FullResponse(msgspec.Struct, kw_only=True):
+    """An answer that is not streamed."""
+
+    req_id: str
+    tokens_all: str
+    """The text."""
+    result: str
+    """The text again: PaddleNLP's documentation has ``tokens_all``, its server sends ``result``."""
+    is_end: int = 1
+    error_msg: str = ""
+    error_code: int = 0
+    usage: Usage | UnsetType = UNSET
+
+
+class ErrorResponse(msgspec.Struct, kw_only=True):
+    req_id: str
+    error_msg: str
+    error_code: int
+    """The HTTP status that would fit; the response's own is 200."""
+
+
+class PaddleNLPErrorFormat(ErrorFormat):
+    """PaddleNLP's error format.
+
+    Args:
+        req_id: the request's.
+        names: its fields, by the names under which the engine knows them.
+    """
+
+    dialect = "paddlenlp"
+
+    def __init__(self, req_id: str = "", names: Mapping[str, str] | None = None) -> None:
+        super().__init__(names)
+        self._req_id = req_id
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """The format for a request's JSON."""
+        req_id = fields.get("req_id")
+        return cls(req_id if isinstance(req_id, str) else "", field_names(fields))
+
+    def document(self, failure: Failure) -> ErrorResponse:
+        message = failure.message
+        for setting, theirs in LIMIT_NAMES.items():
+            message = message.replace(f"{setting} (", f"{theirs} (")
+        return ErrorResponse(req_id=self._req_id, error_msg=message, error_code=STATUS[failure.code])
+
+    def error(self, failure: Failure) -> bytes:
+        return super().error(failure) + b"\n"
+
+    stream_error = error
+
+    def status(self, failure: Failure) -> int:
+        """200, as in PaddleNLP: its clients read ``error_code``. Paths that are not served keep their status."""
+        return STATUS[failure.code] if failure.code in (Code.NOT_FOUND, Code.NOT_ALLOWED) else 200

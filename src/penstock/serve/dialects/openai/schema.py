@@ -1,20 +1,53 @@
-"""Responses of OpenAI's API, whole and in chunks."""
+"""Requests and answers of OpenAI's API, with the fields that vLLM and FastDeploy add. ``serve/chat/request.py`` has the
+chat's request; embeddings, scores and audio have theirs in their own modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core import Code, Failure
+from penstock.core.errors import invalid
+from penstock.core.sampling import MAX_LOGPROBS
 from penstock.frontend.fair_queue import FairQueue
 from penstock.frontend.outputs import Logprob, PositionLogprobs, RequestOutput
+from penstock.serve.chat.request import (
+    UNSUPPORTED,
+    ChatRequest,
+    Count,
+    GenerationRequest,
+    Message,
+    NonEmptyText,
+    TokenId,
+    TokenIds,
+    Tool,
+)
+from penstock.serve.http.body import Reading, RequestBody, Unsupported, unsupported
+from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.reply import DONE, encode
 from penstock.serve.http.status import STATUS
 
 T = TypeVar("T")
-
+MAX_PROMPTS = 2048
+PROMPT_SCHEMAS = [
+    {"type": "string"},
+    {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
+    {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
+    {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": MAX_PROMPTS,
+        "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
+    },
+]
+Prompts = Annotated[
+    str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+    msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
+]
+"""One or several texts, or lists of token ids."""
 PIECE_SIZE = 32
 """Positions whose logprobs are encoded in one turn of the event loop."""
 MIN_LOGPROB = -9999.0
@@ -33,6 +66,77 @@ ERROR_CODES = {
     Code.OVERLOADED: "rate_limit_exceeded",
     Code.TOO_LONG: "context_length_exceeded",
 }
+FIELD_NAMES = {"bad_word_ids": "bad_words_token_ids"}
+"""Internal field names → OpenAI's, for errors."""
+CHAT_FIELD_NAMES = FIELD_NAMES | {"prompt": "messages"}
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
+]
+"""Metadata that clients attach to stored objects, within the limits of OpenAI's API."""
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    prompt: Prompts
+    prompt_token_ids: Annotated[list[TokenId | TokenIds], msgspec.Meta(min_length=1)] | None = None
+    """FastDeploy's: taken in place of prompt."""
+    max_tokens: Count | None = None
+    """16 by default; 0 goes with echo."""
+    echo: bool | None = None
+    """Return the prompt before the answer."""
+    suffix: str | Annotated[dict[str, Any], msgspec.Meta(max_length=0)] | None = None
+    """Text after the answer, which fills in the middle; FastDeploy's clients send an empty object."""
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+CHAT_ONLY_FIELDS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
+CompletionRequest.reading = Reading(
+    unsupported=UNSUPPORTED
+    | {
+        name: Unsupported("is for chats only", UNSUPPORTED[name].neutral if name in UNSUPPORTED else (), Code.INVALID)
+        for name in CHAT_ONLY_FIELDS
+    }
+).accepting(CompletionRequest)
+
+
+class TokenizeRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
+    """A prompt or messages to tokenize."""
+
+    reading: ClassVar = Reading(
+        unsupported=unsupported({"chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},)})
+    )
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class LoadAdapterRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter as PEFT saves it."""
+
+    lora_name: NonEmptyText
+    """Name under which requests select the adapter, in ``model``."""
+    lora_path: NonEmptyText
+    """A folder of the server."""
+    base_model_name: str | None = None
+    """The adapter's base model; by default the first one."""
+
+
+class UnloadAdapterRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
+    lora_name: NonEmptyText
+    lora_int_id: int | None = None
 
 
 class Error(msgspec.Struct, kw_only=True):
@@ -211,91 +315,6 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
 
-class EmbeddingUsage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(msgspec.Struct, kw_only=True):
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: EmbeddingUsage
-
-
-class Score(msgspec.Struct, kw_only=True):
-    object: Literal["score"] = "score"
-    index: int
-    score: float
-
-
-class ScoreResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-
-
-class RerankDocument(msgspec.Struct, kw_only=True):
-    text: str
-
-
-class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    index: int
-    """Of the document in the request."""
-    relevance_score: float
-    document: RerankDocument | None = None
-
-
-class RerankResponse(msgspec.Struct, kw_only=True):
-    id: str
-    model: str
-    usage: EmbeddingUsage
-    results: list[RerankResult]
-
-
-class Classified(msgspec.Struct, kw_only=True):
-    index: int
-    label: str
-    """The likeliest class."""
-    probs: list[float]
-    num_classes: int
-
-
-class ClassifyResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Classified]
-    usage: EmbeddingUsage
-
-
-class Pooled(msgspec.Struct, kw_only=True):
-    index: int
-    object: Literal["pooling"] = "pooling"
-    data: list[float | list[float]] | str
-
-
-class PoolResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Pooled]
-    usage: EmbeddingUsage
-
-
 class Model(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -325,31 +344,11 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
     """The same, as llama-server calls it."""
 
 
-RESPONSES = (
-    Completion,
-    ChatCompletion,
-    EmbeddingResponse,
-    ScoreResponse,
-    RerankResponse,
-    ClassifyResponse,
-    PoolResponse,
-    ModelList,
-    Model,
-    TokenizeResponse,
-    DetokenizeResponse,
-    ErrorResponse,
-)
+class OpenAIErrorFormat(ErrorFormat):
+    stream_end = b"\n\n" + DONE
 
-FIELD_NAMES = {"bad_word_ids": "bad_words_token_ids"}
-"""Internal field names → OpenAI's, for errors."""
-CHAT_FIELD_NAMES = FIELD_NAMES | {"prompt": "messages"}
-encode = msgspec.json.Encoder().encode
-DONE = b"data: [DONE]\n\n"
-
-
-def event(answer: msgspec.Struct) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encode(answer) + b"\n\n"
+    def document(self, failure: Failure) -> ErrorResponse:
+        return error_of(failure)
 
 
 async def encode_in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
@@ -409,10 +408,8 @@ def token_of(token_id: int, logprob: Logprob, as_id: bool | None) -> str:
 
 
 async def prompt_logprobs_of(output: RequestOutput, fair_queue: FairQueue) -> Any:
-    """``prompt_logprobs`` as in vLLM; unset where they were not requested."""
-    return (
-        UNSET if output.prompt_logprobs is None else await encode_in_pieces(output.prompt_logprobs, _by_id, fair_queue)
-    )
+    """``prompt_logprobs`` as in vLLM."""
+    return await encode_in_pieces(output.prompt_logprobs or [], _by_id, fair_queue)
 
 
 def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | None:
@@ -424,3 +421,22 @@ def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | Non
             for token_id, p in position.items()
         }
     )
+
+
+def one_or_several(given: str | Sequence[str | int | list[int]], field: str, what: str) -> list[str] | list[list[int]]:
+    """The prompts of a field: texts, or lists of token ids.
+
+    Args:
+        what: the prompts' name in the error where there are too many.
+
+    Raises ``PenstockError`` (``invalid``) where these are mixed, or too many.
+    """
+    if isinstance(given, str):
+        return [given]
+    if len({type(entry) for entry in given}) > 1:
+        raise invalid(field, "mixes texts, token ids and lists of token ids")
+    if isinstance(given[0], int):
+        return [cast(list[int], given)]
+    if len(given) > MAX_PROMPTS:
+        raise invalid(field, f"holds {len(given)} {what}, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
+    return cast(list[str], given)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from penstock.serve.chat.request import TOOL_NAME, Count, NonEmptyText, Number, Seed
-from penstock.serve.dialects.openai.metadata import Metadata
+from penstock.serve.dialects.openai.schema import Metadata
+from penstock.serve.http.body import Reading, RequestBody, Unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+STATELESS = "the server keeps no state between requests: send the conversation as input, or start it with --storage-dir"
+KEEPS_NOTHING = "nothing is kept here; send false, or start the server with --storage-dir"
+STORED_FIELDS = {
+    "previous_response_id": Unsupported(STATELESS),
+    "conversation": Unsupported(STATELESS),
+    "store": Unsupported(KEEPS_NOTHING, (False,)),
+    "background": Unsupported(KEEPS_NOTHING, (False,)),
+}
+"""Fields that are refused where nothing is stored."""
+UNSUPPORTED = {
+    "prompt": Unsupported("no prompts are kept here: send instructions and input"),
+    "truncation": Unsupported("no input is cut; send disabled, and less input", ("disabled",)),
+    "context_management": Unsupported("no input is made shorter; send less of it"),
+    "moderation": Unsupported("nothing is moderated here"),
+    "top_logprobs": Unsupported("is not supported yet; /v1/chat/completions has it", (0,)),
+}
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -89,8 +106,10 @@ class ConversationReference(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     id: str
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """The fields that determine the prompt. A field that is null is taken as absent."""
+
+    reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     model: str | None = None
@@ -156,36 +175,18 @@ MAX_ADDED = 20
 """Items that may be added to a conversation at a time."""
 
 
-class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ConversationRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """A new conversation."""
 
     items: Annotated[list[Item], msgspec.Meta(max_length=MAX_ADDED)] | None = None
     metadata: Metadata | None = None
 
 
-class ConversationUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ConversationUpdate(RequestBody, kw_only=True, forbid_unknown_fields=True):
     metadata: Metadata | None
 
 
-class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ItemsRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """Items for a conversation."""
 
     items: Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MAX_ADDED)]
-
-
-STATELESS = "the server keeps no state between requests: send the conversation as input, or start it with --storage-dir"
-STORED_FIELDS: dict[str, tuple[Any, str]] = {
-    "previous_response_id": (None, STATELESS),
-    "conversation": (None, STATELESS),
-    "store": (False, "nothing is kept here; send false, or start the server with --storage-dir"),
-    "background": (False, "nothing is kept here; send false, or start the server with --storage-dir"),
-}
-"""As ``UNSUPPORTED_FIELDS``, where nothing is stored."""
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
-    "prompt": (None, "no prompts are kept here: send instructions and input"),
-    "truncation": ("disabled", "no input is cut; send disabled, and less input"),
-    "context_management": (None, "no input is made shorter; send less of it"),
-    "moderation": (None, "nothing is moderated here"),
-    "top_logprobs": (0, "is not supported yet; /v1/chat/completions has it"),
-}
-"""Unsupported fields, with the value that is accepted and the error for others."""

@@ -23,9 +23,8 @@ from penstock.serve.chat.request import ROLES, ChatRequest
 from penstock.serve.http.body import check_supported, convert, require
 from penstock.serve.http.unknown_fields import UnknownFields
 
-from .requests import (
+from .schema import (
     STORED_FIELDS,
-    UNSUPPORTED_FIELDS,
     CountTokensRequest,
     Format,
     Item,
@@ -48,8 +47,9 @@ LEFT_OUT = ("web_search", "web_search_preview")
 def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool) -> T:
     """Parse a request; ``stores``: whether responses are stored. Raises ``PenstockError``: ``unsupported`` or
     ``invalid``."""
-    check_supported(fields, UNSUPPORTED_FIELDS if stores else UNSUPPORTED_FIELDS | STORED_FIELDS)
-    request = convert(fields, schema, unknown, "pydantic")
+    if not stores:
+        check_supported(fields, STORED_FIELDS)
+    request = convert(fields, schema, unknown)
     if request.tools and any(tool.type not in LEFT_OUT for tool in request.tools):
         for i, tool in enumerate(request.tools):
             if tool.type in LEFT_OUT:

@@ -1,4 +1,4 @@
-"""The engine processes: one per loaded model, started when the model is loaded, ended when it is unloaded."""
+"""The supervisor's models, and their engine processes: started when a model is loaded, ended when it is unloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.engine.service.instance import Instance
 from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
 from penstock.engine.service.messages import Ready
 
-from ..models.messages import Models, ServedModel
+from ..models.messages import ModelEntry, Models
 from .api_processes import ApiProcesses
 from .instances import Instances
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("penstock")
 T = TypeVar("T")
 
 
-class Engines:
+class SupervisedModels:
     """The models by name, and the engine processes of those that are loaded.
 
     Args:
@@ -42,7 +42,7 @@ class Engines:
 
     def __init__(
         self,
-        models: Sequence[ServedModel],
+        models: Sequence[ModelEntry],
         fetch: Callable[[Configuration], Configuration],
         api_processes: ApiProcesses,
         instances: Instances | None = None,
@@ -63,7 +63,7 @@ class Engines:
         api_processes.set_models(Models(tuple(models)))
 
     @property
-    def serving(self) -> list[ServedModel]:
+    def serving(self) -> list[ModelEntry]:
         return [model for model in self._models.values() if model.engine and not model.draining]
 
     @property

@@ -22,8 +22,7 @@ from penstock.serve.chat.messages import (
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.http.body import require
 
-from .requests import Block, CountTokensRequest, Message, MessagesRequest, Tool
-from .responses import CALL_ID_PREFIX
+from .schema import CALL_ID_PREFIX, Block, CountTokensRequest, Message, MessagesRequest, Tool
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

@@ -9,11 +9,10 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
-from penstock.serve.dialects.openai.responses import ChatDelta, ChatLogprobs, ChatMessage, CompletionLogprobs, usage_of
+from penstock.serve.dialects.openai.schema import ChatDelta, ChatLogprobs, ChatMessage, CompletionLogprobs, usage_of
 from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.reply import DONE
 from penstock.serve.http.status import STATUS
-
-DONE = b"data: [DONE]\n\n"
 
 
 class ErrorInfo(msgspec.Struct, kw_only=True):
@@ -67,26 +66,12 @@ class ErrorResponse(msgspec.Struct, kw_only=True):
     error_info: ErrorInfo
 
 
-encode = msgspec.json.Encoder().encode
-
-
-def event(answer: msgspec.Struct) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encode(answer) + b"\n\n"
-
-
 class BladeLLMErrorFormat(ErrorFormat):
     dialect = "bladellm"
+    stream_end = b"\n\n" + DONE
 
-    def error(self, failure: Failure) -> bytes:
-        return encode(_error(failure))
-
-    def stream_error(self, failure: Failure) -> bytes:
-        return event(_error(failure)) + DONE
+    def document(self, failure: Failure) -> ErrorResponse:
+        return ErrorResponse(error_info=ErrorInfo(code=STATUS[failure.code], message=failure.message))
 
 
 ERROR_FORMAT = BladeLLMErrorFormat()
-
-
-def _error(failure: Failure) -> ErrorResponse:
-    return ErrorResponse(error_info=ErrorInfo(code=STATUS[failure.code], message=failure.message))
