@@ -36,9 +36,21 @@ class QKNormOptions:
 
     over: Literal["head", "projection"] = "head"
     """What is normed: each head, or all heads of a token together."""
-    weight: Literal["shared", "own"] = "shared"
-    """Of a norm over heads: whether they share the weights, or each has its own."""
+    weight: Literal["shared", "own", "none"] = "shared"
+    """Of a norm over heads: whether they share the weights, or each has its own; with none, only layers with rotary
+    positions have norms."""
     after_rope: bool = False
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries are multiplied by ``1 + factor * log(1 + (position + offset) // interval)`` (Nakanishi, 2025)."""
+
+    factor: float
+    interval: float
+    offset: int = 0
+    every_layer: bool = True
+    """Otherwise layers without rotary positions alone."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,9 @@ class DecoderOptions:
     """As of ``reference.attention``."""
     attention_sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and has no value (``sinks``)."""
-    query_scaling: tuple[float, int] = (0.0, 0)
-    """A factor and an interval: queries are multiplied by ``1 + factor * log(1 + position // interval)``."""
+    attention_chunks: bool = False
+    """Whether queries of layers with a window see the chunk of that many positions that they are in, not a window."""
+    query_scaling: QueryScaling | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Of what attention and MLP add to the residual stream."""

@@ -13,10 +13,11 @@ from .layer import dense_mlp
 
 def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
     """``MLPFactory``: ``MixtureOfExperts`` in layers that have experts, ``dense_mlp`` in others."""
-    experts = config.experts
-    if experts is None or layer in experts.dense_layers:
+    if (experts := config.experts) is None:
         return dense_mlp(context, config, layer, name)
     name = f"{name.removesuffix('mlp')}{experts.module}"
+    if layer in experts.dense_layers:
+        return dense_mlp(context, config, layer, name)
     shared = None
     if experts.shared_size:
         shared_name = f"{name}.{experts.shared_name}"

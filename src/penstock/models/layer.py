@@ -23,6 +23,7 @@ from penstock.layers import (
     QKNormLayers,
     RMSNorm,
 )
+from penstock.layers.norm import UnweightedRMSNorm
 from penstock.ops import Batch, LayerExport, QKNorms
 from penstock.parallel import Shard, shard_heads
 
@@ -49,6 +50,8 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         else context.rope_table(config.rotary_dim, rope, config.max_position_embeddings)
     )
     fused = config.qk_norm and options.qk_norm == QKNormOptions()
+    normed = config.qk_norm and not fused and (rope is not None or options.qk_norm.weight != "none")
+    window = config.sliding_windows[layer] if layer < config.num_layers else 0
     return Attention(
         context,
         name,
@@ -57,16 +60,17 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         rope=table,
-        window=config.sliding_windows[layer] if layer < config.num_layers else 0,
+        window=window,
+        chunked=options.attention_chunks and window > 0,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         qk_norms=_qk_norms(context, config, name) if fused else None,
-        qk_norm_layers=_qk_norm_layers(context, config, name) if config.qk_norm and not fused else None,
+        qk_norm_layers=_qk_norm_layers(context, config, name) if normed else None,
         rope_interleaved=options.rope_interleaved,
         scale=options.attention_scale,
         softcap=options.attention_softcap,
         sinks=_sinks(context, config, name) if options.attention_sinks else None,
-        query_factors=_query_factors(context, config),
+        query_factors=_query_factors(context, config, rope is not None),
     )
 
 
@@ -97,19 +101,23 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
     )
 
 
-def _query_factors(context: BuildContext, config: ModelConfig) -> Tensor | None:
+def _query_factors(context: BuildContext, config: ModelConfig, has_rope: bool) -> Tensor | None:
     """``Attention``'s ``query_factors`` of ``query_scaling``; None where all are 1."""
-    scale, interval = config.options.query_scaling
-    if not scale or context.max_len <= interval:
+    scaling = config.options.query_scaling
+    if (
+        scaling is None
+        or context.max_len + scaling.offset <= scaling.interval
+        or (has_rope and not scaling.every_layer)
+    ):
         return None
 
     def make() -> Tensor:
-        positions = torch.arange(context.max_len, dtype=torch.float32, device=context.device)
-        factors = torch.log1p(torch.floor(positions / interval)) * scale + 1.0
+        positions = torch.arange(context.max_len, dtype=torch.float32, device=context.device) + scaling.offset
+        factors = torch.log1p(torch.floor(positions / scaling.interval)) * scaling.factor + 1.0
         half = factors[:, None].expand(-1, config.head_dim // 2)
         return torch.cat((half, torch.zeros_like(half)), -1)
 
-    return context.shared_table(f"query factors {scale} {interval} {config.head_dim}", make)
+    return context.shared_table(f"query factors {scaling} {config.head_dim}", make)
 
 
 def _sinks(context: BuildContext, config: ModelConfig, name: str) -> Tensor:
@@ -139,6 +147,8 @@ def _qk_norm_layers(context: BuildContext, config: ModelConfig, name: str) -> QK
     shards = shard_heads(context.group, config.num_heads, config.num_kv_heads)
 
     def norm(part: str, heads: Shard) -> Norm:
+        if options.weight == "none":
+            return UnweightedRMSNorm(context, size, config.rms_norm_eps)
         if options.weight == "own":
             own = heads.first, heads.end, heads.total
             return LayerNorm(context, f"{name}.{part}_norm", size, config.rms_norm_eps, heads=own)

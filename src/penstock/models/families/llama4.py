@@ -3,11 +3,12 @@ with the position, and experts that read their input times the router's score.""
 
 import re
 
+from penstock.checkpoint.decoder_options import QKNormOptions, QueryScaling
 from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, Routing, num_experts_of
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.core import Code, PenstockError
 
-from ..registry import Family, imported
+from ..registry import Family
 from ..stored import Stored
 
 WITH_VISION = "Llama4ForConditionalGeneration"
@@ -29,8 +30,22 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         sliding_windows=tuple(chunk if each else 0 for each in chunked),
         experts=_read_experts(raw, layers),
         qk_norm=bool(raw.get("use_qk_norm", True)),
-        options=options_of(raw, rope_interleaved=True, rope_layers=rope),
+        options=options_of(
+            raw,
+            rope_interleaved=True,
+            rope_layers=rope,
+            qk_norm=QKNormOptions(weight="none", after_rope=True),
+            attention_chunks=True,
+            query_scaling=_query_scaling(raw),
+        ),
     )
+
+
+def _query_scaling(raw: ConfigJson) -> QueryScaling | None:
+    if not raw.get("attn_temperature_tuning", True):
+        return None
+    interval, factor = float(raw.get("floor_scale") or 8192), float(raw.get("attn_scale") or 0.1)
+    return QueryScaling(factor, interval, offset=1, every_layer=False)
 
 
 def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
@@ -66,6 +81,5 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
 FAMILY = Family(
     architectures=("Llama4ForCausalLM", WITH_VISION),
     read_config=read_config,
-    build=imported("penstock.models.llama4:build"),
     find_stored=find_stored,
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from penstock.checkpoint.decoder_options import QueryScaling
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 
 from ..registry import Family
@@ -11,10 +12,13 @@ from . import mistral
 def read_config(raw: ConfigJson) -> ModelConfig:
     config = mistral.read_config(raw)
     rope = {name: value for name, value in config.rope_parameters.items() if name != "max_position_embeddings"}
-    scaling = float(rope.get("llama_4_scaling_beta") or 0.0), int(rope.get("original_max_position_embeddings") or 0)
-    if scaling[0] and scaling[1] < 1:
+    factor, interval = (
+        float(rope.get("llama_4_scaling_beta") or 0),
+        int(rope.get("original_max_position_embeddings") or 0),
+    )
+    if factor and interval < 1:
         raise ValueError("rope_parameters have llama_4_scaling_beta without original_max_position_embeddings")
-    options = replace(config.options, query_scaling=scaling)
+    options = replace(config.options, query_scaling=QueryScaling(factor, interval) if factor else None)
     return replace(config, rope_parameters=rope, options=options)
 
 
