@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
@@ -19,8 +19,6 @@ from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import (
     BuildContext,
     Embedding,
-    LoRATarget,
-    PoolerHead,
 )
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 from penstock.parallel import shard_heads
@@ -28,12 +26,11 @@ from penstock.parallel import shard_heads
 from .experts import feed_forward
 from .layer import AttentionFactory, DecoderLayer, MLPFactory, make_attention, make_norm
 from .loading import track_layers
-from .model import DraftHead
+from .model import BaseModel
 from .mtp import DecoderMTPHead
-from .vision_tower import VisionTower
 
 
-class Decoder:
+class Decoder(BaseModel):
     """A ``Model``.
 
     Args:
@@ -48,19 +45,14 @@ class Decoder:
         attention: AttentionFactory = make_attention,
         mlp: MLPFactory = feed_forward,
     ) -> None:
-        self.config = config
-        self.dtype = context.dtype
-        self.max_len = context.max_len
-        self.weights_version = context.weights.version
+        super().__init__(context, config)
 
         def layer(number: int) -> DecoderLayer:
             return DecoderLayer(context, config, number, attention, mlp)
 
-        self._ops = context.ops
         self._expert_load = context.expert_load
         self._embedding_scale = float(torch.tensor(config.options.embedding_scale, dtype=context.dtype))
         self._first_kv_head = shard_heads(context.group, config.num_heads, config.num_kv_heads)[1].first
-        self.layers = context.layers or range(config.num_layers)
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         tied = config.tie_word_embeddings or not config.has_lm_head
         if self._is_first or (self._is_last and tied):
@@ -71,18 +63,15 @@ class Decoder:
             self._lm_head = (
                 self._embedding if tied else Embedding(context, "lm_head", config.vocab_size, config.hidden_size)
             )
-        self.draft_heads: Sequence[DraftHead] = [
+        self.draft_heads = [
             DecoderMTPHead(context, config, layer, config.num_layers + head, proxy(self))
             for head in range(num_mtp_heads)
         ]
-        self.aux_hidden_state_layers: Sequence[int] = ()
-        self.heads: Mapping[str, PoolerHead] = {}
         lora_targets, others = context.lora_targets, set(range(config.num_layers)).difference(self.layers)
-        self.lora_targets: Mapping[str, LoRATarget | None] = {
+        self.lora_targets = {
             **lora_targets,
             **dict.fromkeys(_in_layers(lora_targets, others)),
         }
-        self.vision: VisionTower | None = None
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:

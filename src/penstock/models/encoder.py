@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,16 +16,13 @@ from penstock.layers import (
     BuildContext,
     Embedding,
     LayerNorm,
-    LoRATarget,
     MLPLayer,
-    PoolerHead,
 )
 from penstock.ops import Batch, KVSpec, LayerExport, Ops, TransferLayout
 from penstock.quant import PackedMatrix
 
 from .loading import track_layers
-from .model import DraftHead
-from .vision_tower import VisionTower
+from .model import BaseModel
 
 
 class EncoderLayer(Protocol):
@@ -81,7 +78,7 @@ class PreNormLayer:
         return self.ops.add_residual(self.mlp(normed, None), x)
 
 
-class Encoder:
+class Encoder(BaseModel):
     """A ``Model`` whose hidden states are pooled, and which generates nothing.
 
     Args:
@@ -107,18 +104,7 @@ class Encoder:
     ) -> None:
         if context.max_loras:
             raise PenstockError(Code.UNSUPPORTED, "adapters of encoders are not supported", "enable_lora")
-        self.config = config
-        self.dtype = context.dtype
-        self.max_len = context.max_len
-        self.weights_version = context.weights.version
-        self.layers = context.layers or range(config.num_layers)
-        self.lora_targets: Mapping[str, LoRATarget | None] = {}
-        self.mapped_bytes = 0
-        self.draft_heads: Sequence[DraftHead] = ()
-        self.aux_hidden_state_layers: Sequence[int] = ()
-        self.vision: VisionTower | None = None
-        self.heads: Mapping[str, PoolerHead] = {}
-        self._ops = context.ops
+        super().__init__(context, config)
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         size, eps = config.hidden_size, config.rms_norm_eps
         if self._is_first:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.layers import AttentionLayer, LoRATarget, PoolerHead
+from penstock.layers import AttentionLayer, BuildContext, LoRATarget, PoolerHead
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
 from .vision_tower import VisionTower
@@ -117,3 +117,21 @@ class Model(LanguageModelHead, Protocol):
         """Embeddings of tokens: ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change. In the first
         pipeline stage."""
         ...
+
+
+class BaseModel:
+    """The attributes of a ``Model``, without anything that is optional."""
+
+    def __init__(self, context: BuildContext, config: ModelConfig) -> None:
+        self.config = config
+        self.dtype = context.dtype
+        self.max_len = context.max_len
+        self.weights_version = context.weights.version
+        self.layers = context.layers or range(config.num_layers)
+        self.lora_targets: Mapping[str, LoRATarget | None] = {}
+        self.mapped_bytes = 0
+        self.heads: Mapping[str, PoolerHead] = {}
+        self.draft_heads: Sequence[DraftHead] = ()
+        self.aux_hidden_state_layers: Sequence[int] = ()
+        self.vision: VisionTower | None = None
+        self._ops = context.ops

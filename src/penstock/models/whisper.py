@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,32 +10,22 @@ from torch import Tensor
 
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.layers import MLP, BuildContext, Embedding, LayerNorm, LoRATarget, PoolerHead
+from penstock.layers import MLP, BuildContext, Embedding, LayerNorm
 from penstock.layers.vision import Linear
 from penstock.ops import Batch, CrossAttention, KVSpec, LayerExport, TransferLayout
 from penstock.quant import PackedMatrix
 
-from .model import DraftHead
-from .vision_tower import VisionTower, tower_context
+from .model import BaseModel
+from .vision_tower import tower_context
 from .whisper_encoder import EPS, WhisperEncoder
 
 
-class Whisper:
+class Whisper(BaseModel):
     """A ``Model`` that transcribes audio: its batches have ``cross_attention``."""
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
         assert config.speech
-        self.config = config
-        self.dtype = context.dtype
-        self.max_len = context.max_len
-        self.weights_version = context.weights.version
-        self.layers = range(config.num_layers)
-        self.lora_targets: Mapping[str, LoRATarget | None] = {}
-        self.heads: Mapping[str, PoolerHead] = {}
-        self.draft_heads: Sequence[DraftHead] = ()
-        self.aux_hidden_state_layers: Sequence[int] = ()
-        self.vision: VisionTower | None = None
-        self._ops = context.ops
+        super().__init__(context, config)
         size = config.hidden_size
         self._encoder = WhisperEncoder(tower_context(context), "model.encoder", config.speech, size)
         name = "model.decoder"

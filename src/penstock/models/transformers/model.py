@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from penstock.checkpoint.model_config import ModelConfig
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.layers import BuildContext, LoRATarget, PoolerHead
+from penstock.layers import BuildContext
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
-from ..model import DraftHead
-from ..vision_tower import VisionTower
+from ..model import BaseModel
 from .attention import CausalMask, PagedAttentions, RecordedAttentions, UnsupportedAttention, attending
 from .check import check
 from .config import LIBRARY_CONFIG
@@ -29,7 +28,7 @@ from .loading import fix_rope, load_module
 logger = logging.getLogger(__name__)
 
 
-class TransformersModel:
+class TransformersModel(BaseModel):
     """A ``Model``. Its hidden states are what the first module of the language model returns, and its logits what the
     rest of that makes of them.
 
@@ -38,18 +37,7 @@ class TransformersModel:
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
-        self.config = config
-        self.dtype = context.dtype
-        self.max_len = context.max_len
-        self.weights_version = context.weights.version
-        self.layers = range(config.num_layers)
-        self.lora_targets: Mapping[str, LoRATarget | None] = {}
-        self.mapped_bytes = 0
-        self.draft_heads: Sequence[DraftHead] = ()
-        self.aux_hidden_state_layers: Sequence[int] = ()
-        self.vision: VisionTower | None = None
-        self.heads: Mapping[str, PoolerHead] = {}
-        self._ops = context.ops
+        super().__init__(context, config)
         self._device = context.device
         self._windows = cache_windows(
             config.architecture, library_config(config.architecture, config.raw[LIBRARY_CONFIG])
