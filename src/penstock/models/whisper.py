@@ -133,3 +133,8 @@ class _Layer:
         attended = ops.attention(queries, others, cross.attention, self._scale, causal=False)
         normed, x = self._norms[2].add(attention.output(attended), x)
         return ops.add_residual(self._mlp(normed, None), x)
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Whisper:
+    """As ``Family.build``."""
+    return Whisper(context, config)
