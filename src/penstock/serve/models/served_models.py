@@ -14,9 +14,8 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.engine.service.client import STARTING
 from penstock.frontend.gateway import Gateway
 
-from ..http.body import receive_body
+from ..http.body import BodyParser, check_elements, receive_body
 from ..http.body_memory import UNCOUNTED_SIZE, BodyMemory, Reservation
-from ..http.body_parser import BodyParser, check_elements
 from ..http.request_record import RequestRecord, record_of
 from ..metrics import EngineStats, Metrics
 from .messages import ANY_MODEL, ServedModel

@@ -10,7 +10,7 @@ from penstock.config.options import ServerOptions
 from penstock.core import Code, PenstockError
 from penstock.frontend.gateway import Gateway
 
-from ..http.body_parser import BodyParser
+from ..http.body import BodyParser
 from ..metrics import ModelMetrics
 from .messages import ANY_MODEL
 

@@ -2,5 +2,3 @@
 
 from .dialect import NAME, FastDeploy
 from .routes import add_routes
-
-__all__ = ["NAME", "FastDeploy", "add_routes"]

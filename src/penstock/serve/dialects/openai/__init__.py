@@ -2,5 +2,3 @@
 
 from .requests import REQUESTS
 from .routes import OpenAI, add_routes, shared_paths
-
-__all__ = ["REQUESTS", "OpenAI", "add_routes", "shared_paths"]

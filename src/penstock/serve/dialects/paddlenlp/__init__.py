@@ -2,5 +2,3 @@
 
 from .dialect import PaddleNLP
 from .kserve_model import PaddleNLPModel
-
-__all__ = ["PaddleNLP", "PaddleNLPModel"]
