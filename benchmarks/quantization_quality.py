@@ -34,12 +34,13 @@ from tqdm import tqdm
 from penstock import demo, ops
 from penstock.calibration.options import METHODS, QuantizeOptions
 from penstock.calibration.quantize import quantize
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.gguf_file import GGUFFile
 from penstock.core.quantization import SCHEMES
 from penstock.frontend.gguf_folder import checkpoint_folder
-from penstock.models import Model, load_model
+from penstock.models.loader import load_model
+from penstock.models.model import Model
 from penstock.ops import AttentionMetadata, Batch
-from penstock.planning.config_json import read_config_json
-from penstock.planning.gguf_file import GGUFFile
 from penstock.planning.kv_size import bytes_per_weight
 from penstock.planning.model_size import model_size_of
 

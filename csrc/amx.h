@@ -138,35 +138,19 @@ PENSTOCK_INLINE inline void tile_step(const char* x, int64_t ldx, const char* w,
     if constexpr (C > 1) tile_add<Step, 3, 5, 7>();
   } else {
     tile_load<4>(x, ldx);
-    tile_load<5>(w, stride);
-    tile_add<Step, 0, 4, 5>();
-    if constexpr (C > 1) {
-      tile_load<6>(w + 64, stride);
-      tile_add<Step, 1, 4, 6>();
-    }
-    if constexpr (C > 2) {
-      tile_load<7>(w + 128, stride);
-      tile_add<Step, 2, 4, 7>();
-    }
-    if constexpr (C > 3) {
-      tile_load<5>(w + 192, stride);
-      tile_add<Step, 3, 4, 5>();
-    }
+    [&]<int... c>(std::integer_sequence<int, c...>) PENSTOCK_INLINE {
+      ((tile_load<5 + c % 3>(w + 64 * c, stride), tile_add<Step, c, 4, 5 + c % 3>()), ...);
+    }(std::make_integer_sequence<int, C>());
   }
 }
 
 // Calls `f.operator()<tile>(place)` for each tile of sums.
 template <bool two, int C, class Sum, class F>
 PENSTOCK_INLINE inline void each_sum(Sum* sums, int64_t lds, F&& f) {
-  f.template operator()<0>(sums);
-  if constexpr (C > 1) f.template operator()<1>(sums + 16);
-  if constexpr (two) {
-    f.template operator()<2>(sums + kTileHeight * lds);
-    if constexpr (C > 1) f.template operator()<3>(sums + kTileHeight * lds + 16);
-  } else {
-    if constexpr (C > 2) f.template operator()<2>(sums + 32);
-    if constexpr (C > 3) f.template operator()<3>(sums + 48);
-  }
+  [&]<int... c>(std::integer_sequence<int, c...>) PENSTOCK_INLINE {
+    (f.template operator()<c>(sums + 16 * c), ...);
+    if constexpr (two) (f.template operator()<2 + c>(sums + kTileHeight * lds + 16 * c), ...);
+  }(std::make_integer_sequence<int, C>());
 }
 
 template <class Step, bool two, int C>

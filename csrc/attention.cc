@@ -24,10 +24,7 @@ void attention(const Attention& a, int64_t task) {
 }
 
 void latent_join(const Attention& a, int64_t task) {
-  if (a.type == Type::float32)
-    join_parts<float>(a, task);
-  else
-    join_parts<bf16>(a, task);
+  a.type == Type::float32 ? join_parts<float>(a, task) : join_parts<bf16>(a, task);
 }
 
 void latent_store(const LatentStore& a, int64_t token) {

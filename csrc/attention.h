@@ -16,7 +16,6 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-constexpr float kNever = -__builtin_inff();
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kMuch = 8.0f;  // in powers of two: weights grow up to 256
 
@@ -220,6 +219,25 @@ struct Rows {
   alignas(64) float scores[kTogether * kSpan];
   alignas(64) typename K::ValueStep::In weights[kTogether * kSpan];
   float scales[kTogether];  // of weights, where they are rounded
+
+  template <class T>
+  void set_query(int64_t row, const T* from, int64_t dim) {
+    if constexpr (K::kRounds) {
+      int8_t rounded[kMaxLatentKey];
+      rounding[row] = round_row(from, dim, rounded);
+      prepare<typename K::KeyStep>(rounded, dim, q + row * dim);
+    } else {
+      prepare<typename K::KeyStep>(from, dim, q + row * dim);
+    }
+  }
+  // Of values with so many elements.
+  void clear(int count, int64_t value_dim) {
+    memset(out, 0, count * value_dim * sizeof(float));
+    for (int r = 0; r < count; r++) {
+      top[r] = kNever;
+      total[r] = f32x16{};
+    }
+  }
 };
 
 // What a span of keys and values, that begins at position `begin`, is to some rows of a task.
@@ -485,24 +503,13 @@ void attention_task(const Attention& a, int64_t task) {
     places[r] = (start + query) * a.out_stride + head * dim;
     const T* q = (const T*)a.q + offsets[r];  // a page from the next one's, so that nobody else thinks of asking for it
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(q + d);
-    rows.top[r] = kNever;
-    rows.total[r] = f32x16{};
     rows.seen[r] = seen;
     rows.from[r] = from;
     last = seen > last ? seen : last;
     earliest = from < earliest ? from : earliest;
   }
-  memset(rows.out, 0, count * dim * sizeof(float));
-  for (int r = 0; r < count; r++) {
-    const T* q = (const T*)a.q + offsets[r];
-    if constexpr (K::kRounds) {
-      int8_t rounded[kMaxHead];
-      rows.rounding[r] = round_row(q, dim, rounded);
-      prepare<typename K::KeyStep>(rounded, dim, rows.q + r * dim);
-    } else {
-      prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
-    }
-  }
+  rows.clear(count, dim);
+  for (int r = 0; r < count; r++) rows.set_query(r, (const T*)a.q + offsets[r], dim);
   const uint32_t of_block = uint32_t(a.block_size / size);  // panels
   auto panel_at = [&](int64_t sequence, int64_t position, int64_t kv_head) {
     const uint32_t panel = uint32_t(position) / uint32_t(size);

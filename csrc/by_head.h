@@ -13,10 +13,10 @@ void by_head_block(const ByHead& a, int64_t task) {
   thread_local std::vector<T> near;
   const int64_t in = a.matrix.in, blocks = ceil_div(a.rows, kRowBlock), head = task / blocks;
   const int64_t first = task % blocks * kRowBlock, rows = a.rows - first < kRowBlock ? a.rows - first : kRowBlock;
-  if (int64_t(near.size()) < rows * in) near.resize(rows * in);
+  T* const x = with_room(near, rows * in);
   for (int64_t r = 0; r < rows; r++)
-    memcpy(near.data() + r * in, (const T*)a.x + (first + r) * a.x_stride + head * a.x_head, in * sizeof(T));
-  const Linear product{a.matrix, near.data(), nullptr, nullptr, nullptr, 0, rows, 1, a.matrix.type};
+    memcpy(x + r * in, (const T*)a.x + (first + r) * a.x_stride + head * a.x_head, in * sizeof(T));
+  const Linear product{a.matrix, x, nullptr, nullptr, nullptr, 0, rows, 1, a.matrix.type};
   const Linear ready = prepared(product, 0, rows);
   const int64_t begin = head * a.padded;
   T* const to = (T*)a.out + first * a.out_stride + head * a.out_head;

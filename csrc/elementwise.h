@@ -44,15 +44,17 @@ inline float squares(int64_t size, F&& get) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-template <class T>
-void wide_norm_row(const Norm& a, int64_t row) {
+// A value that is multiplied with weights of another type is not rounded before.
+template <class T, class Weight>
+void norm_row_with(const Norm& a, int64_t row) {
   for (int64_t group = 0; group < a.groups; group++) {
     const T* x = (const T*)a.x + row * a.stride + group * a.size;
     T* out = (T*)a.out + (row * a.groups + group) * a.size;
-    const float* weight = (const float*)a.weight + group * a.weight_stride;
+    const Weight* weight = (const Weight*)a.weight + group * a.weight_stride;
     if (a.residual) {
       T* residual = (T*)a.residual + row * a.size;
       by_sixteen(a.size, [&](int64_t i, auto n) { put(residual + i, get(residual + i, n) + get(x + i, n), n); });
+      if (!a.weight) return;
       x = residual;
     }
     float mean = 0.0f;
@@ -66,49 +68,37 @@ void wide_norm_row(const Norm& a, int64_t row) {
     };
     const float scale = 1.0f / __builtin_sqrtf(squares(a.size, centered) / float(a.size) + a.eps);
     by_sixteen(a.size, [&](int64_t i, auto n) {
-      const f32x16 normed = centered(i, n) * scale * get(weight + i, n);
+      f32x16 normed = centered(i, n) * scale;
+      if constexpr (std::is_same_v<T, Weight>) normed = rounded<T>(normed);
+      normed *= get(weight + i, n);
       put(out + i, a.bias ? normed + get(a.bias + i, n) : normed, n);
     });
   }
 }
-
 template <class T>
 void norm_row(const Norm& a, int64_t row) {
-  if (a.wide) return wide_norm_row<T>(a, row);
-  const T* weight = (const T*)a.weight;
-  for (int64_t group = 0; group < a.groups; group++) {
-    const T* x = (const T*)a.x + row * a.stride + group * a.size;
-    T* out = (T*)a.out + (row * a.groups + group) * a.size;
-    float total;
-    if (a.residual) {
-      T* residual = (T*)a.residual + row * a.size;
-      total = squares(a.size, [&](int64_t i, auto n) {
-        const f32x16 both = get(residual + i, n) + get(x + i, n);
-        put(residual + i, both, n);
-        return rounded<T>(both);
-      });
-      if (!weight) return;
-      x = residual;
-    } else {
-      total = squares(a.size, [&](int64_t i, auto n) { return get(x + i, n); });
-    }
-    const float scale = 1.0f / __builtin_sqrtf(total / float(a.size) + a.eps);
-    by_sixteen(a.size, [&](int64_t i, auto n) {
-      put(out + i, rounded<T>(get(x + i, n) * scale) * get(weight + i, n), n);
-    });
-  }
+  a.wide ? norm_row_with<T, float>(a, row) : norm_row_with<T, T>(a, row);
 }
 
+// Turns the halves of a head against each other, or its neighbours.
 template <class T>
-void turn_neighbours(const T* x, const float* cos, const float* sin, T* out, int64_t pairs) {
-  float given[kMaxHead], turned[kMaxHead];
-  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(given + i, get(x + i, n), n); });
-  for (int64_t i = 0; i < pairs; i++) {
-    const float even = given[2 * i], odd = given[2 * i + 1];
-    turned[2 * i] = even * cos[i] - odd * sin[i];
-    turned[2 * i + 1] = odd * cos[i] + even * sin[i];
+inline void turn(const T* x, T* out, const float* cos, const float* sin, int64_t half, bool neighbours) {
+  if (neighbours) {
+    float given[kMaxLatentKey], turned[kMaxLatentKey];
+    by_sixteen(2 * half, [&](int64_t i, auto n) { put(given + i, get(x + i, n), n); });
+    for (int64_t i = 0; i < half; i++) {
+      const float even = given[2 * i], odd = given[2 * i + 1];
+      turned[2 * i] = even * cos[i] - odd * sin[i];
+      turned[2 * i + 1] = odd * cos[i] + even * sin[i];
+    }
+    by_sixteen(2 * half, [&](int64_t i, auto n) { put(out + i, get(turned + i, n), n); });
+    return;
   }
-  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(out + i, get(turned + i, n), n); });
+  by_sixteen(half, [&](int64_t i, auto n) {
+    f32x16 low = get(x + i, n), high = get(x + half + i, n), c = get(cos + i, n), s = get(sin + i, n);
+    put(out + i, low * c - high * s, n);
+    put(out + half + i, high * c + low * s, n);
+  });
 }
 
 template <class T>
@@ -116,18 +106,10 @@ void rope_token(const Rope& a, int64_t token) {
   const int64_t half = a.rotary / 2;
   const float *cos = a.table + a.positions[token] * a.rotary, *sin = cos + half;
   for (int64_t head = 0; head < a.heads; head++) {
-    const T *low = (const T*)a.x + token * a.stride + head * a.dim, *high = low + half;
+    const T* x = (const T*)a.x + token * a.stride + head * a.dim;
     T* out = (T*)a.out + (token * a.heads + head) * a.dim;
-    by_sixteen(a.dim - a.rotary, [&](int64_t i, auto n) { put(out + a.rotary + i, get(low + a.rotary + i, n), n); });
-    if (a.interleaved) {
-      turn_neighbours(low, cos, sin, out, half);
-      continue;
-    }
-    by_sixteen(half, [&](int64_t i, auto n) {
-      f32x16 x = get(low + i, n), y = get(high + i, n), c = get(cos + i, n), s = get(sin + i, n);
-      put(out + i, x * c - y * s, n);
-      put(out + half + i, y * c + x * s, n);
-    });
+    by_sixteen(a.dim - a.rotary, [&](int64_t i, auto n) { put(out + a.rotary + i, get(x + a.rotary + i, n), n); });
+    turn(x, out, cos, sin, half, a.interleaved);
   }
 }
 

@@ -14,25 +14,25 @@ namespace PENSTOCK_ISA {
 // Brings some of an expert's rows together, in the order of its matrix's columns, in memory of this thread's that lasts
 // until the next call.
 inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
-  thread_local std::vector<Line> x;
-  thread_local std::vector<float> scales, sums;
+  thread_local std::vector<Line> x_memory;
+  thread_local std::vector<float> scales_memory, sums_memory;
   const Matrix& m = a.matrix;
   const int64_t rows = end - first, groups = groups_of(m), stride = sums_of(m);
   Linear near{m, nullptr, nullptr, nullptr, nullptr, 0, rows, a.panels, a.out_type, a.activation};
   with_format(m, [&]<class F>() {
     using X = typename F::Step::X;
     const int64_t width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
-    if (const int64_t needed = ceil_div(rows * width * sizeof(X), sizeof(Line)); int64_t(x.size()) < needed) x.resize(needed);
     const int64_t of_row = m.x_in_groups ? groups : 1;
-    if (int64_t(scales.size()) < rows * of_row) scales.resize(rows * of_row);
-    if (int64_t(sums.size()) < rows * stride) sums.resize(rows * stride);
+    X* const x = (X*)with_room(x_memory, ceil_div(rows * width * sizeof(X), sizeof(Line)));
+    float* const scales = with_room(scales_memory, rows * of_row);
     static_assert(sizeof(int32_t) == sizeof(float));
-    auto* const of_groups = (int32_t*)sums.data();  // or floats
+    auto* const of_groups = (int32_t*)with_room(sums_memory, rows * stride);  // or floats
+    near.x = x, near.x_scales = scales, near.x_sums = of_groups;
     for (int64_t i = 0; i < rows; i++) {
       const int64_t row = a.choices[first + i] / a.choices_per_row;
       const X* from = (const X*)a.x + row * width;
-      X* to = (X*)x.data() + i * width;
-      if (F::kIntegers) memcpy(scales.data() + i * of_row, a.x_scales + row * of_row, of_row * sizeof(float));
+      X* to = x + i * width;
+      if (F::kIntegers) memcpy(scales + i * of_row, a.x_scales + row * of_row, of_row * sizeof(float));
       if (!m.order) {
         memcpy(to, from, width * sizeof(X));
         if (a.x_sums) memcpy(of_groups + i * stride, (const int32_t*)a.x_sums + row * stride, stride * sizeof(int32_t));
@@ -47,11 +47,10 @@ inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
           of_groups[i * groups + group] = sum;
         }
       } else if (m.offsets.at) {
-        sum_groups_row<X>({x.data(), (float*)of_groups, m.in, m.group, m.type}, i);
+        sum_groups_row<X>({x, (float*)of_groups, m.in, m.group, m.type}, i);
       }
     }
   });
-  near.x = x.data(), near.x_scales = scales.data(), near.x_sums = sums.data();
   return near;
 }
 
@@ -80,8 +79,6 @@ inline int64_t best_of(const float* scores, int64_t count) {
     if (scores[i] > scores[best] || (scores[best] != scores[best] && scores[i] == scores[i])) best = i;
   return best;
 }
-
-constexpr float kNever = -__builtin_inff();
 
 inline float group_score(const Router& a, const float* scores, int64_t count) {
   const int64_t best = best_of(scores, count);

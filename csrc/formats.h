@@ -7,8 +7,6 @@
 
 #pragma once
 
-#include <vector>
-
 #include "amx.h"
 #include "kernels.h"
 
@@ -286,8 +284,7 @@ template <class Step>
 const char* widen(const char* panel, int64_t steps, int64_t ahead = 0) {
   constexpr int parts = sizeof(typename Step::Wide) / sizeof(u32xw), groups = kPanel / kWidth;
   thread_local std::vector<Line> wide;
-  if (int64_t(wide.size()) < steps * parts * kPanel / 16) wide.resize(steps * parts * kPanel / 16);
-  char* const to = wide[0].bytes;
+  char* const to = with_room(wide, steps * parts * kPanel / 16)->bytes;
   for (int64_t i = 0; i < steps; i++)
     for (int g = 0; g < groups; g++) {
       const char* from = panel + (i * groups + g) * Step::kBytes;
@@ -346,8 +343,7 @@ inline const char* widen_scaled(const Matrix& m, const char* panel, int64_t scal
   constexpr int groups = kPanel / kWidth;
   thread_local std::vector<Line> wide;
   const int64_t steps = ceil_div(m.in, n), of_group = m.group / n;
-  if (int64_t(wide.size()) < steps * 2 * kPanel / 16) wide.resize(steps * 2 * kPanel / 16);
-  char* const to = wide[0].bytes;
+  char* const to = with_room(wide, steps * 2 * kPanel / 16)->bytes;
   for (int64_t begin = 0; begin < steps; begin += of_group, scales += kPanel) {
     const IntegerScales<groups> of_columns(m.scales, scales);
     const int64_t end = begin + of_group < steps ? begin + of_group : steps;

@@ -15,20 +15,13 @@
 #include <time.h>
 #include <unistd.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+
+#include "pool.h"
 
 namespace penstock {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
 
 // Sleeps until the word changes from what it was, or for at most so long; may return early. The words are shared between
 // processes, which those that std::atomic waits on need not be.

@@ -7,8 +7,8 @@
 #pragma once
 
 #include <utility>
-#include <vector>
 
+#include "kernels.h"
 #include "vec.h"
 
 namespace penstock {
@@ -56,9 +56,7 @@ inline void transform(f32x16 (&v)[4], int64_t block) {
 template <class T>
 float* rotated(const T* x, int64_t count, int64_t block) {
   thread_local std::vector<float> memory;
-  const int64_t padded = (count + kMaxRotation - 1) / kMaxRotation * kMaxRotation;
-  if (int64_t(memory.size()) < padded) memory.resize(padded);
-  float* const out = memory.data();
+  float* const out = with_room(memory, ceil_div(count, kMaxRotation) * kMaxRotation);
   f32x16 v[4];
   if (block == kMaxRotation) {  // known to the compiler
     for (int64_t i = 0; i < count; i += kMaxRotation) {

@@ -12,68 +12,37 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+template <class A>
+Type type_of(const A& args) {
+  if constexpr (requires { args.out_type; })
+    return args.out_type;
+  else if constexpr (requires { args.matrix; })
+    return args.matrix.type;
+  else if constexpr (requires { args.whole->type; })
+    return args.whole->type;
+  else if constexpr (requires { args.whole; })
+    return args.whole.type;
+  else
+    return args.type;
+}
+
 template <class A, void (*Float)(const A&, int64_t), void (*Brain)(const A&, int64_t)>
 void by_type(const A& args, int64_t task) {
-  args.type == Type::float32 ? Float(args, task) : Brain(args, task);
+  type_of(args) == Type::float32 ? Float(args, task) : Brain(args, task);
 }
 
-void linear(const Linear& a, int64_t task) {
+template <class A, void (*Kernel)(const A&, int64_t)>
+void with_tiles(const A& args, int64_t task) {
   const TileUse tiles;
-  a.out_type == Type::float32 ? linear_block<float>(a, task) : linear_block<bf16>(a, task);
+  Kernel(args, task);
 }
 
-void gated(const Linear& a, int64_t task) {
-  const TileUse tiles;
-  a.out_type == Type::float32 ? gated_block<float>(a, task) : gated_block<bf16>(a, task);
-}
-
-template <bool up>
-void low_rank(const LowRank& a, int64_t task) {
-  const TileUse tiles;
-  a.matrix.type == Type::float32 ? low_rank_block<float, up>(a, task) : low_rank_block<bf16, up>(a, task);
-}
-
-template <bool gated>
-void expert(const Choices& a, int64_t task) {
-  const TileUse tiles;
-  a.out_type == Type::float32 ? expert_block<float, gated>(a, task) : expert_block<bf16, gated>(a, task);
-}
-
-void by_head(const ByHead& a, int64_t task) {
-  const TileUse tiles;
-  a.matrix.type == Type::float32 ? by_head_block<float>(a, task) : by_head_block<bf16>(a, task);
-}
-
-template <void (*Float)(const Gather&, int64_t), void (*Brain)(const Gather&, int64_t)>
-void gather(const Gather& a, int64_t task) {
-  a.matrix.type == Type::float32 ? Float(a, task) : Brain(a, task);
-}
-
-void pack(const Pack& a, int64_t task) {
-  a.matrix.type == Type::float32 ? pack_panel<float>(a, task) : pack_panel<bf16>(a, task);
-}
-
-void sketch(const Sketch& s, int64_t panel) {
-  s.whole.type == Type::float32 ? sketch_panel<float>(s, panel) : sketch_panel<bf16>(s, panel);
-}
-
-void measure(const Screening& s, int64_t row) {
-  s.whole->type == Type::float32 ? measure_row<float>(s, row) : measure_row<bf16>(s, row);
-}
-
-void likeliest(const Likeliest& l, int64_t task) {
-  const TileUse tiles;
-  likeliest_block(l, task);
-}
-
-void screen(const Screening& s, int64_t task) {
-  const TileUse tiles;
-  screen_block(s, task);
-}
+template <class A, void (*Float)(const A&, int64_t), void (*Brain)(const A&, int64_t)>
+constexpr auto product = with_tiles<A, by_type<A, Float, Brain>>;
 
 void settle(const Screening& s, Candidate& candidate) {
   const TileUse tiles;
-  s.whole->type == Type::float32 ? settle_candidate<float>(s, candidate) : settle_candidate<bf16>(s, candidate);
+  type_of(s) == Type::float32 ? settle_candidate<float>(s, candidate) : settle_candidate<bf16>(s, candidate);
 }
 
 void store(const Store& a, int64_t token);
@@ -91,24 +60,24 @@ const Kernels kernels = {
     PENSTOCK_NAME(PENSTOCK_ISA),
     kRowBlock,
     kTaskRows,
-    linear,
-    gated,
-    low_rank<false>,
-    low_rank<true>,
-    expert<false>,
-    expert<true>,
+    product<Linear, linear_block<float>, linear_block<bf16>>,
+    product<Linear, gated_block<float>, gated_block<bf16>>,
+    product<LowRank, low_rank_block<float, false>, low_rank_block<bf16, false>>,
+    product<LowRank, low_rank_block<float, true>, low_rank_block<bf16, true>>,
+    product<Choices, expert_block<float, false>, expert_block<bf16, false>>,
+    product<Choices, expert_block<float, true>, expert_block<bf16, true>>,
     route_token,
     by_type<Combine, combine_token<float>, combine_token<bf16>>,
-    likeliest,
-    sketch,
-    measure,
-    screen,
+    with_tiles<Likeliest, likeliest_block>,
+    by_type<Sketch, sketch_panel<float>, sketch_panel<bf16>>,
+    by_type<Screening, measure_row<float>, measure_row<bf16>>,
+    with_tiles<Screening, screen_block>,
     settle,
     by_type<Quantize, quantize_row<float>, quantize_row<bf16>>,
     by_type<Rotate, rotate_row<float>, rotate_row<bf16>>,
     by_type<GroupSums, sum_groups_row<float>, sum_groups_row<bf16>>,
-    gather<gather_row<float>, gather_row<bf16>>,
-    pack,
+    by_type<Gather, gather_row<float>, gather_row<bf16>>,
+    by_type<Pack, pack_panel<float>, pack_panel<bf16>>,
     pack_panel<int8_t>,
     by_type<Norm, norm_row<float>, norm_row<bf16>>,
     by_type<Rope, rope_token<float>, rope_token<bf16>>,
@@ -121,7 +90,7 @@ const Kernels kernels = {
     attention,
     latent_join,
     latent_store,
-    by_head,
+    product<ByHead, by_head_block<float>, by_head_block<bf16>>,
     read,
     dots<PairStep>,
     dots<QuadStep>,

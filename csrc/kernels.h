@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace penstock {
 
@@ -398,6 +399,13 @@ struct Kernels {
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Memory with room for so many elements, which is kept from one call to the next.
+template <class T>
+inline T* with_room(std::vector<T>& memory, int64_t count) {
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
 
 // Inputs that a vector of a packed matrix holds for each of its 16 outputs.
 inline int64_t step_of(Format format, Type type) {

@@ -26,17 +26,6 @@ struct LatentPanel {
   }
 };
 
-// Turns each pair of neighbours, or of halves, by a position's angles.
-template <class T>
-inline void turn(const T* x, T* out, const float* cos, const float* sin, int64_t half, bool pairs) {
-  const int64_t step = pairs ? 2 : 1, other = pairs ? 1 : half;
-  for (int64_t i = 0; i < half; i++) {
-    const float a = widen(x[i * step]), b = widen(x[i * step + other]);
-    narrow(out + i * step, a * cos[i] - b * sin[i]);
-    narrow(out + i * step + other, b * cos[i] + a * sin[i]);
-  }
-}
-
 template <class T, class K>
 void store_latent(const LatentStore& a, int64_t token) {
   const int64_t half = a.rope / 2, slot = a.slots[token], latent = a.dim - a.rope;
@@ -170,7 +159,7 @@ inline void finish_row(const Sums& sums, T* out, int64_t latent) {
   for (int64_t d = 0; d < latent; d += 16) store(out + d, load(sums.out + d) * share);
 }
 
-inline float power_of(const Attention& a) { return a.scale * 1.44269504088896341f; }
+inline float power_of(const Attention& a) { return a.scale * kLog2E; }
 
 // A row's sums in a task's part.
 inline Sums partial_sums(const Attention& a, int64_t task, int64_t row) {
@@ -242,11 +231,7 @@ void attend_part(const Attention& a, LatentMemory<K>& memory, int64_t sequence, 
   auto rows_of = [&](int64_t group) { return int(group + 1 < groups ? kTaskRows : count - group * kTaskRows); };
   for (int64_t group = 0; group < groups; group++) {
     Rows<K>& rows = memory.groups[group];
-    memset(rows.out, 0, rows_of(group) * latent * sizeof(float));
-    for (int r = 0; r < rows_of(group); r++) {
-      rows.top[r] = kNever;
-      rows.total[r] = f32x16{};
-    }
+    rows.clear(rows_of(group), latent);
   }
   Panel<K> span(memory.span.data(), 0, dim, kSpan);
   for (int64_t at = begin; at <= last; at += kSpan) {
@@ -279,13 +264,7 @@ void latent_task(const Attention& a, int64_t task) {
     const T* q = (const T*)a.q + (start * a.heads + first_row + row) * dim;
     rows.seen[r] = before + (first_row + row) / a.heads;
     rows.from[r] = 0;
-    if constexpr (K::kRounds) {
-      int8_t rounded[kMaxLatentKey];
-      rows.rounding[r] = round_row(q, dim, rounded);
-      prepare<typename K::KeyStep>(rounded, dim, rows.q + r * dim);
-    } else {
-      prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
-    }
+    rows.set_query(r, q, dim);
   }
   const int64_t last = before + (first_row + count - 1) / a.heads;
   auto end_of = [&](int64_t number) { return last < (number + 1) * kPart ? last : (number + 1) * kPart - 1; };

@@ -19,20 +19,19 @@ namespace PENSTOCK_ISA {
 inline f32x16 if_allowed(const Allowed& a, int64_t row, int64_t output, f32x16 values) {
   if (!a.bits || output / 16 >= a.sixteens) return values;  // what fills the last panel is none of a row's
   const i32x16 bits = i32x16{} + int32_t(a.bits[row * a.sixteens + output / 16]);
-  return choose(((bits >> lanes()) & 1) != 0, values, all(-__builtin_inff()));
+  return choose(((bits >> lanes()) & 1) != 0, values, all(kNever));
 }
 
 // Of each row the largest output, the first where several are.
 inline void likeliest_block(const Likeliest& l, int64_t task) {
   const Linear& a = l.product;
-  const int64_t tasks = ceil_div(a.matrix.outputs, kPanel * a.panels);
-  const int64_t first = task / tasks * kRowBlock, own = task % tasks;
-  const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
+  const int64_t tasks = ceil_div(a.matrix.outputs, kPanel * a.panels), own = task % tasks;
+  const auto [first, end, column, until] = share_of(a, a.matrix.outputs, task);
   f32x16 values[kRowBlock];  // of each lane, and the output that the vector with it begins at
   i32x16 begins[kRowBlock];
   for (int64_t row = first; row < end; row++) {
-    values[row - first] = all(-__builtin_inff());
-    begins[row - first] = i32x16{} + int32_t(own * kPanel * a.panels);
+    values[row - first] = all(kNever);
+    begins[row - first] = i32x16{} + int32_t(column);
   }
   walk(a, task, [&](int64_t row, int64_t output, int64_t count, const Outputs& found) {
     f32x16 best = values[row - first];
@@ -55,7 +54,7 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
       if (lanes[lane] == most && output < found) found = output;
     }
     l.values[row * tasks + own] = most;
-    l.outputs[row * tasks + own] = found < a.matrix.outputs ? found : own * kPanel * a.panels;
+    l.outputs[row * tasks + own] = found < a.matrix.outputs ? found : column;
   }
 }
 
@@ -158,11 +157,11 @@ inline void screen_block(const Screening& s, int64_t task) {
     PENSTOCK_UNROLL for (int g = 1; g < kPanel / 16; g++) most = max(values[g], most);
     if (!any_reaches(most, least[row] - off)) return;
     for (int g = 0; g * 16 < some; g++) {
-      const f32x16 there = choose(lanes() + g * 16 < int32_t(some), values[g], all(-__builtin_inff()));
+      const f32x16 there = choose(lanes() + g * 16 < int32_t(some), values[g], all(kNever));
       const f32x16 known = if_allowed(s.allowed, row, output + g * 16, there);
       if (!any_reaches(known, least[row] - off)) continue;
       const float top = largest(known);
-      if (top == -__builtin_inff()) continue;
+      if (top == kNever) continue;
       found[count++] = {int32_t(row), int32_t(output / 16 + g), top + off, 0};
       least[row] = top - off > least[row] ? top - off : least[row];
     }
@@ -192,7 +191,7 @@ void settle_candidate(const Screening& s, Candidate& c) {
     memcpy(&whole, sums, sizeof(whole));
   }
   const int32_t left = int32_t(m.outputs - int64_t(c.sixteen) * 16);
-  const f32x16 there = choose(lanes() < left, whole, all(-__builtin_inff()));
+  const f32x16 there = choose(lanes() < left, whole, all(kNever));
   const f32x16 known = if_allowed(s.allowed, c.row, int64_t(c.sixteen) * 16, there);
   c.value = largest(known);
   c.lane = 0;

@@ -33,10 +33,9 @@ inline Linear prepared(const Linear& a, int64_t first, int64_t end) {
     if constexpr (!std::is_same_v<In, typename Step::X>) {
       thread_local std::vector<Line> near;
       const int64_t width = F::kIntegers ? (a.matrix.in + 7) / 8 * 8 : a.matrix.in;
-      const int64_t needed = ceil_div((end - first) * width * sizeof(In), sizeof(Line));
-      if (int64_t(near.size()) < needed) near.resize(needed);
-      prepare<Step>((const typename Step::X*)a.x + first * width, (end - first) * width, (In*)near.data());
-      ready.x = (const char*)near.data() - first * width * sizeof(In);  // which is where row 0 would be
+      In* const x = (In*)with_room(near, ceil_div((end - first) * width * sizeof(In), sizeof(Line)));
+      prepare<Step>((const typename Step::X*)a.x + first * width, (end - first) * width, x);
+      ready.x = (const char*)x - first * width * sizeof(In);  // which is where row 0 would be
     }
   });
   return ready;
@@ -178,10 +177,10 @@ void gather_row(const Gather& a, int64_t row) {
   T* out = (T*)a.out + row * m.in;
   with_format(m, [&]<class F>() {
     if (m.rotation > 1) {  // the rotation is its own inverse, but for a factor that the weights have already
-      thread_local std::vector<float> weights;
-      if (int64_t(weights.size()) < m.in) weights.resize(m.in);
+      thread_local std::vector<float> memory;
+      float* const weights = with_room(memory, m.in);
       for (int64_t i = 0; i < m.in; i++) weights[i] = F::get(m, panel, scales, output, i);
-      const float* values = rotated(weights.data(), m.in, m.rotation);
+      const float* values = rotated(weights, m.in, m.rotation);
       by_sixteen(m.in, [&](int64_t i, auto n) { put(out + i, get(values + i, n), n); });
       return;
     }
@@ -277,9 +276,9 @@ inline float rounding_error(const T* weight, int64_t count, float scale) {
 template <class F, class T>
 void round_weights_by_integers(const Matrix& m, const T* weight, int8_t* out, int8_t* scales, float* output_scale) {
   constexpr float kMost = 15.0f;
-  thread_local std::vector<float> found;
+  thread_local std::vector<float> memory;
   const int64_t groups = groups_of(m);
-  if (int64_t(found.size()) < groups) found.resize(groups);
+  float* const found = with_room(memory, groups);
   auto count = [&](int64_t group) { return (group + 1) * m.group < m.in ? m.group : m.in - group * m.group; };
   float most = 0.0f, spoiled = 0.0f;
   for (int64_t group = 0; group < groups; group++) {

@@ -16,12 +16,12 @@ void low_rank_block(const LowRank& a, int64_t task) {
   Linear product{a.matrix, nullptr, nullptr, nullptr, nullptr, 0, a.count, a.panels, a.matrix.type};
   const Share s = share_of(product, a.matrix.outputs, task);
   const int64_t rows = s.end - s.first;
-  if (int64_t(near.size()) < rows * in) near.resize(rows * in);
+  T* const x = with_room(near, rows * in);
   for (int64_t i = 0; i < rows; i++) {
     const int64_t from = up ? s.first + i : a.rows[s.first + i];
-    memcpy(near.data() + i * in, (const T*)a.x + from * a.x_stride, in * sizeof(T));
+    memcpy(x + i * in, (const T*)a.x + from * a.x_stride, in * sizeof(T));
   }
-  product.x = near.data();
+  product.x = x;
   const Linear ready = prepared(product, 0, rows);
   RowSink sink{kUnprepared, [&](int64_t row, int64_t output, int64_t count, const Outputs& values) {
                  const int64_t to = up ? a.rows[s.first + row] : s.first + row;

@@ -176,6 +176,36 @@ void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Ad
   multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs / 2, rows, out_type, activation);
 }
 
+// Items from 0 on, those of a key together and in ascending order; items whose key is negative are left out.
+struct ByKey {
+  std::vector<int64_t> begins;  // [keys + 1]
+  int32_t* items;               // in memory of this thread's that lasts until the next one is made
+
+  template <class Key>
+  ByKey(int64_t count, int64_t keys, Key&& key_of) : begins(keys + 1) {
+    static thread_local std::vector<int32_t> memory;
+    for (int64_t i = 0; i < count; i++)
+      if (const int64_t key = key_of(i); key >= 0) begins[key + 1]++;
+    for (int64_t key = 0; key < keys; key++) begins[key + 1] += begins[key];
+    items = with_room(memory, begins[keys]);
+    auto next = begins;
+    for (int64_t i = 0; i < count; i++)
+      if (const int64_t key = key_of(i); key >= 0) items[next[key]++] = int32_t(i);
+  }
+  int64_t count(int64_t key) const { return begins[key + 1] - begins[key]; }
+};
+
+// The tasks of several calls of one kernel at once; a call has `tasks_of(call)`.
+template <class A, class Tasks>
+void run_together(void (*kernel)(const A&, int64_t), const std::vector<A>& calls, Tasks&& tasks_of) {
+  std::vector<int64_t> begins{0};
+  for (const auto& call : calls) begins.push_back(begins.back() + tasks_of(call));
+  pool()->run(begins.back(), [&](int64_t task) {
+    const auto call = std::upper_bound(begins.begin(), begins.end(), task) - begins.begin() - 1;
+    kernel(calls[call], task - begins[call]);
+  });
+}
+
 // What adapters add to a layer, by their slots: x down to the ranks of all its parts, and from each part's up onto the
 // outputs from its first one on.
 struct Adapters {
@@ -194,52 +224,38 @@ struct Adapters {
 // For rows whose slot is one (`slots`, -1 is none) that adds something here.
 void add_low_rank(Address x, Address out, const Adapters& adapters, Address slots, int64_t rows, int64_t out_stride) {
   make({rows, 0}, [=, &adapters](Size size) {
-    thread_local std::vector<int32_t> order;  // rows, those of an adapter together
     thread_local std::vector<char> between;
-    const int32_t* slot_of = at<int32_t>(slots);
-    std::vector<int64_t> ends(adapters.slots.size() + 1);
-    auto adds = [&](int32_t slot) { return slot >= 0 && !adapters.slots[slot].parts.empty(); };
-    for (int64_t row = 0; row < size.tokens; row++)
-      if (adds(slot_of[row])) ends[slot_of[row] + 1]++;
-    for (size_t slot = 0; slot + 1 < ends.size(); slot++) ends[slot + 1] += ends[slot];
-    if (!ends.back()) return;
-    order.resize(ends.back());
+    const int64_t count_of_slots = adapters.slots.size();
+    const ByKey of_slots(size.tokens, count_of_slots, [&](int64_t row) {
+      const int32_t slot = at<int32_t>(slots)[row];
+      return slot >= 0 && !adapters.slots[slot].parts.empty() ? slot : -1;
+    });
+    if (!of_slots.begins.back()) return;
     int64_t room = 0;
-    for (int64_t row = 0; row < size.tokens; row++)
-      if (adds(slot_of[row])) order[ends[slot_of[row]]++] = int32_t(row);
-    for (size_t slot = 0; slot < adapters.slots.size(); slot++)
-      room += (ends[slot] - (slot ? ends[slot - 1] : 0)) * adapters.slots[slot].down.outputs * 4;
-    if (int64_t(between.size()) < room) between.resize(room);
+    for (int64_t slot = 0; slot < count_of_slots; slot++)
+      room += of_slots.count(slot) * adapters.slots[slot].down.outputs * 4;
     std::vector<LowRank> down, up;
-    char* ranks = between.data();
-    for (size_t slot = 0; slot < adapters.slots.size(); slot++) {
+    char* ranks = with_room(between, room);
+    for (int64_t slot = 0; slot < count_of_slots; slot++) {
       const auto& [matrix, parts] = adapters.slots[slot];
-      const int64_t first = slot ? ends[slot - 1] : 0, count = ends[slot] - first;
+      const int64_t count = of_slots.count(slot);
       if (!count) continue;
+      const int32_t* rows = of_slots.items + of_slots.begins[slot];
       const int64_t bytes = matrix.type == Type::float32 ? 4 : 2, width = matrix.outputs;
-      down.push_back({matrix, at<void>(x), ranks, &order[first], matrix.in, width, count, ceil_div(width, kPanel), 1});
+      down.push_back({matrix, at<void>(x), ranks, rows, matrix.in, width, count, ceil_div(width, kPanel), 1});
       int64_t rank = 0;
       for (const auto& part : parts) {
-        up.push_back({part.up, ranks + rank * bytes, at<char>(out) + part.first * bytes, &order[first], width, out_stride,
+        up.push_back({part.up, ranks + rank * bytes, at<char>(out) + part.first * bytes, rows, width, out_stride,
                       count, panels_of_task(part.up.outputs), part.scale});
         rank += part.up.in;
       }
       ranks += count * width * 4;
     }
-    auto run = [](void (*kernel)(const LowRank&, int64_t), const std::vector<LowRank>& calls) {
-      auto tasks = [](const LowRank& a) {
-        return ceil_div(a.count, kernels->linear_rows) * ceil_div(a.matrix.outputs, kPanel * a.panels);
-      };
-      int64_t total = 0;
-      for (const auto& call : calls) total += tasks(call);
-      pool()->run(total, [&](int64_t task) {
-        auto call = calls.begin();
-        while (task >= tasks(*call)) task -= tasks(*call++);
-        kernel(*call, task);
-      });
+    auto tasks_of = [](const LowRank& a) {
+      return ceil_div(a.count, kernels->linear_rows) * ceil_div(a.matrix.outputs, kPanel * a.panels);
     };
-    run(kernels->low_rank_down, down);
-    run(kernels->low_rank_up, up);
+    run_together(kernels->low_rank_down, down, tasks_of);
+    run_together(kernels->low_rank_up, up, tasks_of);
   });
 }
 
@@ -254,37 +270,24 @@ template <auto kernel>
 void expert_products(Address x, Address x_scales, Address x_sums, const Experts& experts, Address ids, int64_t top_k,
                      int64_t choices_per_row, Address out, int64_t out_stride, int64_t rows, int out_type, int activation) {
   make({rows, 0}, [=, &experts](Size size) {
-    thread_local std::vector<int32_t> order;  // choices, those of an expert together
-    const int64_t* chosen = at<int64_t>(ids);
-    const int64_t count = size.tokens * top_k, own = experts.matrices.size();
-    auto expert_of = [&](int64_t choice) { return chosen[choice] - experts.first; };
-    std::vector<int64_t> ends(own + 1);
-    for (int64_t i = 0; i < count; i++)
-      if (const int64_t e = expert_of(i); e >= 0 && e < own) ends[e + 1]++;
-    for (int64_t e = 0; e < own; e++) ends[e + 1] += ends[e];
-    if (int64_t(order.size()) < ends[own]) order.resize(ends[own]);
-    for (int64_t i = 0; i < count; i++)
-      if (const int64_t e = expert_of(i); e >= 0 && e < own) order[ends[e]++] = int32_t(i);
+    const int64_t own = experts.matrices.size();
+    const ByKey of_experts(size.tokens * top_k, own, [&](int64_t choice) {
+      const int64_t expert = at<int64_t>(ids)[choice] - experts.first;
+      return expert < own ? expert : -1;
+    });
     const int64_t outputs = experts.matrices[0].outputs / (kernel == &Kernels::gated_expert ? 2 : 1);
     std::vector<Choices> calls;
-    std::vector<int64_t> tasks{0};
     for (int64_t e = 0; e < own; e++)
-      if (const int64_t first = e ? ends[e - 1] : 0; first < ends[e])
+      if (const int64_t count = of_experts.count(e))
         calls.push_back({experts.matrices[e], at<void>(x), at<float>(x_scales), at<void>(x_sums), at<void>(out),
-                         &order[first], ends[e] - first, choices_per_row, out_stride, 1, Type(out_type),
+                         of_experts.items + of_experts.begins[e], count, choices_per_row, out_stride, 1, Type(out_type),
                          Activation(activation)});
     auto blocks_of = [](const Choices& call) { return ceil_div(call.count, kernels->linear_rows); };
     int64_t blocks = 0;
     for (const auto& call : calls) blocks += blocks_of(call);
     const int64_t panels = panels_of_task(blocks * ceil_div(outputs, kPanel) * kPanel);
-    for (auto& call : calls) {
-      call.panels = panels;
-      tasks.push_back(tasks.back() + blocks_of(call) * ceil_div(outputs, kPanel * panels));
-    }
-    pool()->run(tasks.back(), [&](int64_t task) {
-      const auto call = std::upper_bound(tasks.begin(), tasks.end(), task) - tasks.begin() - 1;
-      (kernels->*kernel)(calls[call], task - tasks[call]);
-    });
+    for (auto& call : calls) call.panels = panels;
+    run_together(kernels->*kernel, calls, [&](const Choices& a) { return blocks_of(a) * ceil_div(outputs, kPanel * panels); });
   });
 }
 
@@ -372,7 +375,7 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
     std::vector<std::atomic<float>> least(some);
     std::vector<int64_t> counts(tasks);
     for (auto& each : least) each = -INFINITY;
-    if (int64_t(candidates.size()) < tasks * room) candidates.resize(tasks * room);
+    with_room(candidates, tasks * room);
     const int64_t bytes = m.in * (m.type == Type::float32 ? 4 : 2);
     const Screening args{product,        allowed_of(allowed, m, first),
                          &m,             sketch.off,
@@ -561,9 +564,7 @@ LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t 
   if (int64_t(whole.tiles.size()) / 4 > threads || parts < 2 || threads < 2) return whole;
   LatentTasks split = tasks(parts, true);
   static thread_local std::vector<Piece> memory;
-  const size_t pieces = split.tiles.size() / 4 * split.rows * (latent + 32) / 16;
-  if (memory.size() < pieces) memory.resize(pieces);
-  split.partial = (float*)memory.data();
+  split.partial = (float*)with_room(memory, split.tiles.size() / 4 * split.rows * (latent + 32) / 16);
   return split;
 }
 
@@ -573,31 +574,25 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
                Address sinks, int64_t latent, bool causal, Address key_ends, bool chunked) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
-    std::vector<int32_t> tiles;
-    int64_t task_rows = kernels->attention_rows;
+    Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts, at<int32_t>(lengths),
+                   nullptr, 0, heads, kv_heads, dim, block_size, table_width, window, out_stride, scale, Type(type), rounded,
+                   cap, at<float>(sinks), latent, kernels->attention_rows, nullptr, causal, at<int32_t>(key_ends), chunked};
     if (latent) {
-      const LatentTasks tasks = latent_tasks(starts, at<int32_t>(lengths), size.sequences, heads, latent);
-      Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
-                     at<int32_t>(lengths), tasks.tiles.data(), int64_t(tasks.tiles.size()) / 4, heads, kv_heads, dim,
-                     block_size, table_width, window, out_stride, scale, Type(type), rounded, cap, nullptr, latent,
-                     tasks.rows, tasks.partial, causal, nullptr, chunked};
+      const LatentTasks tasks = latent_tasks(starts, args.lengths, size.sequences, heads, latent);
+      args.tiles = tasks.tiles.data(), args.tasks = int64_t(tasks.tiles.size()) / 4;
+      args.task_rows = tasks.rows, args.partial = tasks.partial;
       pool()->run(args.tasks, [&](int64_t task) { kernels->attention(args, task); });
       if (tasks.partial) pool()->run(args.tasks, [&](int64_t task) { kernels->latent_join(args, task); });
       return;
     }
+    std::vector<int32_t> tiles;
     for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
       const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
-      for (int64_t row = 0; row < rows; row += task_rows) {
-        tiles.push_back(int32_t(sequence));
-        tiles.push_back(int32_t(row));
-      }
+      for (int64_t row = 0; row < rows; row += args.task_rows)
+        for (int64_t number : {sequence, row}) tiles.push_back(int32_t(number));
     }
-    const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
-    const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
-                         at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
-                         window, out_stride, scale, Type(type), rounded, cap, at<float>(sinks), latent,
-                         task_rows, nullptr, causal, at<int32_t>(key_ends), chunked};
-    pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
+    args.tiles = tiles.data(), args.tasks = int64_t(tiles.size()) / 2 * kv_heads;
+    pool()->run(args.tasks, [&](int64_t task) { kernels->attention(args, task); });
   });
 }
 

@@ -1,21 +1,8 @@
 #include "pool.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace penstock {
-namespace {
 
 constexpr int kSpins = 2000;  // some 30 microseconds
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
-
-}  // namespace
 
 Pool::Pool(int threads) : runs_(threads) {
   for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });

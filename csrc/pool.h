@@ -9,7 +9,18 @@
 #include <thread>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace penstock {
+
+// In a loop that waits for another thread.
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
 
 // The caller works, too. A worker that finds nothing to do spins for a while, since the next op of a step follows
 // within microseconds, and then sleeps.

@@ -8,6 +8,8 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+constexpr float kNever = -__builtin_inff();
+
 struct bf16 {
   uint16_t bits;
 };

@@ -188,9 +188,9 @@ KV_CACHES = ("", "int8", "fp8")
 
 
 def kv_caches(whole: bool) -> Calls:
+    from penstock.checkpoint.kv_spec import transfer_layouts
     from penstock.ops import KVSpec, QKNorms
     from penstock.ops.cuda import kv_cache
-    from penstock.planning.kv_spec import transfer_layouts
 
     for model, quantization in product(MODELS, KV_CACHES):
         if not whole and model is MODELS[0] and quantization:

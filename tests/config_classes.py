@@ -1,4 +1,4 @@
-"""The configuration classes of transformers that Penstock implements, as ``planning/config_defaults.json`` has them.
+"""The configuration classes of transformers that Penstock implements, as ``checkpoint/config_defaults.json`` has them.
 
 ``python tests/config_classes.py`` writes that file anew.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import penstock
 
 SOURCES = Path(penstock.__file__).parent
-TABLE = SOURCES / "planning" / "config_defaults.json"
+TABLE = SOURCES / "checkpoint" / "config_defaults.json"
 TEXT = (
     *("bert", "roberta", "xlm-roberta", "modernbert", "gte"),
     *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma"),
@@ -63,7 +63,9 @@ ROPE_IGNORED = ("rope_theta", "type", "max_position_embeddings")
 @cache
 def names_read() -> frozenset[str]:
     """The texts in the sources that read ``config.json``, the names of fields among them."""
-    paths = [path for part in ("planning", "models", "frontend") for path in (SOURCES / part).rglob("*.py")]
+    paths = [
+        path for part in ("checkpoint", "planning", "models", "frontend") for path in (SOURCES / part).rglob("*.py")
+    ]
     return frozenset(name for path in paths for name in re.findall(r'"([a-z0-9_]+)"', path.read_text()))
 
 

@@ -52,7 +52,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from penstock.models.internlm import NAMES
+from penstock.models.families.internlm import NAMES
 
 SIZES = SMALL | {"max_position_embeddings": 512}
 VOCABULARY = SIZES["vocab_size"]

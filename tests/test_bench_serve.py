@@ -317,7 +317,26 @@ def test_help_waits_for_no_library() -> None:
     code += "except SystemExit:\n sys.exit(bool({'torch', 'aiohttp', 'matplotlib', 'numpy'} & sys.modules.keys()))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
-    assert "--max-concurrency N" in said.stdout
+    assert "--max-concurrency INT" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--num-prompts", "0", "num_prompts: 0 is wrong: it must be at least 1"),
+        ("--goodput", "itl:5", "goodput: itl is not one of ttft, tpot, e2el"),
+        ("--metric-percentiles", "90,101", "metric_percentiles: 101 is wrong"),
+        ("--header", "name", "header: name has no ="),
+        ("--extra-body", "[]", "extra_body: must be a JSON object"),
+        ("--json", "/nowhere/file", "json: /nowhere/file cannot be written"),
+        ("--picture", "load.gif", "picture: load.gif is not one of .png, .svg, .pdf"),
+    ],
+)
+def test_wrong_option_is_refused_before_any_request(flag: str, value: str, message: str) -> None:
+    said = bench(flag, value)
+    assert said.returncode == 2
+    assert said.stderr.startswith(f"penstock bench: {message}")
+    assert said.stderr.count("\n") == 1
 
 
 def test_nobody_there_is_one_sentence() -> None:

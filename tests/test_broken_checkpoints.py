@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.core import Code, PenstockError
-from penstock.models import load_model
+from penstock.models.loader import load_model
 
 DRAWS = int(os.environ.get("PENSTOCK_BROKEN_CHECKPOINTS", "40"))
 MODEL, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"

@@ -22,12 +22,12 @@ from config_classes import TABLE, architecture_of, class_of, table, written
 from transformers import PreTrainedConfig, WhisperConfig
 
 from penstock import demo
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import ModelOptions
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.frontend.pooling_config import read_pooler
 from penstock.models import ModelConfig, read_config
-from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.text import Tokenizer
 

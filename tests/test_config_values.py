@@ -28,10 +28,10 @@ from transformers import (
 
 from penstock.calibration.options import QuantizeOptions
 from penstock.calibration.quantize import quantize
+from penstock.checkpoint.config_json import read_config_json
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.models import ModelConfig, read_config
-from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 
 PROMPT = list(range(2, 60))

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from penstock import PenstockError
 from penstock.calibration.options import QuantizeOptions
 from penstock.calibration.quantize import quantize as quantize_checkpoint
+from penstock.checkpoint.sentence_transformers import read_dense_modules, read_modules, transformer_folder
 from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.engine.engine_folder import build_engine
 from penstock.models.convert import convert
-from penstock.planning.sentence_transformers import read_dense_modules, read_modules, transformer_folder
 
 
 @pytest.fixture(scope="module")

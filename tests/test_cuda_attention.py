@@ -19,13 +19,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+
+from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
 from penstock.ops import AttentionMetadata, KVSpec, QKNorms, reference
 from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
-from penstock.ops.pytorch.kv_cache import quantize
-from penstock.planning.kv_spec import transfer_layouts
+from penstock.ops.reference.kv_cache import quantize
 
 attention = import_module("penstock.ops.cuda.attention")  # whose name in the package is the op
 CPU = torch.device("cpu")

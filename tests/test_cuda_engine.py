@@ -27,7 +27,7 @@ from penstock import LLM, SamplingParams
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest
 from penstock.engine.engine import Engine
-from penstock.ops import cuda
+from penstock.ops import CaptureOptions, cuda
 
 TINY = SMALL | {
     "max_position_embeddings": 320,
@@ -214,7 +214,7 @@ def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
 
 def test_memory_is_freed_with_its_last_reference() -> None:
     """A forward pass that was captured holds the KV cache: no cycle may keep it until garbage is collected."""
-    captured = cuda.capture(lambda batch: batch.token_ids, 8, 4, 2, device=torch.device("cpu"), graph_sizes=(2, 4))
+    captured = cuda.capture(lambda batch: batch.token_ids, CaptureOptions(8, 4, 2, graph_sizes=(2, 4)))
     reference = weakref.ref(captured)
     gc.disable()
     try:

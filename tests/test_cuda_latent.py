@@ -21,10 +21,10 @@ pytest.importorskip("triton")
 from test_cuda_attention import CPU, DTYPES, FEW, NAMES, close, exact, metadata_of, randn
 from test_cuda_attention import cut as cut_attention
 
+from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.ops import KVSpec, reference
 from penstock.ops.cuda import kv_cache, latent
-from penstock.ops.pytorch.kv_cache import store_vectors
-from penstock.planning.kv_spec import transfer_layouts
+from penstock.ops.reference.kv_cache import store_vectors
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:

@@ -22,15 +22,8 @@ from penstock import LLM, SamplingParams
 from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
+from penstock.core.expert_placement import Ranks, balancedness, even_placement, neighbours, place, rank_loads
 from penstock.engine.engine import Engine
-from penstock.planning.expert_placement import (
-    Ranks,
-    balancedness,
-    even_placement,
-    neighbours,
-    place,
-    rank_loads,
-)
 
 EXPERTS, TOP_K, SPARSE_LAYERS = 8, 2, (0, 2)
 PROMPTS = [[Random(length).randrange(2, 300) for _ in range(length)] for length in (1, 7, 40, 100)]

@@ -45,13 +45,13 @@ from transformers import (
 )
 
 from penstock import LLM, demo
+from penstock.checkpoint.checkpoint_digest import checkpoint_digest
+from penstock.checkpoint.gguf_file import TYPES, GGUFFile
 from penstock.cli.main import main
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.gguf_folder import checkpoint_folder
 from penstock.frontend.hub import resolve
 from penstock.models.weights import GGUFCheckpoint
-from penstock.planning.checkpoint_digest import checkpoint_digest
-from penstock.planning.gguf_file import TYPES, GGUFFile
 from penstock.quant.gguf import READERS, read_blocks
 from penstock.text import Tokenizer
 from penstock.text.from_gguf import CASED_LETTERS, PRE_TOKENIZERS

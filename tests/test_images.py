@@ -31,6 +31,7 @@ from serving import Served, Servers
 from transformers import AutoImageProcessor, PreTrainedModel, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.core import EngineRequest, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
@@ -38,8 +39,7 @@ from penstock.frontend.input_processor import InputProcessor
 from penstock.frontend.llm import LLM
 from penstock.frontend.multimodal import MediaSource
 from penstock.frontend.multimodal.guarded_http import is_public
-from penstock.models.patches import normalized_patches
-from penstock.planning.config_json import read_config_json
+from penstock.models.vision.patches import normalized_patches
 from penstock.planning.model_size import model_size_of
 
 MODELS = {

@@ -11,10 +11,11 @@ from checkpoints import SMALL, save
 from torch import Tensor
 from transformers import LlamaConfig
 
+from penstock.checkpoint.kv_spec import PROGRESS_BITS
 from penstock.engine.worker.model_runner import ModelRunner
-from penstock.models import Model, load_model
+from penstock.models.loader import load_model
+from penstock.models.model import Model
 from penstock.ops import AttentionMetadata, Batch, LayerExport, Ops, backend
-from penstock.planning.kv_spec import PROGRESS_BITS
 
 CPU = torch.device("cpu")
 SLOT_TOKENS, TOKENS = 32, 150

@@ -25,12 +25,13 @@ from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
+from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
 from penstock.frontend.llm import LLM
-from penstock.models import load_model, read_config
+from penstock.models import read_config
+from penstock.models.loader import load_model
 from penstock.ops import AttentionMetadata, KVSpec, backend, reference
 from penstock.planning.kv_size import bytes_per_weight, kv_specs
-from penstock.planning.kv_spec import transfer_layouts
 from penstock.planning.model_size import model_size_of
 
 LATENT = SMALL | {

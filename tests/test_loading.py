@@ -17,7 +17,8 @@ from transformers import LlamaConfig, Qwen2Config
 from penstock import ops
 from penstock.core import PenstockError
 from penstock.layers import BuildContext, ColumnParallelLinear
-from penstock.models import load_model, read_config
+from penstock.models import read_config
+from penstock.models.loader import load_model
 from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint
 from penstock.parallel import SINGLE_RANK, Group, shard_heads, shard_outputs

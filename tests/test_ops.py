@@ -16,12 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
-from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, QuantizedWeight, backend, reference
+from penstock.ops import (
+    AttentionMetadata,
+    Batch,
+    CaptureOptions,
+    Format,
+    KVSpec,
+    LoRAWeights,
+    QuantizedWeight,
+    backend,
+    reference,
+)
 from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.ops.hadamard import hadamard
-from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 kernels: Any = cpu._kernels
@@ -614,7 +624,7 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
     cache = fill(spec, batches[0][0], 60, rng, 0)[0]
     adapters, _ = draw_adapters(rng, 64, [64], torch.bfloat16, 3)
-    captured, adapted = (cpu.capture(step, 600, 5, 10, use_lora=some) for some in (False, True))
+    captured, adapted = (cpu.capture(step, CaptureOptions(600, 5, 10, use_lora=some)) for some in (False, True))
     for batch, tokens, _ in [*batches, batches[0]]:
         batch.token_ids[:] = torch.randint(50, (tokens,))
         batch.slot_mapping[:] = torch.arange(tokens)
@@ -626,7 +636,7 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
         assert torch.equal(adapted(batch), step(batch))
         batch.lora_slots = batch.logits_lora_slots = None
     with pytest.raises(RuntimeError, match="contiguous"):
-        cpu.capture(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), 9, 1, 1)
+        cpu.capture(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), CaptureOptions(9, 1, 1))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -727,7 +737,7 @@ def test_a_captured_step_exports_keys_and_values(seed: int) -> None:
         queries = cpu.index_select(cpu.embedding(batch.token_ids, vocabulary), batch.logits_indices)
         return cpu.attention(queries.unflatten(-1, (-1, 16)), caches[1], batch.logits_attention, 0.25)
 
-    captured = cpu.capture(step, 600, 5, 10)
+    captured = cpu.capture(step, CaptureOptions(600, 5, 10))
     for share in (0.5, 0.0, None, 1.0, None):
         batch, tokens, _ = draw_batch(rng, 32, rng.randint(1, 5))
         batch.token_ids[:] = torch.randint(50, (tokens,))

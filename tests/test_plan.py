@@ -28,11 +28,11 @@ from transformers import (
 )
 
 from penstock import LLM, demo
+from penstock.checkpoint.kv_spec import KV_QUANTIZATION, bytes_per_block
 from penstock.cli.main import main
-from penstock.models import load_model
+from penstock.models.loader import load_model
 from penstock.ops import reference
 from penstock.planning.kv_size import CachePlan, block_ratio, kv_cache_ratio
-from penstock.planning.kv_spec import KV_QUANTIZATION, bytes_per_block
 from penstock.planning.model_size import model_size_of
 from penstock.planning.paddlenlp_table import DEEPSEEK_V3
 

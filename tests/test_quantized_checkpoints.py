@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from penstock import ops
+from penstock.checkpoint.stored_format import quantization_config_of
 from penstock.core import PenstockError, SamplingParams
 from penstock.core.quantization import SCHEMES, Format
 from penstock.frontend.llm import LLM
@@ -28,7 +29,7 @@ from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Shard, shard_outputs
 from penstock.planning.kv_size import weight_bytes
-from penstock.planning.model_size import model_size_of, quantization_config_of
+from penstock.planning.model_size import model_size_of
 from penstock.quant import Matrix, fp8, read_quantization_config
 
 CPU = torch.device("cpu")

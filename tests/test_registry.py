@@ -16,12 +16,13 @@ from checkpoints import SMALL, save
 from transformers import LlamaConfig
 
 from penstock import LLM, SamplingParams
+from penstock.checkpoint.model_config import dense_config
 from penstock.core import PenstockError
 from penstock.layers import AttentionLayer, BuildContext
-from penstock.models import Family, ModelConfig, load_model, register
-from penstock.models.config import dense_config
+from penstock.models import Family, ModelConfig, register
 from penstock.models.decoder import build_decoder
 from penstock.models.layer import grouped_query_attention
+from penstock.models.loader import load_model
 from penstock.models.registry import unregister
 from penstock.ops import backend
 

@@ -16,8 +16,9 @@ from transformers_architectures import save, tiny
 
 from penstock.core.quantization import SCHEMES, Format
 from penstock.layers import BuildContext
-from penstock.models import family_of, read_config
+from penstock.models import read_config
 from penstock.models.read_config import ModelImpl
+from penstock.models.registry import family_of
 from penstock.models.weights import Checkpoint
 from penstock.models.weights.dummy import DummyWeights
 from penstock.ops import backend

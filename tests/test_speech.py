@@ -18,6 +18,7 @@ from serving import Served, Servers
 from speech_checkpoints import RATE, SECONDS, save_random, sound, wav
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.core import EngineRequest, PenstockError, SamplingParams
 from penstock.core.audio import AudioInput, DecodingRules
@@ -27,7 +28,6 @@ from penstock.frontend.speech.audio_decoding import decode_audio
 from penstock.frontend.speech.features import LogMelFeatures
 from penstock.frontend.speech.tokens import read_speech_tokens
 from penstock.frontend.speech.transcription import Segment, Transcription
-from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.text import Tokenizer
 

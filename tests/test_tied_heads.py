@@ -15,13 +15,13 @@ from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.stored_tensors import stored_head
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
-from penstock.planning.config_json import read_config_json
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
-from penstock.planning.stored_tensors import stored_head
 
 TIED = (
     "Llama",

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from test_speculative_heads import OPTIONS, answers, simple, speculative
 
 from penstock import LLM, PenstockError, SamplingParams
+from penstock.checkpoint.kv_spec import KVSpec, transfer_layouts
 from penstock.config.token_tree import TokenTree, depths, segments
 from penstock.engine.spec_decode.speculation import SpecDecodingStats
 from penstock.ops import cpu, reference
-from penstock.planning.kv_spec import KVSpec, transfer_layouts
 
 __all__ = ["simple"]  # a fixture
 

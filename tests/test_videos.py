@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from serving import Served, Servers
 from transformers import PreTrainedModel
 
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import ModelOptions
 from penstock.core import PenstockError, SamplingParams
 from penstock.core.multimodal import ImageInput
@@ -30,8 +31,7 @@ from penstock.frontend.llm import LLM
 from penstock.frontend.multimodal import VIDEO as KIND
 from penstock.frontend.multimodal import MediaSource
 from penstock.frontend.multimodal.video import Video
-from penstock.models.patches import normalized_patches
-from penstock.planning.config_json import read_config_json
+from penstock.models.vision.patches import normalized_patches
 from penstock.planning.model_size import model_size_of
 
 av = pytest.importorskip("av", reason="the extra video is not installed")

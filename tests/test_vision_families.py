@@ -20,13 +20,13 @@ from test_images import ONE, answers
 from transformers import PreTrainedModel
 from vision_checkpoints import FAMILIES
 
+from penstock.checkpoint.config_json import read_config_json
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.core import SamplingParams
 from penstock.core.multimodal import ImageInput
 from penstock.engine.engine import Engine
 from penstock.frontend.input_processor import InputProcessor
 from penstock.frontend.llm import LLM
-from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 
 PICTURES = [noise(seed, *size) for seed, size in enumerate([(40, 56), (100, 60), (17, 70), (24, 24)])]

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from penstock import LLM, SamplingParams, demo
 from penstock.config.cache_folder import new_file
 from penstock.core import PenstockError
-from penstock.models import load_model
+from penstock.models.loader import load_model
 from penstock.ops import backend
 from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory
 

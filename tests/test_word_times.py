@@ -24,7 +24,7 @@ from penstock.core.audio import Alignment, AudioInput, DecodingRules
 from penstock.engine.engine import Engine
 from penstock.frontend.input_processor import InputProcessor
 from penstock.frontend.speech.words import split_words
-from penstock.models import token_times
+from penstock.models.whisper_alignment import token_times
 
 OPTIONS = {"threads": 1, "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
 TOKEN_TIMES = PoolingParams(pooling_type="last", normalize=False)

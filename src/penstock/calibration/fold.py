@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.models import ModelConfig
-from penstock.models.decoder_options import LayerNorms
 
 NORM_BEFORE = {"self_attn.q_proj": "input_layernorm", "mlp.gate_proj": "post_attention_layernorm"}
 """The norm whose output is the input of a matrix, and of those that are merged with it."""

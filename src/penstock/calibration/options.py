@@ -71,30 +71,33 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
     group_size: int = 0
     """Inputs that share a scale, in methods of 4 bits and ``gptq``; 0 is the method's, -1 is all of them."""
     rotation: int | None = None
-    """Inputs of the Hadamard blocks by which weights and activations are rotated (``ops.hadamard``), a power of two up
-    to 64; 0: not rotated; None is the method's. Rotated integers are written as compressed-tensors with a
-    ``transform_config``."""
+    """Inputs of the Hadamard blocks by which weights and activations are rotated, which loses less, a power of two up
+    to 64; None is the method's. Rotated integers are written as compressed-tensors with a ``transform_config`` and, in
+    4 bits, some matrices in 8. 0: not rotated, one format for all matrices, with gptq as AutoGPTQ writes it."""
     act_order: ActOrder = "static"
     """Order in which GPTQ quantizes inputs: as they are, or largest activations first, with groups of neighbours
     (``static``) or of inputs that follow each other in that order (``group``: ``desc_act`` in ``config.json``)."""
     smoothing_strength: float = 0.5
-    """How much of the activations' range SmoothQuant moves to the weights (alpha in the paper)."""
+    """How much of the activations' range SmoothQuant moves to the weights (alpha in the paper); 0 leaves activations as
+    they are."""
     calib_dataset: str = ""
-    """File or folder of texts; empty is the built-in one."""
+    """File or folder of texts: JSON or Parquet with text, messages or prompt, or plain text; empty is the built-in
+    one."""
     calib_texts: tuple[str, ...] = ()
     """Texts in place of a data set."""
     calib_size: int = 512
-    """Samples."""
+    """Samples to calibrate on."""
     calib_seq_len: int = 512
-    """Tokens a sample."""
+    """Tokens of a sample."""
     eval_size: int = 16
-    """Further samples, on which the report measures."""
+    """Further samples, on which the report measures, an eighth of all at most."""
     ignore: tuple[str, ...] = ()
-    """Names of matrices that are not quantized, or patterns of them (``fnmatch``)."""
+    """Matrices that are not quantized: ends of their names, or patterns of them (``fnmatch``), as down_proj or
+    'layers.0.*'."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Of the KV cache that the report measures with."""
+    """Dtype of the KV cache that the report measures with; needs no calibration."""
     seed: int = 0
-    """Of the choice of samples."""
+    """Seed of the choice of samples."""
 
     @property
     def scheme(self) -> Scheme:

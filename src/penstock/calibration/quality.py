@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.models import Model
+from penstock.models.model import Model
 
 ROWS = 256
 """Tokens whose logits are computed at a time."""

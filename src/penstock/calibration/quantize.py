@@ -15,18 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock import ops
+from penstock.checkpoint.engine_config import read_engine_config
+from penstock.checkpoint.kv_spec import KV_QUANTIZATION
+from penstock.checkpoint.model_config import PADDED_TO
 from penstock.config.progress import Progress, print_line
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import fitting_group_size
-from penstock.models import Model, ModelConfig, read_config
+from penstock.models import ModelConfig, read_config
+from penstock.models.model import Model
 from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint, find_gguf
 from penstock.ops import Ops, reference
 from penstock.ops.cores import usable_cores
-from penstock.planning.engine_config import read_engine_config
-from penstock.planning.kv_spec import KV_QUANTIZATION
-from penstock.planning.model_size import PADDED_TO
 from penstock.text import Tokenizer
 from penstock.version import __version__
 
@@ -44,6 +45,8 @@ from .writer import CheckpointWriter, encode_layer, read_tensors
 
 logger = logging.getLogger(__name__)
 
+AT_LOAD = ": --quantization quantizes it at load"
+"""What to do with a model that is not quantized here."""
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
 """Streams of hidden states: of the samples to calibrate on, and of those to measure on in both models."""
 
@@ -68,22 +71,14 @@ def quantize(
     config = read_config(model)
     if config.quantization_config is not None:
         raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
-    if config.has_vision:
-        raise PenstockError(Code.UNSUPPORTED, f"model: {model} sees images, and is not quantized here", "model")
-    if config.speech:
-        raise PenstockError(Code.UNSUPPORTED, f"model: {model} transcribes audio, and is not quantized here", "model")
-    if config.stored_head_dim:
-        message = f"{model} has head_dim {config.stored_head_dim}; multiples of {PADDED_TO} are quantized"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
     if find_gguf(model):
         raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
     if read_engine_config(model):
         raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
-    _check_family(config, options)
+    _check_model(config, model, options)
     checkpoint = Checkpoint(model)
     if config.experts and any(name.endswith(config.experts.fused.tensors) for name in checkpoint.names):
-        words = f"{model} has all experts of a layer in one tensor"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
+        raise _unsupported(f"{model} has all experts of a layer in one tensor{AT_LOAD}")
     _check_ignored(options, checkpoint)
     options = _fitted(options, checkpoint)
     job = {
@@ -107,17 +102,32 @@ def quantize(
     return report
 
 
-def _check_family(config: ModelConfig, options: QuantizeOptions) -> None:
-    """Raises ``PenstockError`` (``unsupported``) for families whose layers calibration does not know."""
-    if find_family(config.architecture, config.architecture).find_stored:
-        words = f"checkpoints of {config.architecture} have several matrices in one tensor, or other names than Llama's"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}: they are quantized at load (--quantization)", "model")
-    if config.latent:
-        words = f"{config.architecture} has latent attention, whose inputs are not observed"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}: it is quantized at load (--quantization)", "model")
+def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> None:
+    """Raises ``PenstockError`` (``unsupported``) for models whose layers calibration does not know."""
+    family, head_dim = config.architecture, config.stored_head_dim
+    stored = "have several matrices in one tensor, or other names than Llama's"
+    for wrong, message in (
+        (config.has_vision, f"{model} sees images, and is not quantized here"),
+        (config.speech, f"{model} transcribes audio, and is not quantized here"),
+        (head_dim, f"{model} has head_dim {head_dim}; multiples of {PADDED_TO} are quantized"),
+        (
+            find_family(family, family).find_stored,
+            f"checkpoints of {family} {stored}{AT_LOAD}",
+        ),
+        (
+            config.latent,
+            f"{family} has latent attention, whose inputs are not observed{AT_LOAD}",
+        ),
+    ):
+        if wrong:
+            raise _unsupported(message)
     if options.method in SCALING and not can_scale(config):
-        words = f"{options.method} scales the norms before matrices, which {config.architecture} does not allow"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}: name --method gptq or wint4", "--method")
+        words = f"{options.method} scales the norms before matrices, which {family} does not allow"
+        raise _unsupported(f"{words}: name --method gptq or wint4", "--method")
+
+
+def _unsupported(message: str, field: str = "model") -> PenstockError:
+    return PenstockError(Code.UNSUPPORTED, message, field)
 
 
 def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
@@ -162,7 +172,7 @@ class _Run:
         self._ops: Ops = ops.backend(CPU)
         self._threads = state.details["threads"]
         self._ops.set_threads(self._threads)
-        self._dtype = torch.bfloat16 if config.dtype is torch.float16 else config.dtype
+        self._dtype = torch.bfloat16 if config.dtype == "float16" else getattr(torch, config.dtype)
         self._kv_quantization = KV_QUANTIZATION[options.kv_cache_dtype]
         has_kernels = not options.format.activation_bits or self._ops.supports(options.format, self._dtype)
         self._quantized_ops: Ops = self._ops if has_kernels and self._kv_quantization != "fp8" else reference

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.layers import BuildContext, Weights
-from penstock.models import Model, ModelConfig
+from penstock.models import ModelConfig
+from penstock.models.model import Model
 from penstock.models.registry import find_family
 from penstock.ops import AttentionMetadata, Batch, Ops, QuantizedWeight
 from penstock.parallel import Shard

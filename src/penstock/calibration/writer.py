@@ -16,15 +16,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.checkpoint.config_json import read_plain_config_json
+from penstock.checkpoint.sentence_transformers import module_files
+from penstock.checkpoint.stored_tensors import INDEX
 from penstock.config.progress import Progress, print_line
 from penstock.core.quantization import Format, Scheme
 from penstock.models import ModelConfig
 from penstock.models.weights import Checkpoint
 from penstock.ops import QuantizedWeight
 from penstock.ops.scale_search import fits_half
-from penstock.planning.config_json import read_plain_config_json
-from penstock.planning.sentence_transformers import module_files
-from penstock.planning.stored_tensors import INDEX
 from penstock.quant import awq, compressed_tensors, gptq
 
 from .gptq import DAMPING

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from penstock.checkpoint.engine_config import RECORDED
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import RECORDED
 
 from .build_folder import build, described
 from .byte_size import byte_size

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.engine_config import EngineConfig
 from penstock.config.options import EngineOptions
 from penstock.config.progress import Progress, log_or_print
 from penstock.config.settings import settings
 from penstock.config.sources import convert_setting
-from penstock.planning.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

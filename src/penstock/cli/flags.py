@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config import logs, secrets
 from penstock.config.profiles import Alias, Profile, load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
-from penstock.config.settings import Setting, settings
-from penstock.config.sources import ResolvedConfiguration, read
-from penstock.planning.engine_config import engine_defaults
+from penstock.config.settings import Setting, settings, settings_of
+from penstock.config.sources import ResolvedConfiguration, convert_value, read
 
 from .parser import Parser
 
@@ -28,6 +28,8 @@ TITLES = {
 FOR_AN_ENGINE = ("model", "engine")
 PROFILE_PREFIX = "theirs:"
 """Prefix of the argparse destinations of a profile's flags, whose names may also be ours."""
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,23 @@ def add_options(
             group = parser.add_argument_group(title)
             for setting in section_settings:
                 _add(group, setting)
+
+
+def add_fields(parser: argparse.ArgumentParser, schema: type[msgspec.Struct], without: Collection[str] = ()) -> None:
+    """Add a flag for each field of a command's own options."""
+    group = parser.add_argument_group("options of this command")
+    for setting in settings_of(schema):
+        if setting.name not in without:
+            _add(group, setting)
+
+
+def read_fields(args: argparse.Namespace, schema: type[T], **more: Any) -> T:
+    """The options of ``add_fields`` that were given, and others by name. Raises ``PenstockError`` (``invalid``) for
+    values out of bounds."""
+    for setting in settings_of(schema):
+        if hasattr(args, setting.name):
+            more[setting.name] = convert_value(setting, getattr(args, setting.name), setting.name)
+    return schema(**more)
 
 
 def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfiguration:
@@ -157,7 +176,8 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
 
 def _shown(setting: Setting) -> str:
     """The default."""
-    default = " ".join(setting.default) if isinstance(setting.default, tuple) else str(setting.default)
+    default = "" if setting.default is None else str(setting.default)
+    default = " ".join(setting.default) if isinstance(setting.default, tuple) else default
     return default or in_cache(setting.empty) or "nothing"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
-from penstock.calibration.options import METHODS, ActOrder, KVCacheDtype, Method, QuantizeOptions
+from penstock.calibration.options import METHODS, QuantizeOptions
+from penstock.core.quantization import Format
+
+from .flags import add_fields, read_fields
 
 DYNAMIC_KV_CACHE = (
     "the KV cache needs no calibration: each vector has a scale of its own, computed when it is stored. The report "
@@ -23,8 +24,6 @@ ROTATED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = QuantizeOptions("")
-    methods = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
     parser.add_argument(
         "model",
         nargs="?",
@@ -32,85 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder of a checkpoint, or its name on the hub; nothing for the built-in model",
     )
+    methods = "; ".join(f"{name}: {method.about}{_sizes(method.format)}" for name, method in METHODS.items())
     parser.add_argument("--method", required=True, choices=METHODS, help=methods)
     parser.add_argument(
         "--output-dir", "--output_dir", required=True, type=Path, metavar="DIR", help="folder to write to, new or empty"
     )
-    parser.add_argument(
-        "--bits", type=int, default=0, metavar="N", help="bits of a weight: 4 or 8 with gptq (default: 4)"
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        default=0,
-        metavar="N",
-        help=f"inputs that share a scale; -1: all (default: {_by_method(lambda method: method.format.group_size)})",
-    )
-    parser.add_argument(
-        "--rotation",
-        type=int,
-        metavar="N",
-        help="rotate weights and activations by Hadamard blocks of N inputs, at most 64, which loses less; written as "
-        "compressed-tensors with a transform_config and, in 4 bits, some matrices in 8. 0: not rotated, one format for "
-        f"all matrices, with gptq as AutoGPTQ writes it (default: {_by_method(lambda method: method.format.rotation)})",
-    )
-    parser.add_argument(
-        "--act-order",
-        choices=get_args(ActOrder),
-        default=default.act_order,
-        help="gptq: whether inputs with large activations are rounded first, in groups of neighbours (static) or of "
-        f"inputs that follow each other in that order (group, desc_act) (default: {default.act_order})",
-    )
-    parser.add_argument(
-        "--smoothing-strength",
-        type=float,
-        default=default.smoothing_strength,
-        metavar="ALPHA",
-        help=f"smoothquant: 0 leaves activations as they are (default: {default.smoothing_strength})",
-    )
-    parser.add_argument(
-        "--calib-dataset",
-        default="",
-        metavar="FILE",
-        help="texts: JSON or Parquet with text, messages or prompt, or plain text (default: built in, see docs)",
-    )
-    for name, unit, about in (
-        ("calib_size", "samples", "to calibrate on"),
-        ("calib_seq_len", "tokens", "of a sample"),
-        ("eval_size", "samples", "further ones, on which the report measures, an eighth of all at most"),
-        ("seed", "int", "of the choice of samples"),
-    ):
-        value = getattr(default, name)
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, default=value, metavar=unit.upper(), help=f"{about} (default: {value})")
-    parser.add_argument(
-        "--ignore",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATTERN",
-        help="matrices to leave unquantized, by the end of their name: down_proj, 'layers.0.*' (default: none)",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=get_args(KVCacheDtype),
-        default=default.kv_cache_dtype,
-        help="of the KV cache that the report measures with; needs no calibration (default: auto)",
-    )
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="to compute with (default: all cores)")
+    add_fields(parser, QuantizeOptions, without=("method", "calib_texts"))
 
 
-def _by_method(value: Callable[[Method], int]) -> str:
-    """A default that depends on the method: ``32 of wint4, w4a8; 64 of gptq``."""
-    names: dict[int, list[str]] = {}
-    for name, method in METHODS.items():
-        names.setdefault(value(method), []).append(name)
-    return "; ".join(f"{number} of {', '.join(of)}" for number, of in names.items() if number)
+def _sizes(format: Format) -> str:
+    """A method's default sizes, for the help."""
+    groups = f", groups of {format.group_size}" if format.group_size else ""
+    return groups + (f", rotated by {format.rotation}" if format.rotation else "")
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {name: getattr(args, name) for name in QuantizeOptions.__struct_fields__ if hasattr(args, name)}
-    options = QuantizeOptions(**given | {"ignore": tuple(args.ignore)})
+    options = read_fields(args, QuantizeOptions)
     write_quantized(args.model, args.output_dir, options, args.threads)
     if options.kv_cache_dtype != "auto":
         print(DYNAMIC_KV_CACHE.format(options.kv_cache_dtype))

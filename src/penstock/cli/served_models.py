@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import Configuration
 from penstock.config.secrets import public_url
 from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
-from penstock.planning.engine_config import engine_defaults
 from penstock.serve.models.messages import DEFAULT_NAME, ServedModel
 
 DEMO = "penstock-demo"

@@ -9,19 +9,11 @@ from typing import Any, Self
 
 import msgspec
 
-from .engine_options import EngineOptions, SchedulerOptions
+from .engine_options import EngineOptions
+from .engine_options import SchedulerOptions as SchedulerOptions
 from .model_options import ModelOptions
-from .server_options import LogLevel, LogOptions, ServerOptions
-
-__all__ = [
-    "Configuration",
-    "EngineOptions",
-    "LogLevel",
-    "LogOptions",
-    "ModelOptions",
-    "SchedulerOptions",
-    "ServerOptions",
-]
+from .server_options import LogLevel as LogLevel
+from .server_options import LogOptions, ServerOptions
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):

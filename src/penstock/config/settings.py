@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -64,9 +64,9 @@ def settings() -> dict[str, Setting]:
     """Every option by its name; names are unique over all sections."""
     result: dict[str, Setting] = {}
     for section in msgspec.structs.fields(Configuration):
-        for field in msgspec.structs.fields(section.type):
-            assert field.name not in result, f"two options are called {field.name}"
-            result[field.name] = _setting(section.name, section.type, field)
+        for setting in settings_of(section.type, section.name):
+            assert setting.name not in result, f"two options are called {setting.name}"
+            result[setting.name] = setting
     return result
 
 
@@ -79,14 +79,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _setting(section: str, schema: type, field: msgspec.structs.FieldInfo) -> Setting:
-    hint = field.type
-    plain, meta = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, option())
-    choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
-    kind = str if choices else typing.get_origin(plain) or plain
-    assert not isinstance(kind, types.UnionType)
-    unit, empty = meta.extra["unit"], meta.extra["empty"]
-    return Setting(section, schema, field.name, hint, kind, choices, field.default, unit, empty)
+def settings_of(schema: type[msgspec.Struct], section: str = "") -> Iterator[Setting]:
+    """The fields of a class of options."""
+    for field in msgspec.structs.fields(schema):
+        hint = field.type
+        plain, meta = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, option())
+        if typing.get_origin(plain) in (types.UnionType, typing.Union):
+            (plain,) = (part for part in typing.get_args(plain) if part is not types.NoneType)
+        choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
+        kind = str if choices else typing.get_origin(plain) or plain
+        unit, empty = meta.extra["unit"], meta.extra["empty"]
+        yield Setting(section, schema, field.name, hint, kind, choices, field.default, unit, empty)
 
 
 @cache
@@ -97,7 +100,7 @@ def _docstrings(schema: type) -> dict[str, str]:
         classes = (part for part in _module(each.__module__).body if isinstance(part, ast.ClassDef))
         for field, text in pairwise(next(part.body for part in classes if part.name == each.__name__)):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                result[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+                result[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split()).replace("``", "")
     return result
 
 

@@ -115,14 +115,20 @@ def convert_setting(setting: Setting, value: Any, source: str, theirs: bool = Fa
             raise invalid(name, f"holds nothing{place}; leave it out, or give a value")
     if setting.kind is str and isinstance(value, dict):
         value = json.dumps(value)  # options that take JSON text may be objects in a file
-    shown = "its value" if setting.secret else repr(value)
-    try:
-        result = msgspec.convert(value, setting.annotated, strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid(name, f"{shown} is wrong: {_reason(str(error), setting)}{place}") from error
+    result = convert_value(setting, value, name, place)
     if isinstance(result, float) and not math.isfinite(result):
+        shown = "its value" if setting.secret else repr(value)
         raise invalid(name, f"{shown} is wrong: it must be a finite number{place}")
     return result
+
+
+def convert_value(setting: Setting, value: Any, name: str, place: str = "") -> Any:
+    """A value in a setting's own type. Raises ``PenstockError`` (``invalid``), which names the option and the place."""
+    try:
+        return msgspec.convert(value, setting.annotated, strict=False)
+    except msgspec.ValidationError as error:
+        shown = "its value" if setting.secret else repr(value)
+        raise invalid(name, f"{shown} is wrong: {_reason(str(error), setting)}{place}") from error
 
 
 def _reason(message: str, setting: Setting) -> str:

@@ -7,20 +7,3 @@ from .outputs import FinishReason, Logprob, PerfMetrics, TokenDelta
 from .pooling import PoolingParams
 from .requests import EngineRequest, ReasoningSpan
 from .sampling import SamplingParams
-
-__all__ = [
-    "Code",
-    "EngineRequest",
-    "Failure",
-    "FinishReason",
-    "GuidedDecodingParams",
-    "LoRARequest",
-    "Logprob",
-    "PenstockError",
-    "PerfMetrics",
-    "PoolingParams",
-    "ReasoningSpan",
-    "SamplingParams",
-    "TokenDelta",
-    "Vocabulary",
-]

@@ -66,7 +66,7 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
             if (value := getattr(self, name)) is not None:
                 text = schema_to_json(self.source_field or field, value, is_schema=name == "json")
                 msgspec.structs.force_setattr(self, name, text)
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        given = self._given
         if len(given) != 1:
             names = " and ".join(given) or "none"
             raise invalid("guided_decoding", f"give one of {', '.join(CONSTRAINTS)}; there is {names}")
@@ -95,13 +95,18 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         """The request's field that holds the constraint."""
         if self.source_field:
             return self.source_field
-        constraint = next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+        (constraint,) = self._given
         return constraint if constraint == "structural_tag" else f"guided_{constraint}"
 
     @property
     def is_json(self) -> bool:
         """Whether the constraint allows JSON, so that options of whitespace apply."""
-        return any(getattr(self, name) not in (None, False) for name in JSON_CONSTRAINTS)
+        return self._given[0] in JSON_CONSTRAINTS
+
+    @property
+    def _given(self) -> list[str]:
+        """The constraints that are given: one, once they are checked."""
+        return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
 
     @property
     def characters(self) -> int:

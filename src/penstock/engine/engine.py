@@ -6,15 +6,15 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock import demo
-from penstock.config.options import EngineOptions, LogOptions
+from penstock.config.options import EngineOptions, LogOptions, SchedulerOptions
 from penstock.config.progress import Progress
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import (
@@ -27,20 +27,16 @@ from penstock.core import (
     Vocabulary,
 )
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import num_redundant_experts
 from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import read_config
-from penstock.planning.engine_config import DECIDED, engine_config_of
-from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
-from penstock.planning.pipeline import split_layers
-from penstock.planning.sentence_transformers import read_dense_modules
 
-from .checks.options import check_options, check_transformers
+from .checks.options import checked_options
 from .checks.requests import check_request
-from .checks.speech import speech_options
-from .checks.whole_prompts import scratch_blocks, whole_prompts
+from .checks.whole_prompts import scratch_blocks
 from .draft_folder import draft_size
 from .executor.base import WorkerLostError
 from .executor.start import start_executor
@@ -48,9 +44,9 @@ from .guided import BitmaskBuilder, Grammar, GrammarCompiler
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
-from .kv.offloading import new_host_tier, start_offloading
+from .kv.offloading import start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
-from .lora import NO_ADAPTER, LoRAManager
+from .lora import LoRAManager
 from .request_spans import RequestSpans
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
@@ -61,7 +57,7 @@ from .sleep import SleepManager
 from .spec_decode.ngram import NGramDrafter
 from .spec_decode.speculation import Speculation
 from .step import DeviceMemory, InitCache, LoadModel, MemoryProfile, ModelInfo, ProfileMemory, ReadExpertLoad
-from .step_counts import StepCounts
+from .step_statistics import StepCounts
 from .warm_up import warm_up_requests
 from .weights import WeightsManager
 
@@ -90,125 +86,18 @@ class Engine:
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
         folder = Path(options.model) if options.model else demo.CHAT
-        config = read_config(folder, options.model_impl)
-        if config.model_impl == "transformers":
-            check_transformers(options, config)
-        if config.encoder or read_dense_modules(folder):
-            options = whole_prompts(options, config, folder)
-        if config.speech:
-            options = speech_options(options, config)
-        self._config = config
-        if built := engine_config_of(config.raw, folder):
-            built.check(folder, {name: getattr(options, name) for name in DECIDED})
-        self.max_model_len = options.max_model_len or config.max_model_len
+        self._config = read_config(folder, options.model_impl)
+        self._options = options = checked_options(options, self._config, folder)
+        self.max_model_len = options.max_model_len or self._config.max_model_len
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         lora_modules = parse_lora_modules(options.lora_modules)
-        max_loras = options.max_loras if options.enable_lora or lora_modules else 0
-        speculative = SpeculativeConfig.read(options.speculative_config)
-        check_options(options, config, speculative)
-        self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
-        self._executor = start_executor(options, self._max_concurrent_batches, logs)
-        try:
-            self.info: ModelInfo = self._executor.run(LoadModel(weights))
-            if self.info.asynchronous and not options.max_concurrent_batches:
-                self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
-            profile: MemoryProfile = self._executor.run(ProfileMemory())
-            blocks = count_blocks(options, profile, self.max_model_len)
-            if config.encoder:
-                blocks = min(blocks, scratch_blocks(options, self._max_concurrent_batches))
-            host_blocks = count_host_blocks(options, profile)
-            layouts = model_layouts(options, config.raw, self.info) if options.role != "mixed" else []
-            buffer = new_transfer_buffer(options, layouts) if layouts else None
-            block_layouts = model_layouts(options, config.raw, self.info, options.block_size)
-            host_tier = new_host_tier(options, block_layouts)
-            transfer, offload = buffer.memory if buffer else None, host_tier.memory if host_tier else None
-            self._executor.run(InitCache(blocks, host_blocks, transfer, offload))
-        except WorkerLostError as error:
-            raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
-        except BaseException:
-            self._executor.close()
-            raise
-        lora_slots = {"": NO_ADAPTER}
-        device_pool = BlockPool(blocks - _scratch_blocks(speculative, options, blocks), options.block_size)
-        self.kv_offloading = (
-            start_offloading(options, block_layouts, self.info.fingerprint, device_pool, host_tier)
-            if host_tier
-            else None
-        )
-        """Lower tiers of the prefix cache; None where there are none."""
-        self.scheduler = Scheduler(
-            scheduling,
-            device_pool,
-            BlockPool(host_blocks, options.block_size) if host_blocks else None,
-            weights=self.info.weights_version,
-            lora_slots=lora_slots,
-            pipeline_stages=options.pipeline_parallel_size,
-            max_concurrent_batches=self._max_concurrent_batches,
-            offloading=self.kv_offloading,
-        )
-        self.adapters = LoRAManager(
-            self._executor, max_loras=max_loras, lora_slots=lora_slots, keys_in_use=self.scheduler.adapters
-        )
-        try:
-            for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
-                self.adapters.wait(loading)
-        except WorkerLostError as error:
-            raise PenstockError(Code.UNAVAILABLE, f"adapters could not be loaded: {error}") from error
-        self.kv_connector: KVConnector | None = None
-        """KV transfers; None for an instance of the role ``mixed``."""
-        if buffer:
-            self.kv_connector = KVConnector(
-                options,
-                self.info,
-                buffer,
-                layouts,
-                split_layers(
-                    model_size_of(config.raw),
-                    options.pipeline_parallel_size,
-                    options.pipeline_parallel_layers,
-                    options.quantization,
-                    options.dtype,
-                ),
-                self._executor,
-                self.scheduler,
-                add=self.add,
-                abort=self.abort,
-                adapter_version=self.adapters.key,
-            )
-        self._grammar_compiler = GrammarCompiler(options.guided_decoding_backend, self.info.vocab_size)
-        self._bitmasks = BitmaskBuilder(self.info.vocab_size)
-        self._disable_any_whitespace = options.guided_decoding_disable_any_whitespace
-        self._disable_additional_properties = options.guided_decoding_disable_additional_properties
         self._in_flight: deque[tuple[Plan, float]] = deque()
         """Plan and time of submission of each step in flight, the oldest first."""
         self._collected = 0.0
         """Time of the last ``collect``."""
-        self.weights = WeightsManager(self._executor, self.scheduler, weights)
-        self.sleeper = SleepManager(self._executor, self.scheduler, self.weights)
-        self._gpu_memory = 0
-        self._counts_experts = options.expert_load
-        self._expert_load: dict[int, list[int]] = {}
-        self._expert_load_answer: Future[dict[int, list[int]]] | None = None
         self._failed_steps = 0
         self.failure: Failure | None = None
         """Why the engine has failed; it then accepts no requests. None while it works."""
-        self.speculation: Speculation | None = None
-        if speculative:
-            ngram = NGramDrafter(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
-            drafter = None if self.info.drafts else ngram
-            self.speculation = Speculation(
-                drafter, speculative.max_draft_len, speculative.adaptive, speculative.tree, options.block_size
-            )
-            self.scheduler.speculation = self.speculation
-        logger.info(
-            "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
-            self.info.architecture,
-            blocks,
-            options.block_size,
-            self.info.fingerprint,
-            "" if self.info.batch_invariant else "not ",
-        )
-        self._log_memory(config.raw, options, blocks, profile)
         self.steps = 0
         """Number of steps submitted since the start."""
         self.step_counts = StepCounts()
@@ -216,10 +105,92 @@ class Engine:
         """The plan of the last step that was submitted."""
         self.before_step: Callable[[int], None] = lambda tokens: None
         """Called before each step is submitted or waited for, with the number of tokens in flight."""
-        self.after_step: Callable[[Plan, float, float], None] = lambda plan, begun, ended: None
+        self.after_step: Callable[[Plan, float, float], None] | None = None
         """Called after each step was computed, with when it began and ended, in seconds of ``time.perf_counter``."""
+        self._gpu_memory = 0
+        self._expert_load: dict[int, list[int]] = {}
+        self._expert_load_answer: Future[dict[int, list[int]]] | None = None
+        self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
+        self._executor = start_executor(options, self._max_concurrent_batches, logs)
+        try:
+            self._load_model(weights)
+            self._start_scheduler(scheduling)
+            self.weights = WeightsManager(self._executor, self.scheduler, weights)
+            self.sleeper = SleepManager(self._executor, self.scheduler, self.weights)
+            max_loras = options.max_loras if options.enable_lora or lora_modules else 0
+            self.adapters = LoRAManager(self._executor, self.scheduler, max_loras)
+            for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
+                self.adapters.wait(loading)
+        except WorkerLostError as error:
+            raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
+        except BaseException:
+            self._executor.close()
+            raise
+        self.kv_connector = self._start_transfers()
+        """KV transfers; None for an instance of the role ``mixed``."""
+        self._grammar_compiler = GrammarCompiler(options.guided_decoding_backend, self.info.vocab_size)
+        self._bitmasks = BitmaskBuilder(self.info.vocab_size)
         if options.use_warmup:
             self._warm_up()
+
+    def _load_model(self, weights: str) -> None:
+        """Have the workers load the model, and measure the memory that it leaves."""
+        self.info: ModelInfo = self._executor.run(LoadModel(weights))
+        if self.info.asynchronous and not self._options.max_concurrent_batches:
+            self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
+        self._memory: MemoryProfile = self._executor.run(ProfileMemory())
+
+    def _start_scheduler(self, scheduling: SchedulerOptions) -> None:
+        """Allocate the KV cache and the tiers below it, and schedule over their blocks."""
+        options, info = self._options, self.info
+        blocks = count_blocks(options, self._memory, self.max_model_len)
+        if self._config.encoder:
+            blocks = min(blocks, scratch_blocks(options, self._max_concurrent_batches))
+        host_blocks = count_host_blocks(options, self._memory)
+        speculative = SpeculativeConfig.read(options.speculative_config)
+        device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
+        self._transfer_buffer = None
+        if options.role != "mixed":
+            self._transfer_buffer = new_transfer_buffer(options, model_layouts(options, self._config.raw, info))
+        layouts = model_layouts(options, self._config.raw, info, options.block_size)
+        self.kv_offloading = start_offloading(options, layouts, info.fingerprint, device_pool)
+        """Lower tiers of the prefix cache; None where there are none."""
+        transfer = self._transfer_buffer.memory if self._transfer_buffer else None
+        offload = self.kv_offloading.memory if self.kv_offloading else None
+        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))
+        self.scheduler = Scheduler(
+            scheduling,
+            device_pool,
+            BlockPool(host_blocks, options.block_size) if host_blocks else None,
+            weights=info.weights_version,
+            pipeline_stages=options.pipeline_parallel_size,
+            max_concurrent_batches=self._max_concurrent_batches,
+            offloading=self.kv_offloading,
+        )
+        self.speculation: Speculation | None = None
+        if speculative:
+            ngram = NGramDrafter(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+            drafter = None if info.drafts else ngram
+            self.speculation = Speculation(
+                drafter, speculative.max_draft_len, speculative.adaptive, speculative.tree, options.block_size
+            )
+            self.scheduler.speculation = self.speculation
+        self._log_memory(blocks)
+
+    def _start_transfers(self) -> KVConnector | None:
+        """Connect to other instances of prefill and decode; None for the role ``mixed``."""
+        if not self._transfer_buffer:
+            return None
+        return KVConnector(
+            self._options,
+            self._config.raw,
+            self.info,
+            self._transfer_buffer,
+            self._executor,
+            self.scheduler,
+            add=self.add,
+            adapter_version=self.adapters.key,
+        )
 
     def set_tracer(self, tracer: Tracer) -> None:
         """Record spans of requests that are traced."""
@@ -247,24 +218,29 @@ class Engine:
                     if delta.failure:
                         raise PenstockError.of(delta.failure)
                     progress.update(delta.finished is not None)
-        if self._counts_experts:
+        if self._options.expert_load:
             self._executor.run(ReadExpertLoad(reset=True))
         logger.info("warmed up with %d tokens in %.1f seconds", tokens, time.monotonic() - begun)
 
-    def _log_memory(
-        self, config_json: Mapping[str, Any], options: EngineOptions, blocks: int, profile: MemoryProfile
-    ) -> None:
-        """Log the numbers that ``penstock plan memory`` prints."""
-        info, model_size = self.info, model_size_of(config_json)
+    def _log_memory(self, blocks: int) -> None:
+        """Log the model, and the numbers that ``penstock plan memory`` prints."""
+        info, options, on_cpu = self.info, self._options, not self._memory.total
+        logger.info(
+            "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
+            info.architecture,
+            blocks,
+            options.block_size,
+            info.fingerprint,
+            "" if info.batch_invariant else "not ",
+        )
         redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
-        model_size = model_size.with_redundant_experts(redundant)
-        if not profile.total:
+        model_size = model_size_of(self._config.raw).with_redundant_experts(redundant)
+        if on_cpu:
             model_size = model_size.on_cpu()
         weights = weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers))
         if draft := draft_size(SpeculativeConfig.read(options.speculative_config), options.model, model_size):
-            draft = draft if profile.total else draft.on_cpu()
-            weights += weight_bytes(draft, info.quantization, options.dtype)
-        size = profile.block_bytes // options.block_size
+            weights += weight_bytes(draft.on_cpu() if on_cpu else draft, info.quantization, options.dtype)
+        size = self._memory.block_bytes // options.block_size
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
         logger.info(
             "memory: weights %.2f GB, KV cache %.2f GB of %d bytes a token for %d tokens or %.1f sequences of %d, "
@@ -303,7 +279,7 @@ class Engine:
             needed = []
             if constraint:
                 needed.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide))
-            if self.kv_connector and (imported := self.kv_connector.prerequisite(request, adapter)):
+            if self.kv_connector and (imported := self.kv_connector.imports.prerequisite(request, adapter)):
                 needed.append(imported)
             elif reading := self.scheduler.kv.read_prefix(request):
                 needed.append(Prerequisite(reading, lambda sequence, result: None))
@@ -361,7 +337,7 @@ class Engine:
     def expert_load(self) -> dict[int, list[int]]:
         """Tokens that chose each expert since the start, by layer; empty without the option. While steps are in flight,
         as the workers said last: they answer between two steps. Where a worker is lost, the last answer, too."""
-        if not self._counts_experts:
+        if not self._options.expert_load:
             return {}
         try:
             if self._expert_load_answer is None:
@@ -396,7 +372,7 @@ class Engine:
         ``failure`` is set.
         """
         deltas = self._step()
-        return self.kv_connector.take(deltas) if self.kv_connector else deltas
+        return self.kv_connector.exports.take(deltas) if self.kv_connector else deltas
 
     def _step(self) -> list[TokenDelta]:
         """As ``step``, with the deltas of transfers."""
@@ -412,7 +388,7 @@ class Engine:
                 if version := self.weights.poll(len(self._in_flight)):
                     self._on_weights_changed(version)
                 if self.kv_connector:
-                    self.kv_connector.set_suspended(self.sleeper.is_sleeping)
+                    self.kv_connector.set_suspended(bool(self.sleeper.asleep))
             if self.adapters.has_pending:
                 self.adapters.process_pending()
             submitted = False
@@ -450,10 +426,9 @@ class Engine:
                 step.updates = self.speculation.fill_placeholders(plan, step.updates, self._executor.run)
                 add_drafts(step, plan)
             if self.kv_connector:
-                self.kv_connector.before_step(plan, step)
-            grammar_bitmask = self._bitmasks.submit(
-                [(one.guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
-            )
+                self.kv_connector.exports.before_step(plan, step)
+            guides = [(one.guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
+            grammar_bitmask = self._bitmasks.submit(guides) if any([guide for guide, _ in guides]) else None
             step.has_grammar_bitmask = grammar_bitmask is not None
             self._executor.submit(step, grammar_bitmask)
         except WorkerLostError:
@@ -475,19 +450,20 @@ class Engine:
         plan, submitted = self._in_flight.popleft()
         self._failed_steps = 0
         if self.kv_connector:
-            self.kv_connector.after_step(plan)
+            self.kv_connector.exports.after_step(plan)
         now = time.perf_counter()
         begun, self._collected = max(submitted, self._collected), now
         if self.speculation:
             self.speculation.record_step(plan, output, now - begun)
-        self.after_step(plan, begun, now)
+        if self.after_step:
+            self.after_step(plan, begun, now)
         return self.scheduler.update(plan, output)
 
     def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
         """End the requests of a step that failed with ``error``, or all requests where the workers cannot compute any
         more. Returns their last deltas."""
         if self.kv_connector:
-            self.kv_connector.after_step(plan, failed=True)
+            self.kv_connector.exports.after_step(plan, failed=True)
         deltas = self.scheduler.fail(plan, STEP_FAILED)
         if not isinstance(error, Exception):
             raise error  # an interrupt, which the caller handles
@@ -539,11 +515,11 @@ class Engine:
     def _constraint(self, request: EngineRequest) -> GuidedDecodingParams | None:
         """A request's guided decoding parameters, with the engine's options for JSON applied; None without any."""
         constraint = request.sampling.guided_decoding
-        if constraint and self._disable_additional_properties and constraint.json:
+        if constraint and self._options.guided_decoding_disable_additional_properties and constraint.json:
             constraint = msgspec.structs.replace(
                 constraint, json=disallow_additional_properties(json.loads(constraint.json))
             )
-        if constraint and self._disable_any_whitespace and constraint.is_json:
+        if constraint and self._options.guided_decoding_disable_any_whitespace and constraint.is_json:
             constraint = msgspec.structs.replace(constraint, disable_any_whitespace=True)
         return constraint
 
@@ -552,7 +528,7 @@ def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     sequence.guide = make_guide(sequence.request, grammar)
 
 
-def _scratch_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:
+def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:
     """KV blocks for trees of draft tokens, which no sequence gets.
 
     Raises ``PenstockError`` (``invalid``) where they leave none.

@@ -1,4 +1,4 @@
-"""Builds engine folders (``planning/engine_config.py``): packs a model's weights once, for any number of starts."""
+"""Builds engine folders (``checkpoint/engine_config.py``): packs a model's weights once, for any number of starts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ import msgspec
 import torch
 
 from penstock import demo, ops
+from penstock.checkpoint.checkpoint_digest import checkpoint_digest
+from penstock.checkpoint.engine_config import KEY, EngineConfig, engine_config_of, rank_folder, read_engine_config
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.models import Checkpoint, EngineOutput, ModelConfig, compute_dtype, load_model, read_config
+from penstock.models import ModelConfig, read_config
+from penstock.models.loader import compute_dtype, load_model
 from penstock.models.output_folder import OutputFolder
+from penstock.models.weights import Checkpoint, EngineOutput
 from penstock.parallel import SingleRank, shard_heads
-from penstock.planning.checkpoint_digest import checkpoint_digest
-from penstock.planning.engine_config import KEY, EngineConfig, engine_config_of, rank_folder, read_engine_config
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers

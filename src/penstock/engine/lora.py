@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -11,12 +10,10 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from .executor.base import Executor
+from .scheduling.scheduler import Scheduler
 from .step import LoadLoRA, UnloadLoRA
 
 logger = logging.getLogger(__name__)
-
-NO_ADAPTER = -1
-"""The slot of requests without an adapter."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +44,14 @@ class LoRAManager:
     """Loads and unloads the adapters of one model. Use it in the thread that runs the steps.
 
     Args:
+        scheduler: has the slots of adapters that requests use, which this class updates.
         max_loras: adapters that may be loaded at the same time; 0 refuses all.
-        lora_slots: key → LoRA slot of every adapter that requests use, updated by this class; ``""`` is the base model.
-        keys_in_use: returns the keys of the adapters that unfinished requests use.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        *,
-        max_loras: int,
-        lora_slots: dict[str, int],
-        keys_in_use: Callable[[], set[str]],
-    ) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, max_loras: int) -> None:
         self._executor = executor
         self._max_loras = max_loras
-        self._keys_in_use = keys_in_use
+        self._keys_in_use = scheduler.adapters
         self._loaded: dict[str, LoadedAdapter] = {}
         self._loading: dict[str, PendingLoad] = {}
         self._unloading: list[LoadedAdapter] = []
@@ -70,7 +59,9 @@ class LoRAManager:
         self._unwanted: list[PendingLoad] = []
         """Adapters that were unloaded while the workers loaded them."""
         self._free_slots = list(range(max_loras))
-        self._lora_slots = lora_slots
+        self._lora_slots = scheduler.builder.lora_slots
+        self.has_pending = False
+        """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
 
     @property
     def paths(self) -> dict[str, str]:
@@ -81,11 +72,6 @@ class LoRAManager:
     def names(self, keys: set[str]) -> list[str]:
         """The names of loaded adapters by their keys, sorted."""
         return sorted(name for name, adapter in self._loaded.items() if adapter.key in keys)
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
-        return bool(self._loading or self._unloading or self._unwanted)
 
     def key(self, name: str) -> str:
         """The key of a loaded adapter, which identifies its contents.
@@ -109,6 +95,7 @@ class LoRAManager:
             if self._needs_load(name, path):
                 slot = self._free_slots.pop()
                 self._loading[name] = PendingLoad(path, slot, self._executor.call(LoadLoRA(slot, path)), future)
+                self.has_pending = True
             elif name in self._loading:
                 future = self._loading[name].done
             else:
@@ -125,6 +112,7 @@ class LoRAManager:
         """
         if load := self._loading.pop(name, None):
             self._unwanted.append(load)
+            self.has_pending = True
             words = f"adapter {name!r} was unloaded while it was being loaded"
             load.done.set_exception(PenstockError(Code.UNAVAILABLE, words, "lora_name"))
             return
@@ -166,6 +154,7 @@ class LoRAManager:
             self._loaded[name] = LoadedAdapter(load.path, key := load.reply.result(), self._slot_of(key, load.slot))
             logger.info("adapter %s is loaded from %s", name, load.path)
             load.done.set_result(None)
+        self.has_pending = bool(self._loading or self._unloading or self._unwanted)
 
     def _slot_of(self, key: str, slot: int) -> int:
         """The slot of an adapter that was loaded into ``slot``: where another with the same contents has one already,

@@ -50,16 +50,8 @@ class SleepManager:
         """Weights that are being read again, then that they are in use."""
         self._committed = False
         self._deltas: list[TokenDelta] = []
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether anything was freed."""
-        return bool(self.asleep)
-
-    @property
-    def has_pending(self) -> bool:
+        self.has_pending = False
         """Whether ``poll`` has to be called."""
-        return self._done is not None or bool(self._deltas)
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
         """Compute no steps until ``resume``; requests that come wait in the queue.
@@ -131,7 +123,7 @@ class SleepManager:
                 return _failed(PenstockError(Code.UNAVAILABLE, words, "tags"))
             wanted.remove(WEIGHTS)  # update_weights brings them
         done: Future[None] = Future()
-        self._done, self._wanted = done, wanted
+        self._done, self._wanted, self.has_pending = done, wanted, True
         if WEIGHTS in wanted:
             self._reloading, self._committed = self._weights.load(), False
         return done
@@ -155,7 +147,7 @@ class SleepManager:
                 self._finish()
         elif self._done:
             self._wake()
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas, self.has_pending = self._deltas, [], self._done is not None
         return deltas
 
     def _stop(self, mode: PauseMode, then: Callable[[], None]) -> Future[None]:
@@ -165,7 +157,7 @@ class SleepManager:
             self._abort_all()
         self.is_paused, self._waits = True, mode == "wait"
         self._scheduler.hold("pause", "new" if self._waits else "all")
-        self._then, self._done = then, Future()
+        self._then, self._done, self.has_pending = then, Future(), True
         return self._done
 
     def _abort_all(self) -> None:

@@ -49,11 +49,8 @@ class WeightsManager:
         self._swapped: Future[str] | None = None
         """The result of ``commit``, until they are swapped."""
         self._running: Running = "finish"
-
-    @property
-    def has_pending(self) -> bool:
+        self.has_pending = False
         """Whether ``poll`` has to be called."""
-        return self._reading is not None or self._swapped is not None
 
     @property
     def reading(self) -> list[Future[Any]]:
@@ -85,7 +82,7 @@ class WeightsManager:
         except PenstockError as error:
             loaded.set_exception(error)
             return loaded
-        self._loaded = loaded
+        self._loaded, self.has_pending = loaded, True
         return loaded
 
     def commit(self, running: Running = "finish") -> Future[str]:
@@ -96,7 +93,7 @@ class WeightsManager:
             Their version, once they are in use.
         """
         assert self._loaded, "load them first"
-        self._swapped, self._running = Future(), running
+        self._swapped, self._running, self.has_pending = Future(), running, True
         self._scheduler.hold("weights", "new" if running == "finish" else "all")
         return self._swapped
 
@@ -114,9 +111,11 @@ class WeightsManager:
             self._executor.poll()
             if self._reading.done():
                 self._finish_reading()
+        version = None
         if self._swapped and not num_in_flight and self._is_free():
-            return self._swap(self._swapped)
-        return None
+            version = self._swap(self._swapped)
+        self.has_pending = self._reading is not None or self._swapped is not None
+        return version
 
     def _finish_reading(self) -> None:
         reading, loaded = self._reading, self._loaded

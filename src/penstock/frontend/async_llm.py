@@ -14,10 +14,10 @@ from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.modes import PauseMode, Running
-from penstock.engine.service.control import ModelControl, ModelOperation, UpdateWeights
+from penstock.engine.service.actions import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
+from penstock.engine.service.control import ModelAction, ModelControl, UpdateWeights
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
-from penstock.engine.service.operations import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from .fastdeploy_outputs import FastDeployOutput
 from .gateway import Gateway
@@ -149,7 +149,7 @@ class AsyncLLM:
         """As ``LLM.is_sleeping``."""
         return any(state.asleep for state in self.gateway.engine_pool.states)
 
-    async def _execute(self, operation: ModelOperation) -> EngineState:
+    async def _execute(self, operation: ModelAction) -> EngineState:
         state = await self._control.execute(operation)
         await self.gateway.engine_pool.synchronize()
         return state

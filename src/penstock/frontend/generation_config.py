@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.config_bounds import GENERATION_BOUNDS, out_of_bounds
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_json_file
-from penstock.planning.config_bounds import GENERATION_BOUNDS, out_of_bounds
 from penstock.text import Tokenizer
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.checkpoint_digest import weight_files
+from penstock.checkpoint.config_json import CONFIG
+from penstock.checkpoint.gguf_config import config_of
+from penstock.checkpoint.gguf_file import GGUFFile, parts_in, parts_of
+from penstock.checkpoint.sentence_transformers import MODULES
 from penstock.config.user_folders import cache_home
 from penstock.core.errors import invalid
-from penstock.planning.checkpoint_digest import weight_files
-from penstock.planning.config_json import CONFIG
-from penstock.planning.gguf_config import config_of
-from penstock.planning.gguf_file import GGUFFile, parts_in, parts_of
-from penstock.planning.sentence_transformers import MODULES
 from penstock.version import __version__
 
 SAMPLING = {

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock import demo
+from penstock.checkpoint.engine_config import UNFINISHED
+from penstock.checkpoint.sentence_transformers import transformer_folder
 from penstock.config.options import ModelOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import UNFINISHED
-from penstock.planning.sentence_transformers import transformer_folder
 
 from .gguf_folder import checkpoint_folder, gguf_in
 

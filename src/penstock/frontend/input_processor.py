@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock import demo
+from penstock.checkpoint.config_json import CONFIG, read_config_json
+from penstock.checkpoint.speech import is_speech
 from penstock.config.options import ModelOptions
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.core.requests import ENCODE_ERRORS, invalid_request
-from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.speech import is_speech
-from penstock.text import ParserConfig, ReasoningStage, Tokenizer
+from penstock.text import (
+    ParserConfig,
+    ReasoningStage,
+    Tokenizer,
+)
 from penstock.text.encoding import Texts
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 from penstock.text.side_files import read_side_files

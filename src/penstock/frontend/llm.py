@@ -203,7 +203,7 @@ class LLM(PoolingLLM):
 
     def is_sleeping(self) -> bool:
         """Whether KV cache or weights are freed."""
-        return self.engine.sleeper.is_sleeping
+        return bool(self.engine.sleeper.asleep)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, but not the files of ``kv_offloading_disk_path``."""

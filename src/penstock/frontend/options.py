@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields, replace
 
+from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.config.profiles import flag, load, translate
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import engine_defaults
 
 from .hub import resolve_draft, resolve_source
 

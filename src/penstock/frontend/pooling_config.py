@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json
+from penstock.checkpoint.encoders import encoder_prefix, is_classifier, num_labels
+from penstock.checkpoint.sentence_transformers import model_folder, read_modules, read_object
 from penstock.config.options import ModelOptions
 from penstock.core import Code, PenstockError, PoolingParams
 from penstock.core.errors import invalid
 from penstock.core.pooling import PoolingType
-from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.encoders import encoder_prefix, is_classifier, num_labels
-from penstock.planning.sentence_transformers import model_folder, read_modules, read_object
 from penstock.text import Tokenizer
 
 MODES: Mapping[str, PoolingType] = {

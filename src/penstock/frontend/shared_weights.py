@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock import demo
+from penstock.checkpoint.config_json import CONFIG, read_plain_config_json
+from penstock.checkpoint.engine_config import model_config
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.config_json import CONFIG, read_plain_config_json
-from penstock.planning.engine_config import model_config
 
 from .gguf_folder import checkpoint_folder
 

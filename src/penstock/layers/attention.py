@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.ops import Batch, KVSpec, LayerExport, QKNorms
+from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport, Ops, QKNorms
 from penstock.parallel import shard_heads, shard_outputs
 
 from .context import BuildContext
@@ -37,6 +37,23 @@ class AttentionLayer(Protocol):
             ``[tokens, hidden]``, or ``[rows, hidden]`` with ``logits_only``.
         """
         ...
+
+
+def after_store(
+    ops: Ops, q: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None
+) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
+    """Copy what a layer has stored of a batch to the places that the batch and ``export`` name.
+
+    Returns the queries that attend, with their metadata and LoRA slots: all of ``q``, or with ``logits_only`` those of
+    ``batch.logits_indices``.
+    """
+    if batch.slot_copies:
+        ops.copy_slots(cache, *batch.slot_copies)
+    if export is not None and batch.export_places is not None:
+        ops.export_kv(cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress)
+    if logits_only:
+        return ops.index_select(q, batch.logits_indices), batch.logits_attention, batch.logits_lora_slots
+    return q, batch.attention, batch.lora_slots
 
 
 @dataclass(frozen=True)
@@ -133,17 +150,8 @@ class Attention:
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
-        metadata, lora_slots = batch.attention, batch.lora_slots
-        q = self._store(*self._project(x, lora_slots), cache, batch)
-        if batch.slot_copies:
-            self._ops.copy_slots(cache, *batch.slot_copies)
-        if export is not None and batch.export_places is not None:
-            self._ops.export_kv(
-                cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress
-            )
-        if logits_only:
-            q = self._ops.index_select(q, batch.logits_indices)
-            metadata, lora_slots = batch.logits_attention, batch.logits_lora_slots
+        q = self._store(*self._project(x, batch.lora_slots), cache, batch)
+        q, metadata, lora_slots = after_store(self._ops, q, cache, batch, logits_only, export)
         attended = self._group.all_gather(
             lambda out: self._ops.attention(
                 q, cache, metadata, self._scale, self._window, out, self._softcap, self._sinks, True, self._chunked

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import Ranks, even_placement
 from penstock.core.quantization import UNQUANTIZED, Format, Scheme
 from penstock.ops import Ops, QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Group, Shard
-from penstock.planning.expert_placement import Ranks, even_placement
 from penstock.quant import ExpertMatrices, Matrix, PackedMatrix, StackedMatrix
 
 from .expert_load import ExpertLoad

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.ops import Batch, KVSpec, LayerExport
 from penstock.parallel import Shard, shard_heads, shard_outputs
 
+from .attention import after_store
 from .context import BuildContext
 from .linear import ColumnParallelLinear
 from .norm import RMSNorm
@@ -90,17 +91,8 @@ class LatentAttention:
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
         """As ``AttentionLayer.__call__``."""
-        metadata, lora_slots = batch.attention, batch.lora_slots
         queries = self._store(x, cache, batch)
-        if batch.slot_copies:
-            self._ops.copy_slots(cache, *batch.slot_copies)
-        if export is not None and batch.export_places is not None:
-            self._ops.export_kv(
-                cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress
-            )
-        if logits_only:
-            queries = self._ops.index_select(queries, batch.logits_indices)
-            metadata, lora_slots = batch.logits_attention, batch.logits_lora_slots
+        queries, metadata, lora_slots = after_store(self._ops, queries, cache, batch, logits_only, export)
         attended = self._ops.latent_attention(queries, cache, metadata, self._scale, self._latent)
 
         def values(out: Tensor | None) -> Tensor:

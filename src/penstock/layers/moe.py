@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.core.expert_placement import Ranks, places_of
 from penstock.ops import Routing
 from penstock.parallel import SINGLE_RANK, Shard, shard_outputs
-from penstock.planning.expert_placement import Ranks, places_of
 from penstock.quant import ExpertMatrices
 
 from .context import BuildContext

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.checkpoint.encoder_config import encoder_fields
+from penstock.checkpoint.encoders import SUFFIXES, first_position
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 from penstock.core import Code, PenstockError
 from penstock.layers import MLP, BidirectionalAttention, BuildContext, LayerNorm, PoolerHead
 from penstock.layers.pooler import dense
-from penstock.planning.encoders import SUFFIXES, first_position
 
-from .config import ModelConfig, dense_config, options_of
 from .encoder import Encoder, PostNormLayer, module_name, position_and_type_table
-from .encoder_config import encoder_fields
 from .registry import Family
-from .weights.renamed import Stored
+from .stored import Stored
 
 EMBEDDINGS = "embeddings.word_embeddings"
 PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "o_proj": "output.dense"}

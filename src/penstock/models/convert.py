@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.checkpoint.checkpoint_digest import checkpoint_digest
+from penstock.checkpoint.config_json import read_plain_config_json
+from penstock.checkpoint.engine_config import model_config, read_engine_config
+from penstock.checkpoint.stored_format import quantization_config_of
+from penstock.checkpoint.stored_tensors import INDEX
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.checkpoint_digest import checkpoint_digest
-from penstock.planning.config_json import read_plain_config_json
-from penstock.planning.engine_config import model_config, read_engine_config
-from penstock.planning.model_size import quantization_config_of
-from penstock.planning.stored_tensors import INDEX
 
 from .engine_source import EngineSource
 from .output_folder import OutputFolder, new_file, sync_folder, write_atomically

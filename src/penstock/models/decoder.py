@@ -13,6 +13,9 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.decoder_options import DecoderOptions
+from penstock.checkpoint.kv_spec import transfer_layouts
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import (
     BuildContext,
     Embedding,
@@ -21,15 +24,12 @@ from penstock.layers import (
 )
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 from penstock.parallel import shard_heads
-from penstock.planning.kv_spec import transfer_layouts
 
-from .config import ModelConfig
-from .decoder_options import DecoderOptions
 from .layer import AttentionFactory, DecoderLayer, MLPFactory, feed_forward, grouped_query_attention, make_norm
 from .loading import track_layers
 from .model import DraftHead
 from .mtp import DecoderMTPHead
-from .vision import VisionTower
+from .vision_tower import VisionTower
 
 
 class Decoder:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.layers import BuildContext
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
-from penstock.planning.config_json import CONFIG, read_config_json
 
 from .decoder import Decoder
 from .eagle import EAGLE_HEADS, EagleHead, read_eagle_config

@@ -15,14 +15,14 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.composite_config import complete_config
+from penstock.checkpoint.model_config import ModelConfig, dense_config
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.layers import Attention, BuildContext, ColumnParallelLinear, Embedding, GatedMLP, RMSNorm
 from penstock.ops import Batch
 from penstock.parallel import shard_outputs
-from penstock.planning.composite_config import complete_config
 
-from .config import ModelConfig, dense_config
 from .model import Model
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.core import Code, PenstockError
 from penstock.layers import (
     BidirectionalAttention,
@@ -22,10 +23,9 @@ from penstock.layers import (
 from penstock.ops import Batch, KVSpec, LayerExport, Ops, TransferLayout
 from penstock.quant import PackedMatrix
 
-from .config import ModelConfig
 from .loading import track_layers
 from .model import DraftHead
-from .vision import VisionTower
+from .vision_tower import VisionTower
 
 
 class EncoderLayer(Protocol):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.checkpoint.engine_config import EngineConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES, Format
 from penstock.layers import BuildContext
 from penstock.parallel import Shard, SingleRank
-from penstock.planning.engine_config import EngineConfig
 from penstock.quant import Matrix, PackedMatrix, StackedMatrix
 
 from .read_config import read_config

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import Format
 from penstock.layers import BuildContext, MLPLayer, Weights
 from penstock.layers.mrope import MRoPE
 from penstock.ops import Batch, LayerExport, QuantizedWeight
 
-from . import ernie4_5
-from .config import ModelConfig
 from .decoder import Decoder
-from .ernie4_5_vl_vision import ErnieVisionTower, read_vision_config
 from .experts import mixture_of_experts
-from .experts_config import ExpertsConfig, read_routing
+from .families import ernie4_5
 from .layer import MLPFactory, gated_mlp
 from .registry import Family
+from .vision.ernie4_5_vl import ErnieVisionTower, read_vision_config
 
 KINDS = ("text_moe", "vision_moe")
 """Names of a layer's two sets of experts, in the order in which checkpoints number them."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import ExpertsConfig
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import BuildContext, GatedMLP, MixtureOfExperts, MLPLayer
 
-from .config import ModelConfig
-from .experts_config import ExpertsConfig
 from .layer import gated_mlp
 
 

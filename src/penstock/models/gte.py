@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from penstock.checkpoint.encoders import SUFFIXES
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import BidirectionalAttention, BuildContext, GatedMLP, LayerNorm
-from penstock.planning.encoders import SUFFIXES
 
 from .bert import EMBEDDINGS, build_classifier, read_bert_config
-from .config import ModelConfig
 from .encoder import Encoder, PostNormLayer, module_name, position_and_type_table
-from .fused import find_fused, part_of
 from .registry import Family
-from .weights.renamed import Stored
+from .stored import Stored, find_fused, part_of
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

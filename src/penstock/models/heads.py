@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.sentence_transformers import DenseModule, read_dense_modules
 from penstock.layers import BuildContext, PoolerHead
 from penstock.layers.pooler import PoolerLayer, dense
-from penstock.planning.sentence_transformers import DenseModule, read_dense_modules
 
-from .config import ModelConfig
 from .registry import Family
 from .weights import Checkpoint
 

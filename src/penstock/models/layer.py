@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.decoder_options import QKNormOptions
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import (
     MLP,
     Attention,
@@ -22,9 +24,6 @@ from penstock.layers import (
 )
 from penstock.ops import Batch, LayerExport, QKNorms
 from penstock.parallel import Shard, shard_heads
-
-from .config import ModelConfig
-from .decoder_options import QKNormOptions
 
 AttentionFactory = Callable[[BuildContext, ModelConfig, int, str], AttentionLayer]
 """Makes the attention of a layer from its number and its name in the checkpoint."""

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 from penstock.core import Code, PenstockError
 from penstock.layers import Attention, AttentionLayer, BuildContext, MLPLayer, QKNormLayers
 from penstock.layers.norm import UnweightedRMSNorm
 from penstock.ops import Routing
 
-from .config import ModelConfig, dense_config, options_of
 from .decoder import Decoder
 from .experts import mixture_of_experts
-from .experts_config import ExpertsConfig, num_experts_of
 from .layer import gated_mlp
 from .registry import Family
-from .weights import FusedLayout
-from .weights.renamed import Stored
+from .stored import Stored
 
 WITH_VISION = "Llama4ForConditionalGeneration"
 """Its vision tower is not read: a prompt has text alone."""

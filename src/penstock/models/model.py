@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import AttentionLayer, LoRATarget, PoolerHead
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
-from .config import ModelConfig
-from .vision import VisionTower
+from .vision_tower import VisionTower
 
 
 class LanguageModelHead(Protocol):

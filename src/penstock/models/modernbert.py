@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.checkpoint.encoder_config import encoder_fields
+from penstock.checkpoint.encoders import SUFFIXES
+from penstock.checkpoint.model_config import ModelConfig, activation_of, dense_config, options_of
+from penstock.checkpoint.rope import local_rope_parameters_of
 from penstock.layers import BidirectionalAttention, BuildContext, GatedMLP, LayerNorm, PoolerHead
 from penstock.layers.pooler import dense, norm
-from penstock.planning.encoders import SUFFIXES
-from penstock.planning.rope import local_rope_parameters_of
 
-from .config import ModelConfig, activation_of, dense_config, options_of
 from .encoder import Encoder, PreNormLayer, module_name
-from .encoder_config import encoder_fields
-from .fused import part_of
 from .registry import Family
-from .weights.renamed import Stored
+from .stored import Stored, part_of
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:

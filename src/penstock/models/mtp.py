@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import BuildContext, ColumnParallelLinear, RMSNorm
 from penstock.ops import Batch
 from penstock.parallel import shard_outputs
 
-from .config import ModelConfig
 from .layer import DecoderLayer
 from .model import Model
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock.checkpoint.config_json import CONFIG
+from penstock.checkpoint.engine_config import UNFINISHED
+from penstock.checkpoint.sentence_transformers import module_files
 from penstock.core.errors import invalid
-from penstock.planning.config_json import CONFIG
-from penstock.planning.engine_config import UNFINISHED
-from penstock.planning.sentence_transformers import module_files
 
 FIELD = "output_dir"
 MODEL_FILES = (

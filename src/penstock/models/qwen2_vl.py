@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import BuildContext
 from penstock.layers.mrope import MRoPE
 
-from . import qwen2
-from .config import ModelConfig
 from .decoder import Decoder
-from .qwen2_vl_vision import QwenVisionTower, read_vision_config
+from .families import qwen2
 from .registry import Family
+from .vision.qwen2_vl import QwenVisionTower, read_vision_config
 
 
 def read_config(raw: Mapping[str, Any], windowed: bool) -> ModelConfig:

@@ -11,19 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import (
+    ExpertsConfig,
+    FusedLayout,
+    dense_layers_by_step,
+    num_experts_of,
+    read_routing,
+)
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import BuildContext, MLPLayer
 from penstock.layers.mrope import MRoPE
 from penstock.ops import Ops
 
-from . import qwen3
-from .config import ModelConfig
 from .decoder import Decoder
 from .experts import mixture_of_experts
-from .experts_config import ExpertsConfig, dense_layers_by_step, num_experts_of, read_routing
-from .qwen3_vl_vision import Qwen3VisionTower, read_vision_config
+from .families import qwen3
 from .registry import Family
-from .weights import FusedLayout
-from .weights.renamed import Stored
+from .stored import Stored
+from .vision.qwen3_vl import Qwen3VisionTower, read_vision_config
 
 
 class DeepstackMLP:

@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json, read_plain_config_json
+from penstock.checkpoint.encoders import architecture_name, encoder_prefix
+from penstock.checkpoint.model_config import PADDED_TO, ModelConfig, architecture_of, padded_head_dim
+from penstock.checkpoint.rope import rope_parameters_of
+from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.layers.rope import check_rope_type
-from penstock.planning.config_json import CONFIG, read_config_json, read_plain_config_json
-from penstock.planning.encoders import architecture_name, encoder_prefix
-from penstock.planning.model_size import PADDED_TO, padded_head_dim, quantization_config_of, quantization_of
-from penstock.planning.rope import rope_parameters_of
 from penstock.quant import read_quantization_config
 
-from .config import ModelConfig, architecture_of
 from .registry import OTHERS as OTHERS_HINT
 from .registry import Family, find_family, has_family
 from .transformers import FAMILY as OTHERS

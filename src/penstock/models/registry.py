@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.core import Code, PenstockError
 from penstock.layers import BuildContext, PoolerHead
 from penstock.layers.pooler import dense
 
-from .config import ModelConfig
 from .model import Model
-from .weights.renamed import Stored
+from .stored import Stored
 
 
 def score_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
@@ -74,3 +75,11 @@ def find_family(architecture: str, name: str, others: str = OTHERS) -> Family:
 def has_family(architecture: str) -> bool:
     """Whether a family is registered for an architecture."""
     return architecture in _FAMILIES
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family whose implementation computes a model."""
+    if config.model_impl == "transformers":
+        family: Family = resolve_name("penstock.models.transformers:FAMILY")
+        return family
+    return find_family(config.architecture, config.architecture)

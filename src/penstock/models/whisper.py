@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import transfer_layouts
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.speech_config import SpeechConfig
 from penstock.core import Code, PenstockError
 from penstock.layers import MLP, BuildContext, Embedding, LayerNorm, LoRATarget, PoolerHead
 from penstock.layers.vision import Linear
 from penstock.ops import Batch, CrossAttention, KVSpec, LayerExport, TransferLayout
-from penstock.planning.kv_spec import transfer_layouts
 from penstock.quant import PackedMatrix
 
-from .config import ModelConfig, dense_config, options_of
 from .model import DraftHead
 from .registry import Family
-from .speech_config import SpeechConfig
-from .vision import VisionTower, tower_context
+from .vision_tower import VisionTower, tower_context
 from .whisper_encoder import EPS, WhisperEncoder
 
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.checkpoint.speech_config import SpeechConfig
 from penstock.layers import BuildContext, LayerNorm
 from penstock.layers.vision import HeadThreads, Linear
 from penstock.quant import PackedMatrix
-
-from .speech_config import SpeechConfig
 
 WIDTH = 3
 """Frames that a convolution sees."""

@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import Routing
+from penstock.checkpoint.kv_spec import KVSpec, TransferLayout
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
-from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from . import reference
-from .batch import AttentionMetadata, Batch, CrossAttention, ForwardFn, LayerExport, QKNorms
-from .experts import Routing
+from .batch import AttentionMetadata, Batch, CaptureOptions, CrossAttention, ForwardFn, LayerExport, QKNorms
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
 
@@ -26,6 +26,7 @@ __all__ = [
     "UNQUANTIZED",
     "AttentionMetadata",
     "Batch",
+    "CaptureOptions",
     "CrossAttention",
     "Format",
     "ForwardFn",
@@ -43,7 +44,8 @@ __all__ = [
 
 
 class Ops(Protocol):
-    """A backend: a module with these functions. ``reference`` documents them, with shapes and dtypes."""
+    """A backend: a module with these functions, its own or imported. This is the only list of them; mypy checks each
+    backend against it in ``backend``. ``reference`` documents them, with shapes and dtypes."""
 
     NAME: str
     BATCH_INVARIANT: bool
@@ -178,20 +180,7 @@ class Ops(Protocol):
     ) -> None: ...
     def copy_blocks(self, source: list[Any], target: list[Any], pairs: list[tuple[int, int]]) -> None: ...
     def copy_slots(self, cache: Any, sources: Tensor, targets: Tensor) -> None: ...
-    def capture(
-        self,
-        forward: ForwardFn,
-        max_tokens: int,
-        max_sequences: int,
-        max_blocks: int,
-        use_lora: bool = False,
-        hidden_states: Tensor | None = None,
-        *,
-        device: torch.device = ...,
-        graph_sizes: Sequence[int] = ...,
-        sampled: Tensor | None = None,
-        key_ends: bool = False,
-    ) -> ForwardFn: ...
+    def capture(self, forward: ForwardFn, options: CaptureOptions) -> ForwardFn: ...
     def is_capturing(self) -> bool: ...
 
 

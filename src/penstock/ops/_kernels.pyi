@@ -116,21 +116,9 @@ def expert_products(
     activation: int,
     /,
 ) -> None: ...
-def gated_expert_products(
-    x: int,
-    x_scales: int,
-    x_sums: int,
-    experts: Experts,
-    ids: int,
-    top_k: int,
-    choices_per_row: int,
-    out: int,
-    out_stride: int,
-    rows: int,
-    out_type: int,
-    activation: int,
-    /,
-) -> None: ...
+
+gated_expert_products = expert_products
+
 def route(
     logits: int,
     bias: int,
@@ -333,26 +321,9 @@ def export_kv(
     progress: int,
     /,
 ) -> None: ...
-def import_kv(
-    cache: int,
-    buffer: int,
-    slots: int,
-    places: int,
-    tokens: int,
-    kv_heads: int,
-    dim: int,
-    block_size: int,
-    all_heads: int,
-    first_head: int,
-    slot_tokens: int,
-    slot_bytes: int,
-    offset: int,
-    type: int,
-    rounded: bool,
-    latent: bool,
-    progress: int,
-    /,
-) -> None: ...
+
+import_kv = export_kv
+
 def barrier(group: Group, /) -> None: ...
 def gather_part(group: Group, part: int, row_bytes: int, stride: int, rows: int, each: int, /) -> None: ...
 def gather_rows(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.planning.kv_spec import TransferLayout
+from penstock.checkpoint.kv_spec import TransferLayout
+
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -134,3 +136,28 @@ class LayerExport:
 
 ForwardFn = Callable[[Batch], Tensor]
 """A forward pass without the language model head: hidden states of ``Batch.logits_indices``, ``[rows, hidden]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """The batches of a forward pass that is captured, and how."""
+
+    max_tokens: int
+    """Largest number of tokens of a batch."""
+    max_sequences: int
+    """Largest number of sequences of a batch."""
+    max_blocks: int
+    """Largest number of KV blocks of a sequence."""
+    use_lora: bool = False
+    """Batches have ``lora_slots``."""
+    hidden_states: Tensor | None = None
+    """``[max_tokens, hidden]``, memory for ``Batch.hidden_states``; None for batches without them."""
+    device: torch.device = CPU
+    """Device of the forward pass."""
+    graph_sizes: Sequence[int] = ()
+    """Numbers of sequences to capture CUDA graphs for."""
+    sampled: Tensor | None = None
+    """int64 on the device: the tokens that the step before has sampled, to which token ids of a batch may refer where
+    the backend is ``ASYNCHRONOUS``."""
+    key_ends: bool = False
+    """Batches have ``AttentionMetadata.key_ends``; on CPUs only."""

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Routing:
-    """How each token's experts and their weights follow from the router's logits."""
-
-    top_k: int
-    """Experts of a token."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = False
-    """Whether the scores of a token's experts are divided by their sum."""
-    min_sum: float = 0.0
-    """Least sum to divide by."""
-    scale: float = 1.0
-    """Of the weights in the end."""
-    groups: int = 1
-    """Equal groups of neighbouring experts, of which the best ``top_groups`` may be chosen from (DeepSeek-V2, section
-    2.2.2)."""
-    top_groups: int = 1
-    group_score: Literal["max", "two best"] = "max"
-    """A group's best score, or the sum of its two best ones (DeepSeek-V3)."""
+from penstock.checkpoint.experts_config import Routing
 
 
 def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ class DeviceGroup(Group):
         super().__init__(control.rank, control.size)
         self._control = control
         self._device = device
-        store = dist.FileStore(str(meeting_point), control.size)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(meeting_point), control.size)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=control.rank, world_size=control.size)
         self._shards: dict[Shard, list[Shard]] = {}

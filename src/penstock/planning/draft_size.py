@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.composite_config import complete_config
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.stored_tensors import read_header
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED
 
-from .composite_config import complete_config
-from .config_json import read_config_json
 from .model_size import ModelSize, model_size_of
-from .stored_tensors import read_header
 
 METHODS = ("eagle3", "eagle", "medusa")
 """Of ``speculative_config``, for heads of a checkpoint of their own."""

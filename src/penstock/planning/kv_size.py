@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.checkpoint.kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, Scheme, is_sensitive_layer
 
-from .kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from .model_size import ModelSize
 
 HALF_BYTES = 2

@@ -1,7 +1,7 @@
 """The size of a model, from its ``config.json``: parameters of its matrices, and what a token keeps in the KV cache.
 
 No torch, so that memory can be planned where no model runs. The engine reads ``config.json`` by family
-(``models/config.py``); here, architectures that it does not run yet are understood, too.
+(``checkpoint/model_config.py``); here, architectures that it does not run yet are understood, too.
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.checkpoint.encoders import encoder_prefix, is_gated, max_encoder_len
+from penstock.checkpoint.experts_config import sparse_layers
+from penstock.checkpoint.gguf_file import TYPES
+from penstock.checkpoint.model_config import COUNTED_WEIGHTS, padded_head_dim
+from penstock.checkpoint.rope import max_model_len_of_config
+from penstock.checkpoint.speech import cross_attention_weights, encoder_weights, is_speech
+from penstock.checkpoint.stored_format import quantization_config_of, quantization_of, stored_format
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 
-from .encoders import encoder_prefix, is_gated, max_encoder_len
-from .gguf_file import TYPES
-from .rope import local_rope_parameters_of, rope_parameters_of
-from .speech import cross_attention_weights, encoder_weights, is_speech
-from .stored_format import stored_format
 from .vision_size import vision_weights
-
-COUNTED_WEIGHTS = "counted_weights"
-"""Key of a ``config.json`` in memory with fields of ``ModelSize``, where the parameters were counted."""
-PADDED_TO = 16
-"""Kernels compute heads of multiples of this many numbers; others are padded with zeros."""
-QUANT_METHOD = "penstock"
-"""``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +148,6 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
     )
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Numbers of a head in the model, and in its KV cache."""
-    return -(-head_dim // PADDED_TO) * PADDED_TO
-
-
 def _added_weights(config: Mapping[str, Any], max_len: int) -> int:
     """Rows of the table of positions and token types that an encoder adds to its embedding (``models/encoder.py``)."""
     types = 0 if encoder_prefix(config) == "model" else int(config.get("type_vocab_size") or 0)
@@ -173,24 +163,6 @@ def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:
     for name, count in counts.items():
         shares[formats[name]] = shares.get(formats[name], 0.0) + count / sum(counts.values())
     return shares
-
-
-def quantization_of(config: Mapping[str, Any]) -> str | None:
-    """The scheme that a ``config.json`` asks to quantize to at load, "" for none; None where the checkpoint is
-    quantized already."""
-    own = quantization_config_of(config)
-    if not own:
-        return ""
-    ours = isinstance(own, Mapping) and own.get("quant_method") == QUANT_METHOD
-    return str(own.get("format", "")) if ours else None
-
-
-def quantization_config_of(config: Mapping[str, Any]) -> Any:
-    """How the weights of a checkpoint are quantized, as its ``config.json`` says; None or empty where they are not."""
-    own = config.get("quantization_config") or config.get("compression_config")  # of early compressed-tensors
-    if isinstance(own, Mapping) and isinstance(inner := own.get("quantization_config"), Mapping):
-        return {**inner, "sparsity_config": own.get("sparsity_config")}  # likewise
-    return own
 
 
 def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
@@ -255,39 +227,3 @@ def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     end, interval = int(config.get("moe_layer_end_index") or -1), int(config.get("moe_layer_interval") or 1)
     numbers = range(first, layers if end < 0 else min(end + 1, layers))
     return sum(number not in dense and (number + 1) % step == 0 == (number + 1) % interval for number in numbers)
-
-
-def sparse_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Numbers of the layers with experts of DeepSeek's models: from ``first_k_dense_replace`` on each that is a
-    multiple of ``moe_layer_freq``, or those that it marks where it is a list.
-
-    Raises ``ValueError`` for a list of another length.
-    """
-    frequency = config.get("moe_layer_freq")
-    if isinstance(frequency, list):
-        if len(frequency) != layers:
-            raise ValueError(f"moe_layer_freq has {len(frequency)} of {layers} layers")
-        return [layer for layer in range(layers) if frequency[layer]]
-    first = int(config.get("first_k_dense_replace") or 0)
-    return [layer for layer in range(first, layers) if layer % int(frequency or 1) == 0]
-
-
-def max_model_len_of_config(config: Mapping[str, Any]) -> int:
-    """Longest sequence that a model is good for."""
-    longest = int(config.get("max_position_embeddings") or 2048)
-    if local_rope_parameters_of(config) is not None:  # whose length is the extended one
-        return longest
-    return max_model_len_of(longest, rope_parameters_of(config))
-
-
-def max_model_len_of(max_position_embeddings: int, rope_parameters: Mapping[str, Any]) -> int:
-    """Longest sequence that a model is good for. ``max_position_embeddings`` is the extended length in ``llama3``
-    checkpoints, and the trained one in others."""
-    match rope_parameters["rope_type"]:
-        case "linear" | "dynamic":
-            return int(max_position_embeddings * rope_parameters["factor"])
-        case "yarn" if rope_parameters.get("factor"):
-            trained = rope_parameters.get("original_max_position_embeddings", max_position_embeddings)
-            return int(trained * rope_parameters["factor"])
-        case _:
-            return max_position_embeddings

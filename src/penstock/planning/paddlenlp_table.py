@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.checkpoint.kv_spec import SCALE_BYTES, bytes_per_token
 from penstock.planning.kv_size import kv_specs
-from penstock.planning.kv_spec import SCALE_BYTES, bytes_per_token
 from penstock.planning.model_size import model_size_of
 
 MEMORY = 80 * 2**30

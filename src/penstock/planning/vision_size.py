@@ -61,7 +61,7 @@ def vision_weights(config: Mapping[str, Any]) -> int:
 
 
 def vit_weights(vision: Mapping[str, Any], depth: int | None = None, gated: bool = False, others: int = 0) -> int:
-    """Parameters of an encoder's matrices (``models/vit.py``).
+    """Parameters of an encoder's matrices (``models/vision/vit.py``).
 
     Args:
         vision: ``vision_config``.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.gguf_file import TensorType
 from penstock.ops import QuantizedWeight
-from penstock.planning.gguf_file import TensorType
 
 from .mxfp4 import scales_of
 

@@ -2,7 +2,7 @@
 (``penstock.ray.llm``). Needs the extra ``ray``."""
 
 try:
-    import ray.serve  # noqa: F401
+    import ray.serve
 except ImportError as error:
     raise ImportError(f"penstock.ray needs Ray Serve ({error}); try pip install 'penstock-llm[ray]'") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.profiles import load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
@@ -15,7 +16,6 @@ from penstock.config.sources import read
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EXIT_TIMEOUT
-from penstock.planning.engine_config import engine_defaults
 
 LISTENS = "Ray Serve's proxies listen for a deployment; set their http_options"
 ONE_MODEL = "a deployment has one model; deploy an application for each"

@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from penstock.config.options import EngineOptions
+from penstock.core.expert_placement import Ranks, balancedness, even_placement, rank_loads, read_placement
 from penstock.engine.service.messages import Stats
-from penstock.planning.expert_placement import Ranks, balancedness, even_placement, rank_loads, read_placement
 
 
 def expert_report(model: str, stats: Stats, options: EngineOptions) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from penstock.config.options import EngineOptions
 from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
 from penstock.engine.service.messages import Stats
-from penstock.engine.step_counts import BUCKETS
+from penstock.engine.step_statistics import BUCKETS
 from penstock.frontend.outputs import RequestOutput
 
 from .encoder_metrics import encoder_metrics

@@ -9,25 +9,3 @@ from .response_parser import ParserConfig, ResponseParser
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
 from .tool_calls import ToolCallFormat, ToolCallParser, forced_call_tag, tool_call_format
-
-__all__ = [
-    "ChatTemplate",
-    "Detokenizer",
-    "Message",
-    "MessagePart",
-    "ParserConfig",
-    "ReasoningFormat",
-    "ReasoningStage",
-    "ResponseParser",
-    "StopStrings",
-    "TextPart",
-    "Tokenizer",
-    "ToolCall",
-    "ToolCallFormat",
-    "ToolCallParser",
-    "continued_text",
-    "forced_call_tag",
-    "initial_stage",
-    "reasoning_format",
-    "tool_call_format",
-]

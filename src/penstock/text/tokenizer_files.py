@@ -21,6 +21,7 @@ SENTENCEPIECE = "tokenizer.model"
 TEKKEN = "tekken.json"
 BPE_VOCABULARY, BPE_MERGES = "vocab.json", "merges.txt"
 WORDPIECE = "vocab.txt"
+NAMES = (FULL, SENTENCEPIECE, TEKKEN, BPE_VOCABULARY, BPE_MERGES, WORDPIECE)
 PLACEHOLDER = "<|unused_{}|>"
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 

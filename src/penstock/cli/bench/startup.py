@@ -18,10 +18,10 @@ import msgspec
 
 from penstock.config.settings import settings
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
 from ..flags import add_options
 from ..screen import print_json
-from .arg_types import integer_from
 from .sse import DONE, EventReader, decode_chunk, error_message
 
 HOST = "127.0.0.1"
@@ -31,19 +31,15 @@ STOP_TIMEOUT = 60.0  # seconds from SIGTERM to the end, with nothing running
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-iters",
-        type=integer_from(1),
-        default=3,
-        metavar="N",
-        help="starts, the first maybe cold (default: 3)",
-    )
+    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="starts, the first cold (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start servers one after another and print their times."""
+    if args.num_iters < 1:
+        raise invalid("num_iters", "must be at least 1", 1)
     flags = _flags(args)
     starts = [_start(flags) for _ in range(args.num_iters)]
     first, *others = starts

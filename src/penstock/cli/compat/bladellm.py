@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from penstock.calibration.options import QuantizeOptions
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.stored_format import QUANT_METHOD, quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.config_json import read_config_json
-from penstock.planning.model_size import QUANT_METHOD, quantization_config_of, quantization_of
 
 from ..build_folder import build, described, engine_options
 from ..parser import Parser, exit_status

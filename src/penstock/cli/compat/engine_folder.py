@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.engine_config import KEY, engine_defaults
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import KEY, engine_defaults
 from penstock.planning.model_size import model_size_of
 from penstock.version import __version__
 

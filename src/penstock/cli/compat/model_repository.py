@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.rope import max_model_len_of_config
 from penstock.config.profiles import translate
 from penstock.config.profiles.triton import ONE_ENGINE
 from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
-from penstock.planning.config_json import read_config_json
-from penstock.planning.model_size import max_model_len_of_config
 
 from .engine_folder import settings_of
 from .repository_parameters import CHOICES, PARAMETERS, Flags, attention_windows, device_groups

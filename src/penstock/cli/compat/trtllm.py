@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from penstock.calibration.options import QuantizeOptions
+from penstock.checkpoint.engine_config import RECORDED
 from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
-from penstock.planning.engine_config import RECORDED
 
 from ..build_folder import build as build_folder
 from ..build_folder import described, engine_options

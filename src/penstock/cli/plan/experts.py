@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.cli.screen import print_json
 from penstock.core.errors import invalid
-from penstock.planning.expert_placement import (
+from penstock.core.expert_placement import (
     ExpertLoadReport,
     ExpertPlacement,
     balancedness,

@@ -6,13 +6,14 @@ import argparse
 import sys
 from typing import Any
 
+from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.kv_spec import bytes_per_token
 from penstock.cli.flags import add_options, configure
 from penstock.cli.screen import print_json
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
-from penstock.planning.config_json import read_config_json
-from penstock.planning.expert_placement import num_redundant_experts
+from penstock.core.expert_placement import num_redundant_experts
 from penstock.planning.host_memory import FREE_SHARE, free_host_bytes
 from penstock.planning.kv_size import (
     CachePlan,
@@ -22,7 +23,6 @@ from penstock.planning.kv_size import (
     kv_specs,
     weight_bytes,
 )
-from penstock.planning.kv_spec import bytes_per_token
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers, stage_weight_bytes
 

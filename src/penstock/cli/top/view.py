@@ -62,14 +62,13 @@ class History:
         if len(self._answers) < 2:
             return 0.0
         before, after = self._answers[-2], self._answers[-1]
-        seconds: float = max(after["time"] - before["time"], 1e-9)
-        increase = _counter(after, model, counter) - _counter(before, model, counter)
-        return float(max(0.0, increase / seconds))
+        old, new = (_model(answer, model)["counters"].get(counter, 0) for answer in (before, after))
+        return float(max(0.0, (new - old) / max(after["time"] - before["time"], 1e-9)))
 
     def quantiles(self, model: str, histogram: str) -> tuple[float, float] | None:
         """Bounds of the buckets in which half and 95 % of the observations are; None where there are none."""
-        first, last = (_histogram(answer, model, histogram) for answer in (self._answers[0], self._answers[-1]))
-        before = first["counts"] or [0] * len(last["counts"])
+        first, last = (_model(answer, model)["histograms"].get(histogram) for answer in (self._answers[0], self.last))
+        before = first["counts"] if first else [0] * len(last["counts"])
         counts = [now - then for now, then in zip(last["counts"], before, strict=False)]
         if not (total := sum(counts)):
             return None
@@ -193,19 +192,10 @@ def _total_requests(answer: Answer) -> float:
     return float(sum(model["counters"]["requests"] for model in answer["models"]))
 
 
-def _model(answer: Answer, name: str) -> Answer | None:
-    return next((model for model in answer["models"] if model["name"] == name), None)
-
-
-def _counter(answer: Answer, name: str, counter: str) -> float:
-    model = _model(answer, name)
-    return float(model["counters"][counter]) if model else 0.0
-
-
-def _histogram(answer: Answer, name: str, histogram: str) -> Answer:
-    model = _model(answer, name)
-    found: Answer = model["histograms"][histogram] if model else {"buckets": [], "counts": []}
-    return found
+def _model(answer: Answer, name: str) -> Answer:
+    """A model in an answer; one without figures where it is not loaded."""
+    nothing: Answer = {"counters": {}, "histograms": {}}
+    return next((model for model in answer["models"] if model["name"] == name), nothing)
 
 
 def _quantile(bounds: list[float | None], counts: list[float], wanted: float) -> float:

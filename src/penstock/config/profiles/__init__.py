@@ -6,6 +6,7 @@ values as text; the settings that they become check them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -138,6 +139,17 @@ def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
         return table[text.lower()]
 
     return read
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ``ValueError`` for other texts."""
+    try:
+        result = json.loads(text)
+    except ValueError as error:
+        raise ValueError("it is not JSON") from error
+    if not isinstance(result, dict):
+        raise ValueError("it is not a JSON object")
+    return result
 
 
 def on(text: str) -> bool:

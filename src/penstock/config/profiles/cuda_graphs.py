@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.config.cuda_graphs import CANDIDATES
+
+from . import json_object
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -30,13 +31,7 @@ def read_json(text: str, use: str, modes: Iterable[str]) -> Mapping[str, Any]:
 
     Raises ``ValueError`` where it is none, or sizes are not numbers.
     """
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ValueError("it is not JSON") from error
-    if not isinstance(given, dict):
-        raise ValueError("it is not a JSON object")
-    result: dict[str, Any] = {}
+    given, result = json_object(text), dict[str, Any]()
     if (value := given.get(use)) is not None:
         result["enforce_eager"] = str(value).lower() in modes
     if chosen := given.get("cudagraph_capture_sizes"):

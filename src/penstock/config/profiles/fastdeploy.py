@@ -11,7 +11,7 @@ from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 from penstock.core.sampling import MAX_LOGPROBS
 
-from . import COMBINED, Alias, DerivedMetric, Profile, Settings, cuda_graphs, on, one_of, share
+from . import COMBINED, Alias, DerivedMetric, Profile, Settings, cuda_graphs, json_object, on, one_of, share
 from .fastdeploy_untranslated import FLAGS
 from .fastdeploy_variables import PREFIXES, VARIABLES
 from .vllm import TASKS, pooler
@@ -48,17 +48,14 @@ def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
 
 def _media_kwargs(text: str) -> str:
     """Numbers of pixels and frames under vLLM's names."""
-    try:
-        kept: dict[str, Any] = {}
-        for name, value in json.loads(text).items():
-            kind, _, own = name.partition("_")
-            if kind not in ("image", "video"):
-                kept[name] = value
-            elif value not in (None, -1):  # which ask for nothing
-                own = "num_frames" if own == "target_frames" else own
-                kept.setdefault(f"{kind}s_kwargs", {})[own] = value
-    except (ValueError, AttributeError) as error:
-        raise ValueError("it is not a JSON object") from error
+    kept: dict[str, Any] = {}
+    for name, value in json_object(text).items():
+        kind, _, own = name.partition("_")
+        if kind not in ("image", "video"):
+            kept[name] = value
+        elif value not in (None, -1):  # which ask for nothing
+            own = "num_frames" if own == "target_frames" else own
+            kept.setdefault(f"{kind}s_kwargs", {})[own] = value
     return json.dumps(kept) if kept else ""
 
 

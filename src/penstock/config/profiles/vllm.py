@@ -13,7 +13,7 @@ from typing import Any, get_args
 from penstock.core.errors import invalid
 from penstock.core.quantization import QuantizationName
 
-from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, on, one_of, only_value, refused
+from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, json_object, on, one_of, only_value, refused
 from .vllm_untranslated import COLLECTIVES, IGNORED, NOT_OFFLOADED, REFUSED, SECURITY
 from .vllm_variables import LEVELS, PREFIXES, RESTRICTING, VARIABLES
 from .vllm_variables import SECURITY as SECURITY_VARIABLES
@@ -76,16 +76,6 @@ def _length(text: str) -> int:
     return 0 if text in ("auto", "-1") else size(text)
 
 
-def _object(text: str) -> dict[str, Any]:
-    try:
-        result = json.loads(text)
-    except ValueError as error:
-        raise ValueError("it is not JSON") from error
-    if not isinstance(result, dict):
-        raise ValueError("it is not a JSON object")
-    return result
-
-
 def origins(text: str) -> tuple[str, ...]:
     """A list in JSON, or separated by commas."""
     if not text.startswith("["):
@@ -97,7 +87,7 @@ def origins(text: str) -> tuple[str, ...]:
 def _kv_transfer(text: str) -> Mapping[str, Any]:
     """A role of separate instances; its connectors have one counterpart, and NIXL's the transport, too. Or the host
     tier of the prefix cache, which is a connector there."""
-    result = {name: value for name, value in _object(text).items() if name not in NO_MEANING}
+    result = {name: value for name, value in json_object(text).items() if name not in NO_MEANING}
     connector, role = result.pop("kv_connector", ""), result.pop("kv_role", "")
     if connector == "OffloadingConnector":
         size = (result.get("kv_connector_extra_config") or {}).get("cpu_bytes_to_use")
@@ -113,7 +103,7 @@ def _kv_transfer(text: str) -> Mapping[str, Any]:
 
 
 def _structured(text: str) -> Mapping[str, Any]:
-    result = _object(text)
+    result = json_object(text)
     backend = str(result.pop("backend", "auto")).lower()
     if unknown := set(result) - set(OF_BACKENDS):
         raise ValueError(f"{min(unknown)} has no counterpart; backend, {' and '.join(OF_BACKENDS)} have")
@@ -179,7 +169,7 @@ def _speculative(given: Mapping[str, str]) -> Settings:
 
 def _generation(text: str) -> Mapping[str, Any]:
     """``max_new_tokens`` limits every request, as there."""
-    result = _object(text or "{}")
+    result = json_object(text or "{}")
     limit = {"max_output_len": result.pop("max_new_tokens")} if "max_new_tokens" in result else {}
     return {"override_generation_config": json.dumps(result) if result else "", **limit}
 
@@ -187,7 +177,7 @@ def _generation(text: str) -> Mapping[str, Any]:
 def pooler(text: str) -> Mapping[str, Any]:
     """How prompts are pooled."""
     settings: dict[str, Any] = {}
-    for name, value in _object(text).items():
+    for name, value in json_object(text).items():
         if value is None or (name, value) == ("enable_chunked_processing", False):
             continue
         if name in ("pooling_type", "seq_pooling_type", "tok_pooling_type"):
@@ -203,7 +193,7 @@ def pooler(text: str) -> Mapping[str, Any]:
 
 def _overrides(text: str) -> Mapping[str, Any]:
     """Those by which a model that answers yes or no, as Qwen3-Reranker, becomes one that scores pairs."""
-    given = _object(text)
+    given = json_object(text)
     given.pop("architectures", None)
     given.pop("is_original_qwen3_reranker", None)
     tokens = given.pop("classifier_from_token", None)
@@ -220,7 +210,7 @@ def _compilation(text: str) -> Mapping[str, Any]:
 def _eplb(text: str) -> Mapping[str, Any]:
     """Replicas of experts, and counters of their load."""
     names = {"num_redundant_experts": "num_redundant_experts", "log_balancedness": "expert_load"}
-    given = _object(text)
+    given = json_object(text)
     if unknown := set(given) - set(names):
         raise ValueError(f"{min(unknown)} has no counterpart; {' and '.join(names)} have")
     return {names[name]: value for name, value in given.items()}

@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
+from penstock.checkpoint.engine_config import DECIDED, engine_config_of
+from penstock.checkpoint.sentence_transformers import read_dense_modules
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import check_sizes, read_placement
 from penstock.models import ModelConfig
-from penstock.planning.expert_placement import check_sizes, read_placement
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
+
+from .speech import speech_options
+from .whole_prompts import whole_prompts
 
 logger = logging.getLogger(__name__)
 
 
-def check_options(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
-    """Raise ``PenstockError``, with the option as its field, for options that this model is not run with.
+def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -> EngineOptions:
+    """The options as this model is run with them.
 
     Args:
-        speculative: of ``options``.
+        folder: of the checkpoint.
+
+    Raises ``PenstockError``, with the option as its field, for options that it is not run with.
     """
+    if config.model_impl == "transformers":
+        _check_transformers(options, config)
+    if config.encoder or read_dense_modules(folder):
+        options = whole_prompts(options, config, folder)
+    if config.speech:
+        options = speech_options(options, config)
+    if built := engine_config_of(config.raw, folder):
+        built.check(folder, {name: getattr(options, name) for name in DECIDED})
+    speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
         words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
         raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
     _check_vision(options, config, speculative)
     _check_ranks(options, config)
+    return options
 
 
 def _check_vision(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
@@ -90,7 +108,7 @@ def _check_experts(options: EngineOptions, num_experts: int) -> None:
             raise invalid(name, words)
 
 
-def check_transformers(options: EngineOptions, config: ModelConfig) -> None:
+def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
     """Refuse options that need an implementation of ours, and log what differs.
 
     Raises ``PenstockError`` (``unsupported``), with the option as its field.

@@ -24,8 +24,10 @@ def check_request(request: EngineRequest, config: ModelConfig, info: ModelInfo) 
         raise PenstockError(Code.UNSUPPORTED, words)
     if request.images and not info.has_vision:
         raise PenstockError(Code.UNSUPPORTED, "images: this model sees none, only text", "images")
-    _check_images(request)
-    check_audio(request, config, info)
+    if request.images:
+        _check_images(request)
+    if request.audio or config.speech:
+        check_audio(request, config, info)
     _check_tokens(request, info.vocab_size)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.sentence_transformers import max_seq_length
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.models import ModelConfig
-from penstock.planning.sentence_transformers import max_seq_length
 
 REFUSED: Mapping[str, Any] = {
     "role": "mixed",

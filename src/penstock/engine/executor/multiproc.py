@@ -33,7 +33,7 @@ from ..step import (
     WorkerCall,
     encoder,
 )
-from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
+from ..step_statistics import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import Executor, StepFailedError, WorkerLostError
 from .local_ranks import CLOSE_TIMEOUT, LocalRanks
 from .messages import (

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from penstock import demo
+from penstock.checkpoint.checkpoint_digest import file_digests
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.checkpoint_digest import file_digests
 from penstock.version import __version__
 
 from .cluster_secret import read_secret

@@ -16,11 +16,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.kv_spec import CANONICAL_LAYOUT, TransferLayout
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
-from penstock.planning.kv_spec import CANONICAL_LAYOUT, TransferLayout
 
 from ..sequence.plan import OffloadedBlock
+from ..step import TransferMemory
 from .block_pool import BlockPool
 from .disk_tier import DiskTier
 from .host_tier import HostTier
@@ -51,6 +52,11 @@ class KVOffloading:
         """Number of blocks loaded since the start."""
         self.num_stored = 0
         """Number of blocks stored since the start."""
+
+    @property
+    def memory(self) -> TransferMemory:
+        """What workers need to map the host tier."""
+        return self._host.memory
 
     # --- Stores -------------------------------------------------------------------------------------------------------
 
@@ -168,13 +174,17 @@ class KVOffloading:
         self._finalizer()
 
 
-def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> HostTier | None:
-    """The host tier that the options ask for; None where they ask for none.
+def start_offloading(
+    options: EngineOptions, layouts: Sequence[TransferLayout], fingerprint: str, device_pool: BlockPool
+) -> KVOffloading | None:
+    """The tiers that the options ask for; None where they ask for none.
 
     Args:
         layouts: of each layer of the model in a slot of ``block_size`` tokens.
+        fingerprint: ``ModelInfo.fingerprint``.
+        device_pool: blocks of the KV cache.
 
-    Raises ``PenstockError`` where it is impossible.
+    Raises ``PenstockError`` where that is impossible.
     """
     if not options.host_tier_bytes:
         if options.kv_offloading_size or options.kv_offloading_disk_path:
@@ -185,25 +195,6 @@ def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> 
         raise PenstockError(Code.UNSUPPORTED, words, "kv_offloading_size")
     host = HostTier(options.host_tier_bytes, layouts[0].slot_bytes, options.block_size)
     logger.info("prefix cache: %d blocks of %d bytes in host memory", host.num_slots, host.slot_bytes)
-    return host
-
-
-def start_offloading(
-    options: EngineOptions,
-    layouts: Sequence[TransferLayout],
-    fingerprint: str,
-    device_pool: BlockPool,
-    host: HostTier,
-) -> KVOffloading:
-    """With the disk tier that the options ask for.
-
-    Args:
-        layouts, host: as of ``new_host_tier``.
-        fingerprint: ``ModelInfo.fingerprint``.
-        device_pool: blocks of the KV cache.
-
-    Raises ``PenstockError`` where that is impossible.
-    """
     if not options.kv_offloading_disk_path:
         return KVOffloading(device_pool, host)
     layers = [(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts]

@@ -10,20 +10,19 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.kv_spec import TransferLayout, transfer_layouts
 from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions
-from penstock.core import Code, EngineRequest, PenstockError, TokenDelta
+from penstock.core import Code, EngineRequest, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.kv_size import kv_specs
-from penstock.planning.kv_spec import TransferLayout, transfer_layouts
 from penstock.planning.model_size import model_size_of
+from penstock.planning.pipeline import split_layers
 
 from ..executor.base import Executor
 from ..executor.cluster_secret import read_secret
-from ..scheduling.prerequisites import Prerequisite
 from ..scheduling.scheduler import Scheduler
-from ..sequence.plan import Plan
-from ..step import ModelInfo, StepInput
+from ..step import ModelInfo
 from .buffer import SLOT_TOKENS, TransferBuffer
 from .endpoint import Endpoint
 from .exports import KVExports
@@ -31,9 +30,6 @@ from .imports import KVImports
 from .link import KVTransferOptions
 from .messages import Instance, Start
 from .sender import Cancelled
-
-MIN_TOKENS = 32
-"""Prompts with fewer tokens to compute are computed here: the step costs little more than that of one token."""
 
 
 def model_layouts(
@@ -60,9 +56,7 @@ class KVConnector:
     """Transfers of an engine. Use it in the thread that runs the steps.
 
     Args:
-        layouts: of ``model_layouts``.
-        stage_layers: layers of each pipeline stage.
-        add, abort: ``Engine.add``, ``Engine.abort``.
+        add: ``Engine.add``.
         adapter_version: as in ``KVExports``.
 
     Raises ``PenstockError`` (``invalid``) where there is no secret, or a prefill engine cannot listen.
@@ -71,17 +65,16 @@ class KVConnector:
     def __init__(
         self,
         options: EngineOptions,
+        config_json: Mapping[str, Any],
         info: ModelInfo,
         buffer: TransferBuffer,
-        layouts: list[TransferLayout],
-        stage_layers: list[range],
         executor: Executor,
         scheduler: Scheduler,
         *,
         add: Callable[[EngineRequest], None],
-        abort: Callable[[str], Any],
         adapter_version: Callable[[str], str],
     ) -> None:
+        layouts = model_layouts(options, config_json, info)
         self.buffer = buffer
         """The transfer buffer."""
         self._weights_version = info.weights_version
@@ -102,6 +95,13 @@ class KVConnector:
             transport=options.kv_transport,
         )
         ends = [layout.offset for layout in layouts[1:]] + [layouts[0].slot_bytes]
+        stage_layers = split_layers(
+            model_size_of(config_json),
+            options.pipeline_parallel_size,
+            options.pipeline_parallel_layers,
+            options.quantization,
+            options.dtype,
+        )
         stages = [
             (layers, list(range(stage * options.tensor_parallel_size, (stage + 1) * options.tensor_parallel_size)))
             for stage, layers in enumerate(stage_layers)
@@ -115,26 +115,9 @@ class KVConnector:
         """Where decode engines reach a prefill engine, ``host:port``; empty for a decode engine."""
         if self.endpoint.port:
             self.address = options.kv_advertised_address or join_address(host, self.endpoint.port)
-        self.imports = KVImports(
-            self.endpoint,
-            executor,
-            scheduler.kv,
-            info.weights_version,
-            recompute=options.kv_load_failure == "recompute",
-            min_tokens=MIN_TOKENS,
-            timeout=options.kv_timeout,
-            by_priority=options.scheduling_policy == "priority",
-        )
+        self.imports = KVImports(self.endpoint, executor, scheduler.kv, options, info.weights_version)
         self.exports = KVExports(
-            self.endpoint,
-            buffer,
-            executor,
-            scheduler.kv,
-            add=add,
-            abort=abort,
-            sequence_of=scheduler.first_sequence,
-            adapter_version=adapter_version,
-            num_layers=len(layouts),
+            self.endpoint, executor, scheduler, add=add, adapter_version=adapter_version, num_layers=len(layouts)
         )
         scheduler.before_release = self.exports.before_release
 
@@ -165,10 +148,6 @@ class KVConnector:
         """Whether decode engines have not read all that was exported for them, or this engine is importing."""
         return self.buffer.num_free < self.buffer.num_slots
 
-    def prerequisite(self, request: EngineRequest, adapter: str) -> Prerequisite | None:
-        """As ``KVImports.prerequisite``."""
-        return self.imports.prerequisite(request, adapter)
-
     def poll(self) -> None:
         """Do what is to be done between two steps. Raises ``WorkerLostError``."""
         if self._activity.done():
@@ -193,18 +172,6 @@ class KVConnector:
             "slots_used": self.buffer.num_slots - self.buffer.num_free,
         }
         return msgspec.structs.asdict(self.endpoint.stats) | own
-
-    def before_step(self, plan: Plan, step: StepInput) -> None:
-        """As ``KVExports.before_step``."""
-        self.exports.before_step(plan, step)
-
-    def after_step(self, plan: Plan, failed: bool = False) -> None:
-        """As ``KVExports.after_step``."""
-        self.exports.after_step(plan, failed)
-
-    def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """As ``KVExports.take``."""
-        return self.exports.take(deltas)
 
     def close(self) -> None:
         """End all transfers, and close descriptors. Nothing else may be called after it."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint.kv_spec import PROGRESS_BITS
 from penstock.config.addresses import split_address
 from penstock.core import Failure
-from penstock.planning.kv_spec import PROGRESS_BITS
 
 from .buffer import TransferBuffer
 from .link import Context, Event, KVTransferOptions, TransferStats
@@ -73,6 +73,7 @@ class Endpoint:
         wake: Callable[[], None],
     ) -> None:
         self.stats = TransferStats()
+        self.buffer = buffer
         self._context = Context(instance, buffer, layer_ends, options, self.stats, self._report)
         if options.transport == "nixl":
             self._context.nixl = NixlAgent(buffer)

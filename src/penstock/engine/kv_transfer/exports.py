@@ -16,11 +16,11 @@ from penstock.core import Code, EngineRequest, Failure, PenstockError, PoolingPa
 from penstock.core.requests import trace_facts
 
 from ..executor.base import Executor, WorkerLostError
-from ..kv.cache_manager import KVCacheManager
+from ..scheduling.scheduler import Scheduler
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
 from ..step import ExportKV, StepInput
-from .buffer import SLOT_TOKENS, TransferBuffer
+from .buffer import SLOT_TOKENS
 from .endpoint import Endpoint
 from .messages import Start
 from .sender import Cancelled, Exported
@@ -73,8 +73,6 @@ class KVExports:
 
     Args:
         add: ``Engine.add``.
-        abort: ``Engine.abort``.
-        sequence_of: the first sequence of a request.
         adapter_version: version of a loaded adapter; raises ``PenstockError``.
         num_layers: of the model.
     """
@@ -82,23 +80,19 @@ class KVExports:
     def __init__(
         self,
         endpoint: Endpoint,
-        buffer: TransferBuffer,
         executor: Executor,
-        kv: KVCacheManager,
+        scheduler: Scheduler,
         *,
         add: Callable[[EngineRequest], None],
-        abort: Callable[[str], Any],
-        sequence_of: Callable[[str], Sequence],
         adapter_version: Callable[[str], str],
         num_layers: int,
     ) -> None:
         self._endpoint = endpoint
-        self._buffer = buffer
+        self._buffer = endpoint.buffer
         self._executor = executor
-        self._kv = kv
+        self._scheduler = scheduler
+        self._kv = scheduler.kv
         self._add = add
-        self._abort = abort
-        self._sequence_of = sequence_of
         self._adapter_version = adapter_version
         self._num_layers = num_layers
         self.stopping = False
@@ -126,7 +120,7 @@ class KVExports:
         """Handle an event of the endpoint."""
         if isinstance(event, Cancelled):
             if one := self._exports.pop(ID_PREFIX + event.transfer.hex(), None):
-                self._abort(one.request_id)
+                self._scheduler.abort(one.request_id)
                 self._drop(one)
             return
         one = _Export(event)
@@ -158,7 +152,7 @@ class KVExports:
         except PenstockError as error:
             self._endpoint.fail(event.transfer, error.failure)
             return
-        one.sequence = self._sequence_of(one.request_id)
+        one.sequence = self._scheduler.first_sequence(one.request_id)
         self._exports[one.request_id] = one
 
     def before_release(self, sequence: Sequence) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, Failure, PenstockError
 
 from ..executor.base import Executor, WorkerLostError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_TOKENS = 32
+"""Prompts with fewer tokens to compute are computed here: the step costs little more than that of one token."""
 MAX_IMPORT_BYTES = 32 * 2**20
 """Bytes imported between two steps, so that running requests do not wait for long."""
 
@@ -85,35 +88,26 @@ class _Import:
 
 
 class KVImports:
-    """Use it in the thread that runs the steps.
-
-    Args:
-        recompute: whether a prompt whose transfers fail is computed here; otherwise its request fails.
-        min_tokens: a prompt with fewer tokens that are not in the prefix cache is computed here.
-        by_priority: whether requests begin in the order of their ``priority`` (``scheduling_policy``).
-        timeout: seconds that the first prompt in the queue waits for free blocks before it is computed here.
-    """
+    """Use it in the thread that runs the steps."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         executor: Executor,
         kv: KVCacheManager,
+        options: EngineOptions,
         weights_version: str,
-        *,
-        recompute: bool,
-        min_tokens: int,
-        timeout: float,
-        by_priority: bool,
     ) -> None:
-        self._by_priority = by_priority
-        self._timeout = timeout
+        self._by_priority = options.scheduling_policy == "priority"
+        """Whether requests begin in the order of their ``priority``."""
+        self._timeout = options.kv_timeout
+        """Seconds that the first prompt in the queue waits for free blocks before it is computed here."""
+        self._recompute = options.kv_load_failure == "recompute"
+        """Whether a prompt whose transfers fail is computed here; otherwise its request fails."""
         self._endpoint = endpoint
         self._executor = executor
         self._kv = kv
         self._weights_version = weights_version
-        self._recompute = recompute
-        self._min_tokens = min_tokens
         self._queue: deque[_Import] = deque()
         """Imports that have not begun, in the order in which they will."""
         self._first_since = 0.0
@@ -140,7 +134,7 @@ class KVImports:
         """
         sampling = request.sampling
         needs_all = sampling.prompt_logprobs is not None or sampling.return_context_logits or request.pooling
-        if not request.prefill or needs_all or len(request.prompt) <= max(self._min_tokens, 1):
+        if not request.prefill or needs_all or len(request.prompt) <= MIN_TOKENS:
             return None
         future = _ImportFuture(self._kv)
         if not self._queue:
@@ -211,7 +205,7 @@ class KVImports:
         if self.suspended:
             self._first_since = time.monotonic()
             return False
-        begun = self._kv.begin_import(one.block_hashes, one.num_tokens, self._min_tokens)
+        begun = self._kv.begin_import(one.block_hashes, one.num_tokens, MIN_TOKENS)
         if begun is None:
             if time.monotonic() - self._first_since < self._timeout:
                 return False

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from penstock.checkpoint.kv_spec import CANONICAL_LAYOUT
 from penstock.core import Failure
-from penstock.planning.kv_spec import CANONICAL_LAYOUT
 from penstock.version import __version__
 
 from ..kv.block_hash import extend_block_hashes, root_hash

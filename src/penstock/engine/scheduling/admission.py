@@ -146,7 +146,8 @@ class Admission:
             raise invalid("external_id", words)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
-        first.guide = make_guide(request, None)
+        if request.reasoning:
+            first.guide = make_guide(request, None)
         return first
 
     def check_queue(self, first: Sequence) -> None:

@@ -27,6 +27,8 @@ class EncoderCache:
         """Number of images encoded, and of those found, since the engine started."""
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
         self._used = 0
+        self.is_used = False
+        """Whether any request had images so far."""
         self._needed: set[bytes] = set()
         """Images of the step that is being planned, which must stay."""
         self._evicted: dict[bytes, None] = {}
@@ -51,6 +53,7 @@ class EncoderCache:
         that are not there. Returns how many tokens from ``start`` on the step can compute: up to the first image for
         which there is no room; and no part of an image with attention in both directions, but all of it, for which the
         step may have more tokens, within ``budget``."""
+        self.is_used = True
         for image in request.images:
             if image.offset >= start + count:
                 break

@@ -49,7 +49,8 @@ class Planner:
         plan, preemptions = Plan(len(self._running), stores=self._kv.take_stores()), self._preemption.count
         if "all" in self.holds.values():
             return plan
-        self._encoder_cache.begin_step()
+        if self._encoder_cache.is_used:
+            self._encoder_cache.begin_step()
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
         shares = self._num_shares > 1
@@ -70,11 +71,13 @@ class Planner:
         joins = not self._running or self._options.batching_type == "inflight"
         if self._waiting and joins and self._preemption.count == preemptions:
             self._schedule_waiting(plan, budget)
-        plan.encoder_tokens = self._encoder_cache.num_patches + sum(
+        plan.encoder_tokens = sum(
             audio.length
             for sequence, *_ in plan.scheduled
             if (audio := sequence.request.audio) and sequence.sent_blocks < 0
         )
+        if self._encoder_cache.is_used:
+            plan.encoder_tokens += self._encoder_cache.num_patches
         if speculation and plan.drafting:
             self._schedule_drafts(plan, speculation)
         return plan

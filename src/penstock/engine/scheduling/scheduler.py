@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -55,7 +55,6 @@ class Scheduler:
         host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
         offloading: lower tiers of the prefix cache; None where there are none.
-        lora_slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
         max_concurrent_batches: steps in flight at the same time, at most.
@@ -69,7 +68,6 @@ class Scheduler:
         device_pool: BlockPool,
         host_pool: BlockPool | None = None,
         weights: str = "",
-        lora_slots: Mapping[str, int] | None = None,
         pipeline_stages: int = 1,
         max_concurrent_batches: int = 1,
         offloading: KVOffloading | None = None,
@@ -81,7 +79,7 @@ class Scheduler:
         """Speculative decoding; None where it is off."""
         self.encoder_cache = EncoderCache(options.encoder_cache_size, options.max_num_batched_tokens)
         """Features of images that the workers keep."""
-        self.builder = StepBuilder(lora_slots, pipeline_stages > 1, self.encoder_cache)
+        self.builder = StepBuilder(pipeline_stages > 1, self.encoder_cache)
         """Builds the workers' messages from plans."""
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
         """Called with a sequence that has ended, while it has its blocks."""

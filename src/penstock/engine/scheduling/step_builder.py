@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,20 +21,15 @@ class StepBuilder:
     ``Sequence.sent_blocks`` and ``Sequence.resend_from`` say how much of a sequence was sent.
 
     Args:
-        lora_slots: LoRA slot by adapter (``EngineRequest.adapter``).
         send_sampled: whether a sampled token is sent with the step that computes it. Workers of pipeline stages before
             the last do not sample, so they need this.
-        encoder_cache: what the workers encode and drop; None where there is none.
+        encoder_cache: what the workers encode and drop.
     """
 
-    def __init__(
-        self,
-        lora_slots: Mapping[str, int] | None = None,
-        send_sampled: bool = False,
-        encoder_cache: EncoderCache | None = None,
-    ) -> None:
+    def __init__(self, send_sampled: bool, encoder_cache: EncoderCache) -> None:
         self._encoder_cache = encoder_cache
-        self._lora_slots = lora_slots or {}
+        self.lora_slots = {"": -1}
+        """LoRA slot by adapter (``EngineRequest.adapter``); -1 for the base model. ``LoRAManager`` changes it."""
         self._send_sampled = send_sampled
         self._beam_steps: dict[str, list[int]] = {}
 
@@ -53,7 +48,7 @@ class StepBuilder:
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, sampling, *_ = zip(*plan.scheduled, strict=True)
-        evicted, encoded = self._encoder_cache.take() if self._encoder_cache else ([], [])
+        evicted, encoded = self._encoder_cache.take() if self._encoder_cache.is_used else ([], [])
         if self._send_sampled:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True):
                 if start + length > sequence.prompt_length:
@@ -118,7 +113,7 @@ class StepBuilder:
             stop_token_ids=tuple(sequence.stop_token_ids),
             seed=sequence.seed,
             index=sequence.index,
-            lora_slot=self._lora_slots.get(sequence.request.adapter, -1),
+            lora_slot=self.lora_slots.get(request.adapter, -1),
             num_candidates=sequence.num_candidates,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sampling.prompt_logprobs or 0,
             context_logits=sequence.context_logits is not None,

@@ -18,9 +18,9 @@ from penstock.core.requests import ENCODE_ERRORS, invalid_request
 from penstock.version import __version__
 
 from . import messages
+from .actions import EngineAction, EngineState, LoadAdapter, UnloadAdapter
 from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
 from .curve import MAX_FRAME, frames
-from .operations import EngineState
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -174,25 +174,20 @@ class EngineClient:
         if self.engine is None:
             return
         for name in [name for name, path in known.items() if adapters.get(name) != path]:
-            self._send(messages.UnloadAdapter(0, name))
+            self._send(messages.Call(0, UnloadAdapter(name)))
         for name in [name for name, path in adapters.items() if known.get(name) != path]:
             call_id = next(self._call_ids)
             self._reloads[call_id] = name
-            self._send(messages.LoadAdapter(call_id, name, adapters[name]))
+            self._send(messages.Call(call_id, LoadAdapter(name, adapters[name])))
 
-    async def call(self, kind: Callable[..., messages.ToEngine], *fields: object) -> Snapshot | None:
-        """Send a message and wait for its ``CallResult``.
-
-        Args:
-            kind: class of the message, whose first field is the call's id; ``fields`` are the others.
-
-        Raises ``PenstockError``: ``unavailable`` where no engine is connected, and the error of the call.
-        """
+    async def call(self, action: EngineAction) -> Snapshot | None:
+        """Have the engine carry out an action; returns its result once it has. Raises ``PenstockError`` where it
+        cannot."""
         self.require_engine()
         call_id = next(self._call_ids)
         self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(kind(call_id, *fields))
+            self._send(messages.Call(call_id, action))
             return await self._calls[call_id]
         finally:
             del self._calls[call_id]

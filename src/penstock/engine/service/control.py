@@ -1,4 +1,4 @@
-"""Operations on all engines of a model together, by the process that has started them."""
+"""Actions on all engines of a model together, by the process that has started them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock.core import Code, PenstockError
 
 from ..modes import Running
 from . import messages
-from .client import STOPPING, EngineClient
-from .launcher import EngineProcesses
-from .operations import (
+from .actions import (
     CommitWeights,
     DiscardWeights,
+    EngineAction,
     EngineState,
     LoadWeights,
-    Operation,
     PauseGeneration,
     ResumeGeneration,
     Sleep,
     WakeUp,
 )
+from .client import STOPPING, EngineClient
+from .launcher import EngineProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     running: Running = "finish"
 
 
-ModelOperation: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp
+ModelAction: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp
 """What may be asked of a model."""
 
 
 class ModelControl:
-    """Carries out operations on the engines of a model. Create and use it in one event loop.
+    """Carries out actions on the engines of a model. Create and use it in one event loop.
 
     New weights are loaded by all engines before the first of them uses them. Where one cannot load them, nothing has
     changed. An engine that starts again has the weights, and sleeps or is paused, as the others.
@@ -62,8 +62,8 @@ class ModelControl:
         """Process id of each engine."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def execute(self, operation: ModelOperation) -> EngineState:
-        """Carry out an operation; returns the state after it. Raises ``PenstockError`` where it fails."""
+    async def execute(self, action: ModelAction) -> EngineState:
+        """Carry out an action; returns the state after it. Raises ``PenstockError`` where it fails."""
         if not self._clients:
             self._clients = [self._client(*entry) for entry in enumerate(self._processes.addresses)]
         try:
@@ -72,12 +72,12 @@ class ModelControl:
         except TimeoutError as error:
             raise PenstockError(Code.UNAVAILABLE, "an engine is being started again; try again soon") from error
         try:
-            if isinstance(operation, UpdateWeights):
-                await self._update_weights(operation)
+            if isinstance(action, UpdateWeights):
+                await self._update_weights(action)
             else:
-                if isinstance(operation, PauseGeneration | Sleep):
-                    self._halted = operation
-                await self._ask_all(operation)
+                if isinstance(action, PauseGeneration | Sleep):
+                    self._halted = action
+                await self._ask_all(action)
         finally:
             states = [client.engine.state for client in self._clients if client.engine]
             if not any(state.is_paused for state in states):
@@ -100,9 +100,9 @@ class ModelControl:
             on_ready=lambda engine: self._on_ready(replica, engine),
         )
 
-    async def _ask_all(self, operation: Operation) -> None:
-        """Have all engines carry out an operation. Raises the first error, after all have answered."""
-        answers = [client.call(messages.Operate, operation) for client in self._clients]
+    async def _ask_all(self, action: EngineAction) -> None:
+        """Have all engines carry out an action. Raises the first error, after all have answered."""
+        answers = [client.call(action) for client in self._clients]
         for result in await asyncio.gather(*answers, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -116,8 +116,7 @@ class ModelControl:
                 await self._ask_all(LoadWeights(update.path))
             except BaseException:
                 await asyncio.gather(
-                    *(client.call(messages.Operate, DiscardWeights()) for client in self._clients),
-                    return_exceptions=True,
+                    *(client.call(DiscardWeights()) for client in self._clients), return_exceptions=True
                 )
                 raise
             await self._commit(update)
@@ -129,7 +128,7 @@ class ModelControl:
         path = update.path or self._processes.weights
 
         async def commit(client: EngineClient) -> None:
-            await client.call(messages.Operate, CommitWeights(update.running))
+            await client.call(CommitWeights(update.running))
             self._processes.weights = path
 
         results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)
@@ -153,12 +152,12 @@ class ModelControl:
         elif self._halted:
             self._spawn(self._halt(self._clients[replica], self._halted))
 
-    async def _halt(self, client: EngineClient, operation: PauseGeneration | Sleep) -> None:
+    async def _halt(self, client: EngineClient, action: PauseGeneration | Sleep) -> None:
         """Have an engine that has started again sleep, or be paused, as the others."""
-        if operation is not self._halted:
+        if action is not self._halted:
             return
         try:
-            await client.call(messages.Operate, operation)
+            await client.call(action)
         except PenstockError as error:
             logger.error("an engine that has started again could not be paused as before: %s", error)
 

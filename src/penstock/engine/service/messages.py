@@ -11,10 +11,10 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, EngineRequest, Failure, TokenDelta, Vocabulary
 from penstock.core.sampling import MAX_SEQUENCES
 
-from .operations import EngineState, Operation
+from .actions import EngineAction, EngineState
 from .snapshot import Snapshot
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this protocol; engines and clients on several hosts must have the same."""
 KEEP_ALIVE_INTERVAL = 1.0
 """Seconds between two ``KeepAlive`` messages of a client."""
@@ -91,39 +91,12 @@ class Pause(msgspec.Struct, tag=True, frozen=True):
     paused: bool
 
 
-class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
-    """Drop all cached prefixes. Answered with ``CallResult``."""
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """An action on the engine as a whole. Answered with ``CallResult`` once it has ended."""
 
     call_id: int
     """Chosen by the client; repeated in the ``CallResult``."""
-
-
-class Inspect(msgspec.Struct, tag=True, frozen=True):
-    """Ask what the engine is doing. Answered with ``CallResult``, which has a ``Snapshot``."""
-
-    call_id: int
-
-
-class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Load a LoRA adapter. Answered with ``CallResult`` once requests may name it, or with the error."""
-
-    call_id: int
-    name: str
-    path: str
-
-
-class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Unload a LoRA adapter. Answered with ``CallResult``."""
-
-    call_id: int
-    name: str
-
-
-class Operate(msgspec.Struct, tag=True, frozen=True):
-    """An operation on the engine as a whole. Answered with ``CallResult`` once it has ended."""
-
-    call_id: int
-    operation: Operation
+    action: EngineAction
 
 
 # --- From the engine to its clients ----------------------------------------------------------------------------------
@@ -202,7 +175,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     steps: int = 0
     """Counter of steps."""
     steps_by_tokens: list[int] = []
-    """Counter of steps by their tokens, in the buckets of ``step_counts.BUCKETS``."""
+    """Counter of steps by their tokens, in the buckets of ``step_statistics.BUCKETS``."""
     step_tokens: int = 0
     """Counter of tokens that steps have computed, drafts included."""
     scheduled: int = 0
@@ -368,7 +341,7 @@ class Stopped(msgspec.Struct, tag=True, frozen=True):
 
 
 class CallResult(msgspec.Struct, tag=True, frozen=True):
-    """The result of a message with a ``call_id``."""
+    """The result of a ``Call``."""
 
     call_id: int
     failure: Failure | None = None
@@ -433,11 +406,7 @@ ToEngine = (
     | FinishSequence
     | Pause
     | Cancel
-    | ResetPrefixCache
-    | Inspect
-    | LoadAdapter
-    | UnloadAdapter
-    | Operate
+    | Call
 )
 FromEngine = Ready | EngineState | Stats | Deltas | Adapters | Cancel | StepStarted | Stopping | Stopped | CallResult
 StartReport = Ready | StartFailed

@@ -14,9 +14,9 @@ import msgspec
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 
 from . import messages
+from .actions import EngineState, Inspect, LoadAdapter, ResetPrefixCache, Synchronize, UnloadAdapter
 from .client import STOPPING, EngineClient
 from .instance import Instance
-from .operations import EngineState, Synchronize
 from .prefix_index import PrefixIndex
 from .replica import OpenRequest, Replica
 from .snapshot import Snapshot
@@ -165,9 +165,7 @@ class EnginePool:
     async def synchronize(self) -> None:
         """Return once all that connected engines have told is known here."""
         clients = [one.client for one in self._replicas if one.client.engine]
-        await asyncio.gather(
-            *(client.call(messages.Operate, Synchronize()) for client in clients), return_exceptions=True
-        )
+        await asyncio.gather(*(client.call(Synchronize()) for client in clients), return_exceptions=True)
 
     def check_alive(self) -> None:
         """Raise ``PenstockError`` (``unavailable``) where no engine lives that computes answers, be it asleep."""
@@ -225,7 +223,7 @@ class EnginePool:
         async def ask(replica: Replica) -> tuple[messages.Stats, Snapshot | None]:
             try:
                 async with asyncio.timeout(INSPECT_TIMEOUT):
-                    snapshot = await replica.client.call(messages.Inspect)
+                    snapshot = await replica.client.call(Inspect())
             except (PenstockError, TimeoutError):
                 return self._stats_of(replica), None
             return self._stats_of(replica), snapshot
@@ -245,33 +243,30 @@ class EnginePool:
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes of the engines that work."""
         self._prefixes.clear()
-        connected = self._connected(asleep=True)
-        await asyncio.gather(*(replica.client.call(messages.ResetPrefixCache) for replica in connected))
+        await asyncio.gather(*(replica.client.call(ResetPrefixCache()) for replica in self._connected(asleep=True)))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter into every engine; returns once requests may name it. Raises ``PenstockError`` where one
         cannot load it; those that have loaded it unload it then."""
         working = [replica.client for replica in self._connected()]
         without = [client for client in working if client.adapters.get(name) != path]
-        loading = [one.call(messages.LoadAdapter, name, path) for one in working]
-        results = await asyncio.gather(*loading, return_exceptions=True)
+        results = await asyncio.gather(*(one.call(LoadAdapter(name, path)) for one in working), return_exceptions=True)
         if error := next((result for result in results if isinstance(result, BaseException)), None):
             loaded = [one for one, result in zip(working, results, strict=True) if result is None and one in without]
-            await asyncio.gather(*(one.call(messages.UnloadAdapter, name) for one in loaded), return_exceptions=True)
+            await asyncio.gather(*(one.call(UnloadAdapter(name)) for one in loaded), return_exceptions=True)
             raise error
         for replica in self._replicas:
             if replica.client not in working:
                 replica.client.set_adapters({**replica.client.adapters, name: path})
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter from every engine; running requests keep it. Raises ``PenstockError`` (``not_found``)
-        where it is not loaded."""
+        """Unload a LoRA adapter from every engine. Raises ``PenstockError`` (``not_found``) where it is not loaded."""
         working = [replica.client for replica in self._connected()]
         for client in [replica.client for replica in self._replicas]:
             if client not in working:
                 client.set_adapters({key: path for key, path in client.adapters.items() if key != name})
         with_it = [client for client in working if name in client.adapters]
-        await asyncio.gather(*(client.call(messages.UnloadAdapter, name) for client in with_it or working))
+        await asyncio.gather(*(client.call(UnloadAdapter(name)) for client in with_it or working))
 
     def stop_serving(self, failure: Failure) -> None:
         """Fail open requests, and refuse new ones from now on, with ``failure``."""

@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from socket import SOCK_STREAM, getaddrinfo
@@ -39,13 +38,14 @@ from penstock.version import __version__
 
 from ..executor.cluster_secret import read_secret
 from ..lean_torch import import_torch
-from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
+from ..step_statistics import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from . import messages
+from .actions import ActionQueue, LoadAdapter, UnloadAdapter
 from .connection import set_heartbeats
 from .curve import secure_server
 from .heartbeat import Heartbeat
 from .instance import tokenizer_version
-from .operations import OperationQueue
+from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from penstock.tracing import Tracer
@@ -122,8 +122,6 @@ class EngineServer:
         """Client → time of its last message."""
         self._last_expiry_check = time.monotonic()
         self._parent = os.getppid()
-        self._pending_loads: list[tuple[bytes, int, Future[None]]] = []
-        """Adapters that are being loaded: client, call id, result."""
         self._last_work = time.monotonic()
         self._stopping = False
         self._deadline = float("inf")
@@ -157,9 +155,8 @@ class EngineServer:
             )
             if self._tracer:
                 self._engine.set_tracer(self._tracer)
-            self._recorder = StepRecorder(self._engine)
-            self._operations = OperationQueue(self._engine, self._send_result)
-            self._told = self._operations.state
+            self._actions = ActionQueue(self._engine, StepRecorder(self._engine).snapshot)
+            self._told = self._actions.state
             if connector := self._engine.kv_connector:
                 self._poller.register(connector.wakeup, zmq.POLLIN)  # a transfer ends a wait for messages, too
             gc.collect()
@@ -205,7 +202,8 @@ class EngineServer:
                     self._heartbeat.beat(CHANGE_TIMEOUT)
                 deltas = self._engine.step()
                 self._after_step()
-                self._tell_state()  # before what was computed with new weights
+                if self._actions.pending:
+                    self._tell_state()  # before what was computed with new weights
                 self._send(deltas)
                 if self._engine.failure:
                     self._shut_down()
@@ -218,17 +216,16 @@ class EngineServer:
                 self._engine.adapters.process_pending()
             elif time.monotonic() - self._last_work > GUIDED_PRELOAD_DELAY:
                 self._engine.prepare_guided_decoding()
-            if self._pending_loads:
-                self._answer_finished_loads()
-            self._tell_state()
-            self._operations.poll()
+            if self._actions.pending:
+                self._tell_state()
+                self._answer_actions()
         self._shut_down()
 
     def _poll_ms(self) -> int:
         """Milliseconds to wait for messages."""
         if self._engine.busy or self._engine.has_pending:
             return 0 if self._last_step_computed else PENDING_POLL_MS
-        return PENDING_POLL_MS if self._pending_loads else IDLE_POLL_MS
+        return PENDING_POLL_MS if self._actions.pending else IDLE_POLL_MS
 
     def _listen(self, engine_address: str) -> None:
         """Bind the socket for clients over TCP. Raises ``PenstockError`` where the address cannot be bound."""
@@ -354,7 +351,7 @@ class EngineServer:
             self._engine.abort(request_id)  # it may have been added in part
             self._send(_error_deltas(request_id, partial.request.num_sequences, failure))
         elif partial.call_id is not None:
-            self._send_result(client, partial.call_id, PenstockError.of(failure))
+            self._send_to(client, messages.CallResult(partial.call_id, failure))
 
     def _handle(self, client: bytes, message: messages.ToEngine) -> None:
         match message:
@@ -365,21 +362,11 @@ class EngineServer:
                 self._last_heard.pop(client, None)
             case messages.Connect():
                 ready = msgspec.structs.replace(
-                    self._ready, adapters=self._engine.adapters.paths, state=self._operations.state
+                    self._ready, adapters=self._engine.adapters.paths, state=self._actions.state
                 )
                 self._send_to(client, ready)
-            case messages.LoadAdapter(call_id, name, path):
-                self._pending_loads.append((client, call_id, self._engine.adapters.load(name, path)))
-            case messages.UnloadAdapter(call_id, name):
-                try:
-                    self._engine.adapters.unload(name)
-                except PenstockError as error:
-                    self._send_result(client, call_id, error)
-                else:
-                    self._broadcast_adapters()
-                    self._send_result(client, call_id)
-            case messages.Operate(call_id, operation):
-                self._operations.start(client, call_id, operation)
+            case messages.Call(call_id, action):
+                self._actions.start(client, call_id, action)
             case messages.SetVocabulary(vocabulary):
                 self._engine.set_vocabulary(lambda: vocabulary)
             case messages.Add(request, time_left):
@@ -389,7 +376,7 @@ class EngineServer:
                 try:
                     if self._stopping:
                         raise PenstockError.of(messages.ENGINE_STOPPING)
-                    if self._engine.sleeper.is_sleeping:
+                    if self._engine.sleeper.asleep:
                         raise PenstockError.of(messages.ENGINE_ASLEEP)
                     self._engine.add(msgspec.structs.replace(request, request_id=internal_id))
                 except PenstockError as error:
@@ -400,34 +387,30 @@ class EngineServer:
                 self._engine.finish_sequence(_internal_id(client, request_id), sequence)
             case messages.Cancel():
                 self._broadcast(message)
-            case messages.ResetPrefixCache(call_id):
-                self._engine.scheduler.kv.reset_prefix_cache()
-                self._send_result(client, call_id)
-            case messages.Inspect(call_id):
-                self._send_to(client, messages.CallResult(call_id, snapshot=self._recorder.snapshot()))
             case messages.Pause(request_id, paused):
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
             case messages.KeepAlive():
                 self._send_to(client, self._stats(client))
 
     def _tell_state(self) -> None:
-        """Tell all clients what operations have changed."""
-        if (state := self._operations.state) != self._told:
+        """Tell all clients what actions have changed."""
+        if (state := self._actions.state) != self._told:
             self._told = state
             self._broadcast(state)
 
-    def _answer_finished_loads(self) -> None:
-        """Send the results of finished loads, after all clients were sent the new adapters."""
-        finished = [load for load in self._pending_loads if load[2].done()]
-        if finished:
-            self._broadcast_adapters()
-        for load in finished:
-            self._pending_loads.remove(load)
-            client, call_id, future = load
-            self._send_result(client, call_id, future.exception())
-
-    def _broadcast_adapters(self) -> None:
-        self._broadcast(messages.Adapters(self._engine.adapters.paths))
+    def _answer_actions(self) -> None:
+        """Send the results of actions that have ended, after all clients were sent the adapters that they changed."""
+        ended = self._actions.take_done()
+        if any(isinstance(action, LoadAdapter | UnloadAdapter) for _, _, action, _ in ended):
+            self._broadcast(messages.Adapters(self._engine.adapters.paths))
+        for client, call_id, _, done in ended:
+            if error := done.exception():
+                self._send_error_result(client, call_id, error)
+            else:
+                result = done.result()
+                self._send_to(
+                    client, messages.CallResult(call_id, snapshot=result if isinstance(result, Snapshot) else None)
+                )
 
     def _broadcast(self, message: messages.FromEngine) -> None:
         for client in self._last_heard:
@@ -438,9 +421,9 @@ class EngineServer:
         socket = self._remote if self._remote and client in self._remote_clients else self._socket
         socket.send_multipart((client, messages.encode(message)))
 
-    def _send_result(self, client: bytes, call_id: int, error: BaseException | None = None) -> None:
+    def _send_error_result(self, client: bytes, call_id: int, error: BaseException) -> None:
         failure = error.failure if isinstance(error, PenstockError) else None
-        if error and not failure:
+        if not failure:
             logger.error("a call of client %s failed", client.hex(), exc_info=error)
             failure = Failure(Code.INTERNAL, "the call failed; the engine's log has the traceback")
         self._send_to(client, messages.CallResult(call_id, failure))

@@ -38,11 +38,10 @@ class StepRecorder:
         self._engine = engine
         self._steps: deque[tuple[float, float, list[StepPart]]] = deque(maxlen=MAX_STEPS)
         self._watched = float("-inf")
-        engine.after_step = self._after_step
 
     def snapshot(self) -> Snapshot:
         """The engine's state now."""
-        self._watched = time.monotonic()
+        self._watched, self._engine.after_step = time.monotonic(), self._after_step
         now, scheduler = time.perf_counter(), self._engine.scheduler
         known = list(chain(scheduler.running, scheduler.waiting))
         pool = scheduler.device_pool
@@ -61,6 +60,7 @@ class StepRecorder:
     def _after_step(self, plan: Plan, begun: float, ended: float) -> None:
         if time.monotonic() - self._watched > WATCH_TIME:
             self._steps.clear()
+            self._engine.after_step = None
             return
         parts = [
             StepPart(_id(item.sequence), item.length + len(item.draft), item.start < item.sequence.prompt_length)

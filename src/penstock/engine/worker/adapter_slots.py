@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.core import Code, PenstockError
-from penstock.models import LoRAAdapter, load_lora
+from penstock.models.weights import LoRAAdapter, load_lora
 
 from .model_runner import ModelRunner
 

@@ -20,7 +20,8 @@ class BackgroundReads:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "read-weights")
-        self._reads: list[_Read] = []
+        self.unfinished: list[_Read] = []
+        """What is being read; once any of it is, ``poll`` has to be called."""
 
     def submit(self, read: Callable[[], T], use: Callable[[T], Any]) -> Future[Any]:
         """Read in the thread.
@@ -31,18 +32,18 @@ class BackgroundReads:
         Returns the future of what ``use`` returns, or of the error of either.
         """
         answer: Future[Any] = Future()
-        self._reads.append(_Read(self._thread.submit(read), use, answer))
+        self.unfinished.append(_Read(self._thread.submit(read), use, answer))
         return answer
 
     @property
     def pending(self) -> list[Future[Any]]:
-        """Futures of what is being read; once one is done, ``poll`` has to be called."""
-        return [read.contents for read in self._reads]
+        """Futures of what is being read."""
+        return [read.contents for read in self.unfinished]
 
     def poll(self) -> None:
         """Use what has been read since the last call."""
-        for read in [read for read in self._reads if read.contents.done()]:
-            self._reads.remove(read)
+        for read in [read for read in self.unfinished if read.contents.done()]:
+            self.unfinished.remove(read)
             try:
                 read.answer.set_result(read.use(read.contents.result()))
             except Exception as error:

@@ -7,7 +7,7 @@ from importlib import metadata
 import torch
 
 from penstock.layers import depends_on_length
-from penstock.models import Model
+from penstock.models.model import Model
 from penstock.ops import KVSpec, Ops
 
 

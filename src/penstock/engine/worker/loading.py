@@ -11,26 +11,24 @@ import msgspec
 import torch
 
 from penstock import demo, ops
+from penstock.checkpoint.kv_spec import KV_QUANTIZATION, KVSpec
+from penstock.checkpoint.stored_format import quantization_config_of
 from penstock.config.cache_folder import cache_folder
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.expert_placement import read_placement
 from penstock.core.lora import parse_lora_modules
 from penstock.layers import ExpertLoad
-from penstock.models import (
-    Model,
-    ModelConfig,
-    load_draft_heads,
-    load_model,
-    read_config,
-)
+from penstock.models import ModelConfig, read_config
+from penstock.models.draft_heads import load_draft_heads
+from penstock.models.loader import load_model
+from penstock.models.model import Model
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.draft_size import METHODS, head_method
-from penstock.planning.expert_placement import read_placement
-from penstock.planning.kv_spec import KV_QUANTIZATION, KVSpec
-from penstock.planning.model_size import model_size_of, quantization_config_of
+from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
 from ..draft_folder import draft_folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -12,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import PROGRESS_BITS, bytes_per_block
 from penstock.core import Logprob
-from penstock.models import LanguageModelHead, Model
-from penstock.ops import AttentionMetadata, Batch, ForwardFn, KVSpec, LayerExport, Ops
-from penstock.ops.eager import capture as eager
-from penstock.planning.kv_spec import PROGRESS_BITS, bytes_per_block
+from penstock.models.model import LanguageModelHead, Model
+from penstock.ops import AttentionMetadata, Batch, CaptureOptions, ForwardFn, KVSpec, LayerExport, Ops, reference
 
 from ..step import SampledTokens
 from .host_copy import HostCopy, to_device
@@ -128,9 +128,9 @@ class ModelRunner:
             or model.config.speech
             or (experts is not None and experts.by_modality)
         )
-        capture = partial(
-            eager if calls_others else self.ops.capture,
-            partial(model.forward, cache=self.cache, export=self._export),
+        capture = reference.capture if calls_others else self.ops.capture
+        run = partial(model.forward, cache=self.cache, export=self._export)
+        options = CaptureOptions(
             self._max_tokens,
             self._max_rows,
             self._max_blocks,
@@ -140,8 +140,8 @@ class ModelRunner:
             sampled=self._sampled,
             key_ends=model.vision is not None and model.vision.bidirectional,
         )
-        forward = capture()
-        return CapturedModel(model, forward, capture(use_lora=True) if self._lora else forward)
+        forward = capture(run, options)
+        return CapturedModel(model, forward, capture(run, replace(options, use_lora=True)) if self._lora else forward)
 
     def use(self, captured: CapturedModel) -> None:
         """Run this model from now on."""

@@ -11,7 +11,7 @@ import torch
 
 from penstock.core import Code, PenstockError
 from penstock.layers import LoRALayer
-from penstock.models import Model
+from penstock.models.model import Model
 from penstock.planning.host_memory import free_host_bytes
 
 from .model_runner import CapturedModel, ModelRunner

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.models import Model
+from penstock.models.model import Model
 from penstock.ops import Batch
 
 from ..step import StepInput

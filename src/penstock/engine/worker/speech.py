@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.core.audio import Alignment
-from penstock.models import Model, Whisper, alignment_bytes, largest_activation, token_times
+from penstock.models.model import Model
+from penstock.models.whisper import Whisper
+from penstock.models.whisper_alignment import alignment_bytes, token_times
+from penstock.models.whisper_encoder import largest_activation
 from penstock.ops import AttentionMetadata, CrossAttention, Ops, TransferLayout
 
 from ..step import NewRow

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import KV_QUANTIZATION
 from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
-from penstock.models import Model, Whisper
+from penstock.core.expert_placement import num_redundant_experts
+from penstock.models.model import Model
+from penstock.models.whisper import Whisper
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
-from penstock.planning.expert_placement import num_redundant_experts
 from penstock.planning.host_memory import free_host_bytes
 from penstock.planning.kv_size import weight_bytes
-from penstock.planning.kv_spec import KV_QUANTIZATION
 from penstock.planning.model_size import model_size_of
 
 from ..step import (
@@ -285,7 +286,8 @@ class Worker:
             self._stage.pass_on()
             return lambda: (StepOutput([]), None)
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
-        self._drafts.write(step)
+        if len(step.drafts) or self._drafts.trees:
+            self._drafts.write(step)
         if len(step.drafts):
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
         if not self._stage.is_last:
@@ -367,7 +369,8 @@ class Worker:
     def poll(self) -> None:
         """Put adapters that have been loaded into their slots, keep weights that have been loaded, and complete the
         futures of their calls."""
-        self._reads.poll()
+        if self._reads.unfinished:
+            self._reads.poll()
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class HuggingFace:
         self.revision = name.revision or MAIN
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self._token = token
-        self._max_workers = max_workers
+        self.max_workers = max_workers
         self._commit = ""
 
     def list_files(self) -> Listing:
@@ -77,7 +77,7 @@ class HuggingFace:
 
         token = self._token or (None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token())
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return HTTPRanges(headers, self._max_workers, self._refused)
+        return HTTPRanges(headers, self.max_workers, self._refused)
 
     def _refused(self, response: httpx2.Response) -> PenstockError:
         if response.headers.get("X-Error-Code") == "GatedRepo":
@@ -118,7 +118,7 @@ class HuggingFace:
 
 
 def resolve_on_hub(
-    source: HuggingFace, selection: Selection, cache: Path, progress: bool, max_workers: int = MAX_WORKERS
+    source: HuggingFace, selection: Selection, cache: Path, progress: bool
 ) -> tuple[Path, list[RemoteFile]]:
     """The folder in the cache of a model's files, and the selected ones; fetches what is not there.
 
@@ -132,7 +132,7 @@ def resolve_on_hub(
     try:
         if commit and (found := _cached(cache, source.name, commit, selection, known=True)):
             return found  # nothing can change it
-        return fetch_into_cache(source, selection, cache, progress, max_workers)
+        return fetch_into_cache(source, selection, cache, progress)
     except PenstockError as error:
         commit = commit or commit_of(cache, source.name, source.revision)
         found = _cached(cache, source.name, commit, selection) if commit else None
@@ -144,7 +144,7 @@ def resolve_on_hub(
 
 
 def fetch_into_cache(
-    source: HuggingFace, selection: Selection, cache: Path, progress: bool, max_workers: int = MAX_WORKERS
+    source: HuggingFace, selection: Selection, cache: Path, progress: bool
 ) -> tuple[Path, list[RemoteFile]]:
     """The folder in the cache of a model's files, and the selected ones, as the hub has them now.
 
@@ -156,7 +156,7 @@ def fetch_into_cache(
     try:
         if not all(destination.has(file) for file in files):
             with destination.filling(listing):
-                fetch(source, files, destination, max_workers, progress)
+                fetch(source, files, destination, source.max_workers, progress)
     except OSError as error:
         raise cannot_write(error, cache) from error
     if source.revision != listing.version:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json
+from penstock.checkpoint.stored_tensors import INDEX
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.engine.executor.layout import ranks_of
 from penstock.engine.executor.rendezvous import check_nodes
-from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
-from penstock.planning.stored_tensors import INDEX
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NEEDED_FIRST = (CONFIG, INDEX)

@@ -64,7 +64,7 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace):
         cache = options.cache_dir or _hub_cache()
-        folder, files = resolve_on_hub(source, selection, cache, options.progress, options.max_workers)
+        folder, files = resolve_on_hub(source, selection, cache, options.progress)
         return _place(folder, files)
     folder = cache_folder(name, options.cache_dir)
     if name.is_pinned and (files := _complete(folder, selection, source.name)):
@@ -103,7 +103,7 @@ def download(name: ModelName, selection: Selection, options: DownloadOptions, fo
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace) and not folder:
         cache = options.cache_dir or _hub_cache()
-        return _place(*fetch_into_cache(source, selection, cache, options.progress, options.max_workers))
+        return _place(*fetch_into_cache(source, selection, cache, options.progress))
     destination = LocalFolder(folder or cache_folder(name, options.cache_dir))
     return _place(destination.folder, fetch_into_folder(source, selection, destination, options))
 

@@ -9,10 +9,11 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
+from penstock.checkpoint.stored_tensors import INDEX
 from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
 from penstock.core.numbers import read_decimal
-from penstock.planning.stored_tensors import INDEX
+from penstock.text import side_files, tokenizer_files
 
 from .downloader import MAX_WORKERS
 from .http import MAX_SIZE, HTTPRanges, content_range, get_json, status_of, without_secrets
@@ -23,24 +24,10 @@ from .selection import SHARD
 CONFIG, SINGLE = "config.json", "model.safetensors"
 OPTIONAL = (
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "qwen.tiktoken",
-    "hy.tiktoken",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
-    "additional_chat_templates/rag.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
+    *tokenizer_files.NAMES,
+    *(name for name in side_files.NAMES if name != CONFIG),
+    *("qwen.tiktoken", "hy.tiktoken", "tiktoken.model"),
+    *("additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja"),
     "video_preprocessor_config.json",
     "quantize_config.json",
     "quant_config.json",

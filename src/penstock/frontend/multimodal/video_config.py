@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, WINDOWED
 
 from .placeholders import Placeholders

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig, dtype_of
+from penstock.checkpoint.rope import max_model_len_of, rope_parameters_of
+from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
-from penstock.planning.model_size import (
-    COUNTED_WEIGHTS,
-    max_model_len_of,
-    quantization_config_of,
-    quantization_of,
-)
-from penstock.planning.rope import rope_parameters_of
 
-from ..config import ModelConfig, dtype_of
 from .library import cache_windows, library_config, model_class, skeleton, unsupported
 
 DEFAULT_LENGTH = 2048
@@ -65,7 +60,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         "head_dim": count("head_dim", max(hidden // heads, 1)),
         "max_position_embeddings": length,
         "tie_word_embeddings": weights["embedding_weights"] == weights["head_weights"],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         "quantization_config": quantization_config_of(raw),
         COUNTED_WEIGHTS: weights,
         LIBRARY_CONFIG: raw,

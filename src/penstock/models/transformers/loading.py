@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.config.progress import track
 from penstock.core.errors import invalid
 from penstock.layers import BuildContext
 from penstock.layers.context import is_finite
 
-from ..config import ModelConfig
 from ..weights import Checkpoint
 from .attention import NAME, UnsupportedAttention, register
 from .config import LIBRARY_CONFIG

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.layers import BuildContext, LoRATarget, PoolerHead
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
-from ..config import ModelConfig
 from ..model import DraftHead
-from ..vision import VisionTower
+from ..vision_tower import VisionTower
 from .attention import CausalMask, PagedAttentions, RecordedAttentions, UnsupportedAttention, attending
 from .check import check
 from .config import LIBRARY_CONFIG

@@ -5,11 +5,11 @@ from .checkpoint import Checkpoint, tied_embedding
 from .dummy import DummyWeights
 from .engine_output import EngineOutput
 from .engine_weights import EngineWeights
-from .fused_experts import FusedExperts, FusedLayout
+from .fused_experts import FusedExperts
 from .gguf import GGUFCheckpoint, find_gguf
 from .lora import LoRAAdapter, load_lora
 from .padded_heads import PaddedHeads
-from .renamed import RenamedWeights, Stored
+from .renamed import RenamedWeights
 
 __all__ = [
     "Checkpoint",
@@ -17,12 +17,10 @@ __all__ = [
     "EngineOutput",
     "EngineWeights",
     "FusedExperts",
-    "FusedLayout",
     "GGUFCheckpoint",
     "LoRAAdapter",
     "PaddedHeads",
     "RenamedWeights",
-    "Stored",
     "WeightCache",
     "find_gguf",
     "load_lora",

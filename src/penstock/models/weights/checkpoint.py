@@ -13,15 +13,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
+from penstock.checkpoint.stored_tensors import EMBEDDING, HEAD, INDEX, matches
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
-from penstock.planning.stored_tensors import EMBEDDING, HEAD, INDEX, matches
 from penstock.quant import CheckpointFormat
 
-from .renamed import Stored
+from ..stored import Stored
 from .tensor_files import TensorFile, open_tensors
 
 SINGLE, PYTORCH_SINGLE, MEDUSA = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"

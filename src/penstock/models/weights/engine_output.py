@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from penstock.checkpoint.engine_config import EngineConfig, rank_folder, shard_name
 from penstock.core.quantization import Format
 from penstock.layers import Weights
-from penstock.planning.engine_config import EngineConfig, rank_folder, shard_name
 
 from ..output_folder import locked, new_file, sync_folder
 from .engine_weights import TENSOR, open_regular, shard_state

@@ -11,10 +11,10 @@ from typing import IO
 
 from torch import Tensor
 
+from penstock.checkpoint.engine_config import EngineConfig, rank_folder, shard_name
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.planning.engine_config import EngineConfig, rank_folder, shard_name
 
 from .packed_file import PackedFile, verifiers
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import FusedLayout
 from penstock.core import PenstockError
 from penstock.core.quantization import Format
 from penstock.layers import Weights
@@ -14,19 +15,6 @@ from penstock.ops import QuantizedWeight
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)")
 """The name of a matrix of one expert, as layers ask for it."""
-
-
-@dataclass(frozen=True)
-class FusedLayout:
-    """How matrices lie in ``experts.gate_up_proj`` and ``experts.down_proj``, where a checkpoint has such: those of
-    transformers are ``[experts, outputs, inputs]``, all outputs of the gate before those of up."""
-
-    transposed: bool | None = False
-    """Whether they are ``[experts, inputs, outputs]``; quantized ones never are. None is where their shape is that."""
-    interleaved: bool = False
-    """Whether outputs of gate and up take turns, the gate's first."""
-    tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    """Names of the two tensors, below that of the layer's module."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.checkpoint_digest import checkpoint_digest, weight_files
+from penstock.checkpoint.gguf_architectures import FUSED, KEYS_B, VALUES_B, architecture_of
+from penstock.checkpoint.gguf_file import GGUFFile, GGUFTensor, parts_in
+from penstock.checkpoint.gguf_metadata import Metadata
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.planning.checkpoint_digest import checkpoint_digest, weight_files
-from penstock.planning.gguf_architectures import FUSED, KEYS_B, VALUES_B, architecture_of
-from penstock.planning.gguf_file import GGUFFile, GGUFTensor, parts_in
-from penstock.planning.gguf_metadata import Metadata
 from penstock.quant.gguf import read_blocks
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.model_config import PADDED_TO
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.layers import Weights
 from penstock.ops import QuantizedWeight
-from penstock.planning.model_size import PADDED_TO
 
 OUTPUTS, INPUTS = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 """Modules whose outputs, and whose inputs, are heads."""

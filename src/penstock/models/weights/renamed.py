@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,32 +12,10 @@ from penstock.core.quantization import Format
 from penstock.layers import Weights
 from penstock.ops import QuantizedWeight
 
+from ..stored import Stored
+
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Matrices of one input that checkpoints and adapters may have as one, and the names of its parts."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a matrix, and its bias, lie in the checkpoint."""
-
-    name: str
-    """Without ``.weight``."""
-    total: int = 0
-    """Rows of the whole tensor; 0 is those of the matrix."""
-    ranges: tuple[tuple[int, int], ...] = ()
-    """First and end of the tensor's rows that are the matrix's, in order; empty is all."""
-    other: str = ""
-    """In checkpoints that lack ``name``."""
-
-    def rows(self, wanted: tuple[int, int]) -> list[tuple[int, int]]:
-        """The tensor's rows of the matrix's rows from ``wanted[0]`` to ``wanted[1]``."""
-        found, ends = [], accumulate(end - first for first, end in self.ranges)
-        for (first, end), own_end in zip(self.ranges, ends, strict=True):
-            before = own_end - (end - first)
-            low, high = max(wanted[0], before), min(wanted[1], own_end)
-            if low < high:
-                found.append((first + low - before, first + high - before))
-        return found
 
 
 class RenamedWeights:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import Routing
 from penstock.core import Code, PenstockError
 
 from .. import _kernels
-from ..experts import Routing
 from .dtypes import DTYPE_CODES
 from .elementwise import ACTIVATION_CODES, activation_and_mul, row_stride
 from .graph import contiguous, empty

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from .. import _kernels, pages
-from ..batch import AttentionMetadata, Batch, ForwardFn
+from ..batch import CPU, AttentionMetadata, Batch, CaptureOptions, ForwardFn
 
 MAX_CAPTURED_TOKENS = 4096
 """Tokens of the largest batch that a graph has buffers for."""
-CPU = torch.device("cpu")
 _capturing = threading.local()
 
 
@@ -89,27 +88,19 @@ def _allocating_from(arena: Arena) -> Iterator[None]:
 class CapturedGraph:
     """A forward pass as one native call; arguments as for ``capture``."""
 
-    def __init__(
-        self,
-        forward: ForwardFn,
-        max_tokens: int,
-        max_sequences: int,
-        max_blocks: int,
-        use_lora: bool = False,
-        hidden_states: Tensor | None = None,
-        key_ends: bool = False,
-    ) -> None:
+    def __init__(self, forward: ForwardFn, options: CaptureOptions) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
 
         def metadata() -> AttentionMetadata:
-            starts, lengths = zeros(max_sequences + 1, dtype=torch.int32), zeros(max_sequences, dtype=torch.int32)
-            tables = zeros(max_sequences, max_blocks, dtype=torch.int32)
-            ends = zeros(max_tokens, dtype=torch.int32) if key_ends else None
+            starts, lengths = zeros(sequences + 1, dtype=torch.int32), zeros(sequences, dtype=torch.int32)
+            tables = zeros(sequences, options.max_blocks, dtype=torch.int32)
+            ends = zeros(max_tokens, dtype=torch.int32) if options.key_ends else None
             return AttentionMetadata(starts, lengths, tables, ends)
 
         self._forward = forward
-        self._max_tokens = max_tokens
+        self._max_tokens = max_tokens = min(options.max_tokens, MAX_CAPTURED_TOKENS)
+        sequences, use_lora, hidden_states = options.max_sequences, options.use_lora, options.hidden_states
         self._batch = Batch(
             token_ids=zeros(max_tokens),
             positions=zeros(max_tokens),
@@ -182,24 +173,11 @@ def _copy_metadata(own: AttentionMetadata, given: AttentionMetadata) -> int:
     return sequences
 
 
-def capture(
-    forward: ForwardFn,
-    max_tokens: int,
-    max_sequences: int,
-    max_blocks: int,
-    use_lora: bool = False,
-    hidden_states: Tensor | None = None,
-    *,
-    device: torch.device = CPU,
-    graph_sizes: Sequence[int] = (),
-    sampled: Tensor | None = None,
-    key_ends: bool = False,
-) -> ForwardFn:
+def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
     """As ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs call by call.
 
     Limits PyTorch to one thread from now on: its threads spin for a while after each call, on cores that the kernels
     then lack.
     """
     torch.set_num_threads(1)
-    tokens = min(max_tokens, MAX_CAPTURED_TOKENS)
-    return CapturedGraph(forward, tokens, max_sequences, max_blocks, use_lora, hidden_states, key_ends)
+    return CapturedGraph(forward, options)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import KVSpec, TransferLayout
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from .. import _kernels, pages
 from ..batch import AttentionMetadata, QKNorms
@@ -105,9 +105,9 @@ def attention(
     causal: bool = True,
     chunked: bool = False,
 ) -> Tensor:
-    """As ``reference.attention``."""
+    """As ``reference.attention``; over a latent cache ``[tokens, heads * latent]``."""
     spec, heads = cache.spec, q.shape[1]
-    out = empty((q.shape[0], heads * spec.head_dim), q.dtype) if out is None else out
+    out = empty((q.shape[0], heads * (spec.latent or spec.head_dim)), q.dtype) if out is None else out
     _kernels.attention(
         q.data_ptr(),
         out.data_ptr(),
@@ -128,7 +128,7 @@ def attention(
         bool(spec.quantization),
         softcap,
         0 if sinks is None else sinks.data_ptr(),
-        0,
+        spec.latent,
         causal,
         0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
         chunked,

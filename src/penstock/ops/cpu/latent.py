@@ -11,7 +11,7 @@ from .. import _kernels
 from ..batch import AttentionMetadata
 from .dtypes import DTYPE_CODES
 from .graph import empty
-from .kv_cache import LayerCache
+from .kv_cache import LayerCache, attention
 from .matrix import Matrix, pack
 
 
@@ -94,32 +94,6 @@ def latent_rope_and_store(
 
 def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
     """As ``reference.latent_attention``."""
-    spec, (tokens, heads, _) = cache.spec, q.shape
-    assert q.is_contiguous() and latent == spec.latent
-    out = empty((tokens, heads, latent), q.dtype)
-    _kernels.attention(
-        q.data_ptr(),
-        out.data_ptr(),
-        cache.data.data_ptr(),
-        metadata.block_tables.data_ptr(),
-        metadata.query_start_loc.data_ptr(),
-        metadata.seq_lens.data_ptr(),
-        metadata.seq_lens.shape[0],
-        heads,
-        1,
-        spec.head_dim,
-        spec.block_size,
-        metadata.block_tables.shape[1],
-        0,
-        heads * latent,
-        scale,
-        DTYPE_CODES[q.dtype],
-        bool(spec.quantization),
-        0.0,
-        0,
-        latent,
-        True,
-        0,
-        False,
-    )
-    return out
+    assert q.is_contiguous() and latent == cache.spec.latent
+    attended: Tensor = attention(q, cache, metadata, scale).unflatten(1, (-1, latent))
+    return attended

@@ -11,7 +11,7 @@ import triton
 
 from penstock.core import Code, PenstockError
 
-from ..reference import empty
+from ..reference import count_experts, empty, place_experts
 from .attention import attention
 from .elementwise import (
     activation,
@@ -28,10 +28,8 @@ from .elementwise import (
 )
 from .experts import (
     combine_experts,
-    count_experts,
     experts_activation_and_mul,
     experts_linear,
-    place_experts,
     select_experts,
     stack_experts,
 )

@@ -9,6 +9,8 @@ from functools import cache as cached
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import KVSpec
+
 from ..batch import AttentionMetadata
 from .elementwise import power_of_two
 from .kernels import attention as kernels
@@ -47,11 +49,21 @@ class Variant:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work items of a step, for the layers of one shape."""
+    """The work items of a step, for the layers of one shape, and memory for partial results."""
 
     variant: Variant
     tensor: Tensor
     programs: int
+    group_tile: int
+    """Heads of a tile of queries."""
+    head_tiles: int
+    """Tiles of a token's heads."""
+    partial: Tensor
+    """Accumulators, with a row of numbers for each split and head."""
+    partial_sums: Tensor
+    """Two numbers for each row of ``partial``."""
+    first_row: int
+    """Row of ``partial`` from which on each program has its own."""
 
 
 def choose(
@@ -97,22 +109,33 @@ def workspace(device: torch.device, size: int) -> Tensor:
 def plan_of(
     metadata: AttentionMetadata,
     variant: Variant,
-    group_tile: int,
-    head_tiles: int,
-    window: int,
-    capacity: int,
-    programs: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int = 0,
     causal: bool = True,
 ) -> Plan:
-    """The plan of a step: the one that a layer before has made, if it has the same shape."""
-    key = (variant, group_tile, head_tiles, window, capacity, causal)
+    """The plan of a step: the one that a layer before has made, if it has the same shape.
+
+    Args:
+        dim: numbers of a value.
+    """
+    key = (variant, heads, kv_heads, dim, window, causal)
     if metadata.plan is None:
         metadata.plan = {}
     found: Plan | None = metadata.plan.get(key)
     if found:
         return found
     sequences, device = metadata.block_tables.shape[0], metadata.block_tables.device
-    plan = Plan(variant, torch.empty(4 + 3 * sequences, dtype=torch.int32, device=device), programs)
+    group = heads // kv_heads
+    group_tile = min(group, variant.rows)
+    head_tiles = kv_heads * -(-group // group_tile)
+    programs = sm_count(device) * variant.programs
+    memory, partial_rows = workspace(device, WORKSPACE_BYTES), WORKSPACE_BYTES // 4 // (dim + 2)
+    capacity = (partial_rows - programs * variant.rows) // heads
+    tensor = torch.empty(4 + 3 * sequences, dtype=torch.int32, device=device)
+    sums = memory[partial_rows * dim :]
+    plan = Plan(variant, tensor, programs, group_tile, head_tiles, memory, sums, capacity * heads)
     metadata.plan[key] = plan
     launch(
         kernels.plan,
@@ -131,6 +154,53 @@ def plan_of(
         BLOCK=PLAN_BLOCK,
     )
     return plan
+
+
+def reduce_splits(
+    out: Tensor,
+    metadata: AttentionMetadata,
+    plan: Plan,
+    heads: int,
+    spec: KVSpec,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    causal: bool = True,
+    chunked: bool = False,
+    num_stages: int = 6,
+    max_warps: int = 8,
+) -> None:
+    """Reduce the sequences that were split, if the block tables have room for any, to ``out``."""
+    sequences, table_width = metadata.block_tables.shape
+    if table_width * spec.block_size <= SPLIT:  # no sequence has two splits
+        return
+    dim, rows = spec.latent or spec.head_dim, power_of_two(plan.group_tile)
+    padded = max(power_of_two(dim), 16)
+    launch(
+        kernels.reduce,
+        (min(len(out) * plan.head_tiles, sm_count(out.device) * REDUCE_PROGRAMS),),
+        out,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        plan.tensor,
+        plan.partial,
+        plan.partial_sums,
+        sinks,
+        sequences,
+        out.stride(0),
+        KV_HEADS=spec.kv_heads,
+        GROUP=heads // spec.kv_heads,
+        GROUP_TILE=plan.group_tile,
+        HEAD_DIM=dim,
+        WINDOW=window,
+        CAUSAL=causal,
+        CHUNKED=chunked,
+        SPLIT=SPLIT,
+        ROWS=plan.variant.rows,
+        HEADS=rows,
+        DIM=padded,
+        STAGES=num_stages,
+        num_warps=min(max(rows * padded // 512, 1), max_warps),
+    )
 
 
 def attention(
@@ -154,7 +224,7 @@ def attention(
     tokens, heads, dim = q.shape
     assert q.stride()[1:] == (dim, 1) and metadata.block_tables.stride(1) == 1
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device) if out is None else out
-    sequences, table_width = metadata.block_tables.shape
+    sequences = len(metadata.block_tables)
     if not sequences:
         return out
     group, padded = heads // spec.kv_heads, max(power_of_two(dim), 16)
@@ -166,13 +236,7 @@ def attention(
         padded,
         architecture(q.device).capability,
     )
-    group_tile = min(group, variant.rows)
-    head_tiles = spec.kv_heads * -(-group // group_tile)
-    programs = sm_count(q.device) * variant.programs
-    memory, partial_rows = workspace(q.device, WORKSPACE_BYTES), WORKSPACE_BYTES // 4 // (dim + 2)
-    capacity = (partial_rows - programs * variant.rows) // heads
-    plan = plan_of(metadata, variant, group_tile, head_tiles, window, capacity, programs, causal)
-    partial, partial_sums = memory, memory[partial_rows * dim :]
+    plan = plan_of(metadata, variant, heads, spec.kv_heads, dim, window, causal)
     launch(
         kernels.attention,
         (plan.programs,),
@@ -184,11 +248,11 @@ def attention(
         metadata.query_start_loc,
         metadata.seq_lens,
         plan.tensor,
-        partial,
-        partial_sums,
+        plan.partial,
+        plan.partial_sums,
         sinks,
         sequences,
-        capacity * heads,
+        plan.first_row,
         scale / softcap if softcap else scale * math.log2(math.e),
         q.stride(0),
         out.stride(0),
@@ -196,7 +260,7 @@ def attention(
         *block_strides(cache),
         KV_HEADS=spec.kv_heads,
         GROUP=group,
-        GROUP_TILE=group_tile,
+        GROUP_TILE=plan.group_tile,
         HEAD_DIM=dim,
         PAGE=spec.block_size,
         WINDOW=window,
@@ -212,32 +276,5 @@ def attention(
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
-    if table_width * spec.block_size > SPLIT:  # else no sequence has two splits
-        rows = power_of_two(group_tile)
-        launch(
-            kernels.reduce,
-            (min(tokens * head_tiles, sm_count(q.device) * REDUCE_PROGRAMS),),
-            out,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            plan.tensor,
-            partial,
-            partial_sums,
-            sinks,
-            sequences,
-            out.stride(0),
-            KV_HEADS=spec.kv_heads,
-            GROUP=group,
-            GROUP_TILE=group_tile,
-            HEAD_DIM=dim,
-            WINDOW=window,
-            CAUSAL=causal,
-            CHUNKED=chunked,
-            SPLIT=SPLIT,
-            ROWS=variant.rows,
-            HEADS=rows,
-            DIM=padded,
-            STAGES=6,
-            num_warps=min(max(rows * padded // 512, 1), 8),
-        )
+    reduce_splits(out, metadata, plan, heads, spec, sinks, window, causal, chunked)
     return out

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.experts_config import Routing
 from penstock.core import Code, PenstockError
 
-from ..experts import Routing
-from ..experts import count_experts as count_experts
-from ..experts import place_experts as place_experts
 from .elementwise import COLUMNS, power_of_two
 from .kernels import experts as kernels
 from .launch import launch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.config.progress import track
 
-from ..batch import AttentionMetadata, Batch, ForwardFn
+from ..batch import AttentionMetadata, Batch, CaptureOptions, ForwardFn
 from .kernels.tokens import resolve_tokens_kernel
 from .launch import launch
 
@@ -36,7 +36,6 @@ WARM_UP_TOKENS = (1, 17, 65, 129, 257, 513, 1025, 2049, 4097, 8192)
 """Tokens of the steps that are computed at the start, so that no request waits for the compiler: kernels' tiles are
 chosen by the number of tokens."""
 MIN_BLOCK_SIZE = 16
-GPU = torch.device("cuda")
 
 
 class Staging:
@@ -94,20 +93,10 @@ class Layout:
 class CapturedForward:
     """A forward pass; arguments as for ``reference.capture``."""
 
-    def __init__(
-        self,
-        forward: ForwardFn,
-        max_tokens: int,
-        max_sequences: int,
-        max_blocks: int,
-        use_lora: bool,
-        hidden_states: Tensor | None,
-        device: torch.device,
-        graph_sizes: Sequence[int],
-        sampled: Tensor | None,
-    ) -> None:
-        self._run = _resolved(forward, sampled)
-        self._device = device
+    def __init__(self, forward: ForwardFn, options: CaptureOptions) -> None:
+        max_blocks, use_lora, hidden_states = options.max_blocks, options.use_lora, options.hidden_states
+        self._run = _resolved(forward, options.sampled)
+        self._device = device = options.device
         self._staging = Staging(device)
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
@@ -115,7 +104,8 @@ class CapturedForward:
         before = torch.cuda.memory_reserved(device) if on_gpu else 0
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_gpu else (None, None)
         try:
-            sizes = sorted({min(size, max_sequences) for size in graph_sizes}, reverse=True)
+            graph_sizes = options.graph_sizes if hidden_states is None else ()
+            sizes = sorted({min(size, options.max_sequences) for size in graph_sizes}, reverse=True)
             for size in track("capturing CUDA graphs", sizes, len(sizes), "graph", logger):
                 batch = _decode_batch(size, max_blocks, use_lora)
                 self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool, stream)
@@ -127,7 +117,7 @@ class CapturedForward:
         self._sizes = sorted(self._graphs)
         if on_gpu:
             for tokens in WARM_UP_TOKENS:
-                if tokens <= min(max_tokens, max_blocks * MIN_BLOCK_SIZE):
+                if tokens <= min(options.max_tokens, max_blocks * MIN_BLOCK_SIZE):
                     self._run(self._to_device(_prompt_batch(tokens, max_blocks, use_lora, hidden_states)))
         if self._sizes and on_gpu:
             torch.cuda.empty_cache()  # of what the runs before captures had, which no other stream can take
@@ -316,22 +306,8 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def capture(
-    forward: ForwardFn,
-    max_tokens: int,
-    max_sequences: int,
-    max_blocks: int,
-    use_lora: bool = False,
-    hidden_states: Tensor | None = None,
-    *,
-    device: torch.device = GPU,
-    graph_sizes: Sequence[int] = (),
-    sampled: Tensor | None = None,
-    key_ends: bool = False,
-) -> ForwardFn:
+def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
     """As ``reference.capture``. Raises ``ValueError`` for ``key_ends``, which the kernels do not know."""
-    if key_ends:
+    if options.key_ends:
         raise ValueError("attention in both directions within images is computed on CPUs only")
-    sizes = () if hidden_states is not None else graph_sizes
-    given = forward, max_tokens, max_sequences, max_blocks, use_lora, hidden_states
-    return CapturedForward(*given, device, sizes, sampled)
+    return CapturedForward(forward, options)

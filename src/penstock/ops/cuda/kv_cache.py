@@ -11,12 +11,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.kv_spec import SCALE_BYTES, KVSpec, TransferLayout, bytes_per_block
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout, bytes_per_block
 
 from .. import pages
 from ..batch import QKNorms
+from ..reference.kv_cache import CACHE_DTYPES
 from .elementwise import power_of_two, rms_norm, rope
 from .kernels import kv_cache as kernels
 from .launch import MIN_FP8, architecture, launch
@@ -75,10 +76,6 @@ def _layer_cache(pool: Tensor, offset: int, spec: KVSpec) -> LayerCache:
         return LayerCache(values, None, spec, pool)
     scales = pool[:, end : end + prod(shape[:3]) * SCALE_BYTES].view(torch.float32).unflatten(1, shape[:3])
     return LayerCache(values, scales, spec, pool)
-
-
-CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Of quantized vectors, by ``KVSpec.quantization``."""
 
 
 def page_locked(memory: Tensor) -> Tensor:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..batch import AttentionMetadata
-from .attention import REDUCE_PROGRAMS, SPLIT, WORKSPACE_BYTES, Variant, plan_of, workspace
+from .attention import SPLIT, Variant, plan_of, reduce_splits
 from .elementwise import power_of_two
-from .kernels import attention as attention_kernels
 from .kernels import latent as kernels
 from .kv_cache import LayerCache, block_strides
-from .launch import launch, sm_count
+from .launch import launch
 
 ROWS, COLUMNS = 64, 64
 """Of a product's tile: the same for few tokens as for many, so that all are multiplied with the same instructions."""
@@ -114,7 +113,7 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
     spec, (tokens, heads, dim) = cache.spec, q.shape
     assert q.is_contiguous() and latent == spec.latent and metadata.block_tables.stride(1) == 1
     out = torch.empty((tokens, heads, latent), dtype=q.dtype, device=q.device)
-    sequences, table_width = metadata.block_tables.shape
+    sequences = len(metadata.block_tables)
     if not sequences:
         return out
     # One for all steps: as many rows and positions as registers have room for without spilling.
@@ -122,13 +121,7 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         variant = Variant(16, 16, 4, 1, 1, True)
     else:
         variant = Variant(16, 16, 8, 2, 1, True) if spec.quantization else Variant(32, 32, 8, 2, 1, True)
-    head_tile, padded = min(heads, variant.rows), max(power_of_two(latent), 16)
-    head_tiles = -(-heads // head_tile)
-    programs = sm_count(q.device) * variant.programs
-    memory, partial_rows = workspace(q.device, WORKSPACE_BYTES), WORKSPACE_BYTES // 4 // (latent + 2)
-    capacity = (partial_rows - programs * variant.rows) // heads
-    plan = plan_of(metadata, variant, head_tile, head_tiles, 0, capacity, programs)
-    partial, partial_sums = memory, memory[partial_rows * latent :]
+    plan = plan_of(metadata, variant, heads, 1, latent)
     launch(
         kernels.latent_attention,
         (plan.programs,),
@@ -140,15 +133,15 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         metadata.query_start_loc,
         metadata.seq_lens,
         plan.tensor,
-        partial,
-        partial_sums,
+        plan.partial,
+        plan.partial_sums,
         sequences,
-        capacity * heads,
+        plan.first_row,
         scale * math.log2(math.e),
         metadata.block_tables.stride(0),
         *block_strides(cache),
         HEADS=heads,
-        HEAD_TILE=head_tile,
+        HEAD_TILE=plan.group_tile,
         LATENT=latent,
         ROPE=dim - latent,
         PAGE=spec.block_size,
@@ -156,37 +149,10 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         SPLIT=SPLIT,
         TILE=variant.tile,
         ROWS=variant.rows,
-        DIM=padded,
+        DIM=max(power_of_two(latent), 16),
         ROPE_DIM=max(power_of_two(dim - latent), 16),
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
-    if table_width * spec.block_size > SPLIT:
-        rows = power_of_two(head_tile)
-        launch(
-            attention_kernels.reduce,
-            (min(tokens * head_tiles, sm_count(q.device) * REDUCE_PROGRAMS),),
-            out,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            plan.tensor,
-            partial,
-            partial_sums,
-            None,
-            sequences,
-            heads * latent,
-            KV_HEADS=1,
-            GROUP=heads,
-            GROUP_TILE=head_tile,
-            HEAD_DIM=latent,
-            WINDOW=0,
-            CAUSAL=True,
-            CHUNKED=False,
-            SPLIT=SPLIT,
-            ROWS=variant.rows,
-            HEADS=rows,
-            DIM=padded,
-            STAGES=1,
-            num_warps=min(max(rows * padded // 512, 1), 16),
-        )
+    reduce_splits(out, metadata, plan, heads, spec, num_stages=1, max_warps=16)
     return out

@@ -17,8 +17,8 @@ from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.modes import Running
-from penstock.engine.service.control import ModelOperation, UpdateWeights
-from penstock.engine.service.operations import EngineState
+from penstock.engine.service.actions import EngineState
+from penstock.engine.service.control import ModelAction, UpdateWeights
 
 from ..expert_load import expert_report
 from ..http.access import Access
@@ -59,7 +59,7 @@ class Operator:
             return [self.served_models.find(name)]
         return list(self.served_models)
 
-    async def carry_out(self, operation: ModelOperation, request: Request) -> None:
+    async def carry_out(self, operation: ModelAction, request: Request) -> None:
         """Carry out an operation on the models of a request. Raises ``PenstockError`` where it fails."""
         for service in self.models(request):
             await self._manager.operate(service, operation)

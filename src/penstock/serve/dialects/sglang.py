@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.core import PenstockError
 from penstock.engine.modes import KV_CACHE, TAGS, PauseMode
-from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
+from penstock.engine.service.actions import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from ..http.access import Access
 from ..http.body import check_supported, convert, read_object

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.engine.executor.cluster_secret import read_secret
-from penstock.engine.service.control import ModelOperation
+from penstock.engine.service.control import ModelAction
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 from penstock.text.isolated_template import IsolatedTemplate
@@ -90,7 +90,7 @@ class ModelManager:
         """Unload a model; returns once its engine has exited. Raises ``PenstockError`` where it cannot be."""
         await self._request(Unload(next(self._numbers), name))
 
-    async def operate(self, service: ModelService, operation: ModelOperation) -> None:
+    async def operate(self, service: ModelService, operation: ModelAction) -> None:
         """Carry out an operation on the engines of a model; returns once this process knows the state after it. Raises
         ``PenstockError`` where it fails."""
         await self._ask(Operate(next(self._numbers), service.name, operation))

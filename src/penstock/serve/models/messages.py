@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core import Failure
-from penstock.engine.service.control import ModelOperation
+from penstock.engine.service.control import ModelAction
 from penstock.engine.service.instance import Instance
 
 EXIT_MISCONFIGURED = 2
@@ -138,7 +138,7 @@ class Operate(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     name: str
-    operation: ModelOperation
+    operation: ModelAction
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):

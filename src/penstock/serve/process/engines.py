@@ -15,7 +15,7 @@ import msgspec
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
-from penstock.engine.service.control import ModelControl, ModelOperation
+from penstock.engine.service.control import ModelAction, ModelControl
 from penstock.engine.service.instance import Instance
 from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
 from penstock.engine.service.messages import Ready
@@ -105,7 +105,7 @@ class Engines:
             await self._end(name, engine)
             self._update(name, engines=(), draining=False, reason="unloaded")
 
-    async def operate(self, name: str, operation: ModelOperation) -> None:
+    async def operate(self, name: str, operation: ModelAction) -> None:
         """Carry out an operation on the engines of a model. Raises ``PenstockError`` where it fails."""
         self._check(name)
         if (control := self._controls.get(name)) is None:

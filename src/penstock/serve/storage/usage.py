@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from sqlalchemy import ColumnElement, Connection, Table, func, select
@@ -90,12 +89,6 @@ class Usage:
         return self._counted[1]
 
 
-class _Row(NamedTuple):
-    owner: str
-    number: int
-    size: int
-
-
 def _used(connection: Connection, name: str, owner: str | None) -> int:
     """How much of ``name`` an owner has; None is all together."""
     if name == "batches":
@@ -121,25 +114,17 @@ def public_name(secret: bytes, owner: str) -> str:
 
 
 def _count(secret: bytes, connection: Connection) -> list[Metric]:
-    rows: dict[str, list[_Row]] = {}
+    counts: dict[str, dict[str, int]] = {name: {} for name in DESCRIPTIONS}
     for name, table in SIZED.items():
         figures = select(table.c.owner, func.count(), func.sum(table.c.size)).where(table.c.expires >= time.time())
-        rows[name] = [_Row(*row) for row in connection.execute(figures.group_by(table.c.owner))]
-    pending = select(BATCHES.c.owner, func.count(), func.count()).where(BATCHES.c.status.in_(OPEN))
-    rows["batches"] = [_Row(*row) for row in connection.execute(pending.group_by(BATCHES.c.owner))]
-    sizes: dict[str, int] = {}
-    for row in (row for name in SIZED for row in rows[name]):
-        sizes[row.owner] = sizes.get(row.owner, 0) + int(row.size)
-    counts = {name: {row.owner: row.number for row in found} for name, found in rows.items()}
-    all_counts = {
-        name: {public_name(secret, owner): count for owner, count in found.items()}
-        for name, found in (counts | {"bytes": sizes}).items()
-    }
-    return [_gauge(name, about, all_counts[name].items()) for name, about in DESCRIPTIONS.items()]
-
-
-def _gauge(name: str, about: str, values: Iterable[tuple[str, int]]) -> Metric:
-    family = GaugeMetricFamily(f"penstock:storage_{name}", about, labels=["tenant"])
-    for tenant, value in values:
-        family.add_metric([tenant], value)
-    return family
+        for owner, number, size in connection.execute(figures.group_by(table.c.owner)):
+            counts[name][owner] = number
+            counts["bytes"][owner] = counts["bytes"].get(owner, 0) + int(size)
+    pending = select(BATCHES.c.owner, func.count()).where(BATCHES.c.status.in_(OPEN)).group_by(BATCHES.c.owner)
+    counts["batches"] = {owner: number for owner, number in connection.execute(pending)}
+    families = []
+    for name, about in DESCRIPTIONS.items():
+        families.append(family := GaugeMetricFamily(f"penstock:storage_{name}", about, labels=["tenant"]))
+        for owner, value in counts[name].items():
+            family.add_metric([public_name(secret, owner)], value)
+    return families

@@ -4,13 +4,3 @@ from .format import Schemas, ToolCallFormat
 from .formats import HARMONY, TOOL_CALL_FORMATS, tool_call_format
 from .parser import ToolCallParser
 from .structural_tag import forced_call_tag
-
-__all__ = [
-    "HARMONY",
-    "TOOL_CALL_FORMATS",
-    "Schemas",
-    "ToolCallFormat",
-    "ToolCallParser",
-    "forced_call_tag",
-    "tool_call_format",
-]

@@ -10,8 +10,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
+from penstock.checkpoint.config_json import CONFIG, read_config_json
 from penstock.core.errors import invalid
-from penstock.planning.config_json import CONFIG, read_config_json
 
 from ..prompts import ImageProcessor, ProcessorFiles, Reader
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.anyres import Anyres, read_anyres
 from penstock.core import Code, PenstockError
 from penstock.core.multimodal import ImageInput
-from penstock.planning.anyres import Anyres, read_anyres
 
 from ..decoding import to_rgb
 from ..prompts import ImageProcessor, ProcessorFiles, Reader

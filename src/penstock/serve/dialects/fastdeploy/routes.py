@@ -12,8 +12,8 @@ from penstock.config.secrets import shown
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.modes import KV_CACHE, WEIGHTS
+from penstock.engine.service.actions import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 from penstock.engine.service.control import UpdateWeights
-from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from ...http.access import Access
 from ...http.body import check_supported, convert, read_object

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import demo
+from penstock.checkpoint.config_json import read_config_json
 from penstock.core import Code, PenstockError
-from penstock.planning.config_json import read_config_json
 from penstock.planning.model_size import model_size_of
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService

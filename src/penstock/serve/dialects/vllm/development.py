@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.core.errors import invalid
 from penstock.engine.modes import PauseMode
-from penstock.engine.service.operations import PauseGeneration, ResumeGeneration, Sleep, WakeUp
+from penstock.engine.service.actions import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from ...http.access import Access
 from ...http.openapi import OBJECT, operation, reference

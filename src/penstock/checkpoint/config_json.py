@@ -1,0 +1,109 @@
+"""Reads a checkpoint's ``config.json``: the one place where the engine and ``penstock plan`` do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
+
+from .composite_config import complete_config
+from .config_bounds import out_of_bounds
+from .speech import with_decoder_fields
+from .stored_tensors import stored_dtype, stored_head
+
+CONFIG = "config.json"
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
+"""Files of AutoGPTQ and AutoAWQ, which describe the quantization where ``config.json`` does not."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""File of NVIDIA's Model Optimizer, likewise."""
+
+
+def read_config_json(folder: Path, weights: bool = True) -> dict[str, Any]:
+    """The configuration of a checkpoint, with what its ``config.json`` leaves out: defaults of its class, rotary
+    positions in one spelling (``checkpoint/rope.py``), and values read from the weights.
+
+    Args:
+        weights: read the weights, which decide ``dtype`` and ``tie_word_embeddings``. API processes need neither.
+
+    Raises ``PenstockError`` (``invalid``) where there is no such file, or it is broken.
+    """
+    given, path = read_plain_config_json(folder), folder / CONFIG
+    try:
+        complete = with_decoder_fields(complete_config(given))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+    return _with_stored(complete, given, folder) if weights else complete
+
+
+def read_plain_config_json(folder: Path) -> dict[str, Any]:
+    """The object in a checkpoint's ``config.json``, as it is. Raises ``PenstockError`` (``invalid``) where there is
+    none, or a number in it is out of bounds (``config_bounds.py``)."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
+    result = _read_object(path)
+    given = result.get("quantization_config")
+    if not given and not result.get("compression_config"):
+        result |= _quantization_of_side_file(folder)
+    elif isinstance(given, Mapping) and given.get("quant_method") == "modelopt":
+        result["quantization_config"] = _modelopt(given, path)
+    try:
+        sentence = next(out_of_bounds(result), "")
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+    if sentence:
+        raise invalid("model", f"{path}: {sentence}")
+    return result
+
+
+def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A configuration with the dtype of the weights where it names none, and tied embeddings as the weights have them:
+    where both matrices are there and differ, ``tie_word_embeddings`` does not hold, as in transformers; where it is
+    not given, a model without a language model head is tied."""
+    if config.get("gguf"):
+        return config
+    named = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) not in (None, "auto")]
+    kept = {name: value for name, value in config.items() if name != "torch_dtype"}
+    config = {**kept, "dtype": named[0] if named else stored_dtype(folder)}
+    tied = config.get("tie_word_embeddings")
+    if tied and stored_head(folder) == "other":
+        return {**config, "tie_word_embeddings": False}
+    if not tied and given.get("tie_word_embeddings") is None and stored_head(folder) == "absent":
+        return {**config, "tie_word_embeddings": True}
+    return config
+
+
+def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
+    """``quantization_config`` from the first file that describes the quantization; empty without any."""
+    for name in QUANTIZATION_FILES:
+        if not (folder / name).is_file():
+            continue
+        found = _read_object(folder / name)
+        is_awq = name == QUANTIZATION_FILES[1] or "w_bit" in found or "zero_point" in found
+        return {"quantization_config": {"quant_method": "awq" if is_awq else "gptq", **found}}
+    path = folder / MODELOPT_FILE
+    described = _read_object(path).get("quantization") if path.is_file() else None
+    if isinstance(described, Mapping) and described.get("quant_algo"):
+        return {"quantization_config": _modelopt(described, path)}
+    return {}
+
+
+def _modelopt(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """``quantization_config`` of a checkpoint of NVIDIA's Model Optimizer in FP8: matrices with a ``weight_scale`` are
+    quantized. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
+    if (algorithm := found.get("quant_algo")) != "FP8":
+        message = f"{path}: the quantization {algorithm!r:.60} (quant_algo) of Model Optimizer is not read; FP8 is"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    return {"quant_method": "fp8", "activation_scheme": "static"}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ``PenstockError`` (``invalid``) where the file cannot be read, or does not hold one."""
+    result = read_json_file(path)
+    if not isinstance(result, dict):
+        raise invalid("model", f"{path} does not hold an object")
+    return result

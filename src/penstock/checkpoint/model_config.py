@@ -1,0 +1,247 @@
+"""Configuration of decoder models: what families read from ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.core import Code, PenstockError
+
+from .config_defaults import CLASSIFIER
+from .decoder_options import DecoderOptions
+from .encoder_config import EncoderConfig
+from .encoders import architecture_name, encoder_prefix, is_classifier, num_labels
+from .experts_config import ExpertsConfig
+from .latent_config import LatentConfig
+from .rope import max_model_len_of_config, rope_parameters_of
+from .speech_config import SpeechConfig
+from .stored_format import quantization_config_of, quantization_of
+
+COUNTED_WEIGHTS = "counted_weights"
+"""Key of a ``config.json`` in memory with fields of ``ModelSize``, where the parameters were counted."""
+
+
+PADDED_TO = 16
+"""Kernels compute heads of multiples of this many numbers; others are padded with zeros."""
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Values of ``hidden_act`` → names of ``ops.activations.ACTIVATIONS``."""
+
+DTYPES = {name: name for name in ("float32", "bfloat16", "float16", "float64")}
+DTYPES |= {"float": "float32", "half": "float16", "double": "float64"}
+"""Values of ``dtype`` → torch's names."""
+MAX_COUNT = 2**24
+"""More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's configuration. Names are those of ``config.json`` where it has one."""
+
+    architecture: str
+    """With its head: ``LlamaForCausalLM``, also for a checkpoint without one (``LlamaModel``)."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Numbers of a head as it is computed, a multiple of 16 (``PADDED_TO``) in decoders."""
+    max_model_len: int
+    """Longest sequence that the model supports, with positions extended by ``rope_parameters``."""
+    max_position_embeddings: int
+    rms_norm_eps: float
+    """Of norms of other kinds, too."""
+    rope_parameters: Mapping[str, Any]
+    tie_word_embeddings: bool
+    has_lm_head: bool
+    """False for models that make embeddings only."""
+    num_mtp_layers: int
+    """Layers for multi-token prediction behind the others (``num_nextn_predict_layers``)."""
+    dtype: str
+    """Dtype of the checkpoint, a name of torch's: ``bfloat16``."""
+    quantization: str
+    """Quantization in ``config.json``, a name of ``SCHEMES``; the option ``quantization`` overrides it."""
+    sliding_windows: tuple[int, ...]
+    """Sliding window of each layer; 0 is full attention."""
+    raw: Mapping[str, Any]
+    """``config.json`` itself."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normed, as ``options.qk_norm`` says."""
+    experts: ExpertsConfig | None = None
+    """None for models without experts."""
+    latent: LatentConfig | None = None
+    """Of multi-head latent attention; None where keys and values are cached."""
+    options: DecoderOptions = field(default_factory=DecoderOptions)
+    local_rope_parameters: Mapping[str, Any] | None = None
+    """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
+    has_vision: bool = False
+    """Whether it has a vision tower, and prompts may have images."""
+    encoder: EncoderConfig | None = None
+    """Of a model that attends in both directions; None for a decoder."""
+    speech: SpeechConfig | None = None
+    """Of a model that transcribes audio; None for others."""
+    stored_head_dim: int = 0
+    """Numbers of a head in the checkpoint where these are fewer; 0 where it has ``head_dim``."""
+    num_labels: int = 0
+    """Outputs of the classifier; 0 where the checkpoint has none."""
+    model_impl: Literal["penstock", "transformers"] = "penstock"
+    """What computes it: our implementation, or the modules of transformers."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        if self.latent:
+            return self.latent.qk_rope_head_dim
+        if self.rope_parameters["rope_type"] == "proportional":  # which has frequencies for the whole head
+            return self.checkpoint_head_dim
+        return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)
+
+    @property
+    def checkpoint_head_dim(self) -> int:
+        """Numbers of a head in the checkpoint."""
+        return self.stored_head_dim or self.head_dim
+
+    def rope_of(self, layer: int) -> Mapping[str, Any] | None:
+        """The rotary positions of a layer; None where it has none."""
+        if layer >= self.num_layers:
+            return self.rope_parameters
+        if self.options.rope_layers and not self.options.rope_layers[layer]:
+            return None
+        if self.local_rope_parameters is not None and self.sliding_windows[layer]:
+            return self.local_rope_parameters
+        return self.rope_parameters
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """Of a checkpoint whose weights are quantized already, how; None for others."""
+        return quantization_config_of(self.raw) if quantization_of(self.raw) is None else None
+
+
+def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
+    """The configuration of a dense decoder, by the names that most families share.
+
+    Args:
+        raw: ``config.json``.
+        overrides: fields in place of those read from ``raw``.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind.
+    """
+    vocabulary, hidden, intermediate, heads, layers = (
+        _count(raw, name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    )
+    max_position_embeddings, rope = int(raw.get("max_position_embeddings") or 2048), rope_parameters_of(raw)
+    bias = bool(raw.get("attention_bias", False))
+    architecture, has_lm_head = architecture_of(raw)
+    fields: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": _count(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
+        "head_dim": _count(raw, "head_dim") if raw.get("head_dim") else hidden // heads,
+        "max_model_len": max_model_len_of_config(raw),
+        "max_position_embeddings": max_position_embeddings,
+        "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
+        "rope_parameters": rope,
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
+        "has_lm_head": has_lm_head,
+        "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
+        "dtype": dtype_of(raw),
+        "quantization": quantization_of(raw) or "none",
+        "sliding_windows": sliding_windows_by_layer_types(raw, layers) or (0,) * layers,
+        "raw": raw,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "num_labels": num_labels(raw) if is_classifier(raw) else 0,
+    }
+    if "options" not in overrides:
+        fields["options"] = options_of(raw)
+    return ModelConfig(**fields | overrides)
+
+
+def options_of(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
+    """The options of a decoder whose activation is that of ``config.json``.
+
+    Args:
+        options: others, by their names in ``DecoderOptions``.
+
+    Raises ``PenstockError`` (``unsupported``) for an activation that is not known.
+    """
+    return DecoderOptions(**{"activation": activation_of(str(raw.get("hidden_act") or "silu"))} | options)
+
+
+def activation_of(name: str) -> str:
+    """The activation function of a name in ``config.json``, a name of ``ops.activations.ACTIVATIONS``.
+
+    Raises ``PenstockError`` (``unsupported``) for one that is not known.
+    """
+    if name not in ACTIVATIONS:
+        words = f"activation {name[:40]!r}; known are {', '.join(ACTIVATIONS)}"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    return ACTIVATIONS[name]
+
+
+def _count(raw: Mapping[str, Any], name: str) -> int:
+    if not 1 <= (value := int(raw[name])) <= MAX_COUNT:
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def dtype_of(raw: Mapping[str, Any]) -> str:
+    """The dtype of a checkpoint. Raises ``ValueError`` for an unknown one."""
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name[:40]!r}; known are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:
+    """The architecture of a ``config.json``, and whether the checkpoint has a language model head."""
+    architecture = architecture_name(raw)
+    if encoder_prefix(raw) is not None:
+        return architecture, False
+    if is_classifier(raw):
+        return architecture.removesuffix(CLASSIFIER) + "ForCausalLM", False
+    if architecture.endswith("Model"):
+        return architecture.removesuffix("Model") + "ForCausalLM", False
+    return architecture, True
+
+
+def sliding_windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
+    """Each layer's sliding window as ``layer_types`` says; None where there are none."""
+    window = raw.get("sliding_window") or 0
+    if types := raw.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    return None
+
+
+def sliding_windows_by_pattern(raw: Mapping[str, Any], pattern: int) -> tuple[int, ...]:
+    """Each layer's sliding window: as ``layer_types`` says, or, where there are none, full attention in each layer
+    whose number is a multiple of ``pattern``, counted from 1."""
+    layers, window = int(raw["num_hidden_layers"]), int(raw.get("sliding_window") or 0)
+    if windows := sliding_windows_by_layer_types(raw, layers):
+        return windows
+    return tuple(0 if pattern and (layer + 1) % pattern == 0 else window for layer in range(layers))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Numbers of a head in the model, and in its KV cache."""
+    return -(-head_dim // PADDED_TO) * PADDED_TO

@@ -1,0 +1,76 @@
+"""The format of a quantized checkpoint's matrices, as its ``quantization_config`` says: enough to know their size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.quantization import MX_BLOCK, UNQUANTIZED, Format
+
+QUANT_METHOD = "penstock"
+"""``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
+
+
+BNB_BLOCK = 64
+"""Weights that share a scale in 4 bits of bitsandbytes."""
+
+
+def stored_format(config: Any) -> Format:
+    """The format of most matrices of the layers; ``UNQUANTIZED`` for none, and for what is not known or broken, which
+    the engine refuses (``quant.read_quantization_config``)."""
+    if not isinstance(config, Mapping):
+        return UNQUANTIZED
+    try:
+        return _format(config)
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
+        return UNQUANTIZED
+
+
+def _format(config: Mapping[str, Any]) -> Format:
+    match config.get("quant_method"):
+        case "awq":
+            size = config.get("q_group_size") or config.get("group_size") or 128
+            return Format(4, max(size, 0), asymmetric=True)
+        case "gptq":
+            bits = 4 if config["bits"] < 8 else 8
+            return Format(bits, max(config.get("group_size") or 128, 0), asymmetric=not config.get("sym", True))
+        case "compressed-tensors":
+            groups = config["config_groups"].values()
+            return _scheme(next(group["weights"] for group in groups if group.get("weights")))
+        case "fp8" | "fbgemm_fp8":
+            rows, columns = config.get("weight_block_size") or (1, 0)
+            return Format(8, columns, 8, floating=True, rows_per_scale=rows)
+        case "bitsandbytes":
+            eight = config.get("load_in_8bit") or config.get("_load_in_8bit")
+            return Format(8) if eight else Format(4, BNB_BLOCK, floating=True)
+        case "mxfp4":
+            return Format(4, MX_BLOCK, floating=True)
+        case _:
+            return UNQUANTIZED
+
+
+def _scheme(weights: Mapping[str, Any]) -> Format:
+    """Of a config group of compressed-tensors."""
+    bits, size = weights.get("num_bits", 8), max(weights.get("group_size") or 0, 0)
+    if weights.get("type", "int") != "float":
+        return Format(4 if bits <= 4 else 8, size, asymmetric=not weights.get("symmetric", True))
+    rows, columns = weights.get("block_structure") or (1, size)
+    return Format(bits, columns, floating=True, rows_per_scale=rows)
+
+
+def quantization_of(config: Mapping[str, Any]) -> str | None:
+    """The scheme that a ``config.json`` asks to quantize to at load, "" for none; None where the checkpoint is
+    quantized already."""
+    own = quantization_config_of(config)
+    if not own:
+        return ""
+    ours = isinstance(own, Mapping) and own.get("quant_method") == QUANT_METHOD
+    return str(own.get("format", "")) if ours else None
+
+
+def quantization_config_of(config: Mapping[str, Any]) -> Any:
+    """How the weights of a checkpoint are quantized, as its ``config.json`` says; None or empty where they are not."""
+    own = config.get("quantization_config") or config.get("compression_config")  # of early compressed-tensors
+    if isinstance(own, Mapping) and isinstance(inner := own.get("quantization_config"), Mapping):
+        return {**inner, "sparsity_config": own.get("sparsity_config")}  # likewise
+    return own

@@ -1,0 +1,36 @@
+"""EXAONE 4 (LG AI Research, 2025): norms behind attention and MLP, q/k norms, windows in three layers of four, and then
+rotary positions in windowed layers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.decoder_options import LayerNorms
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
+
+from ..decoder import build_decoder
+from ..registry import Family
+
+LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    pattern = raw.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):  # as LLLG
+        pattern = pattern.find("G") + 1
+    windows = sliding_windows_by_pattern(raw, int(pattern or 0))
+    rope = tuple(map(bool, windows)) if raw.get("sliding_window") else ()
+    options = options_of(raw, layer_norms=LAYER_NORMS, rope_layers=rope)
+    return dense_config(
+        raw,
+        sliding_windows=windows,
+        qk_norm=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        options=options,
+    )
+
+
+FAMILY = Family(("Exaone4ForCausalLM",), read_config=read_config, build=build_decoder)

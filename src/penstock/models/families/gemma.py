@@ -1,0 +1,77 @@
+"""Gemma (Gemma Team, 2024 and 2025): RMS norms by 1 + weight before and behind attention and MLP, GEGLU, a scaled
+embedding; Gemma 2 with soft caps and windows in every second layer; Gemma 3 with q/k norms, windows in five layers of
+six, and rotary positions with another base there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.decoder_options import DecoderOptions, LayerNorms, NormOptions
+from penstock.checkpoint.model_config import (
+    ModelConfig,
+    activation_of,
+    dense_config,
+    options_of,
+    sliding_windows_by_pattern,
+)
+from penstock.checkpoint.rope import local_rope_parameters_of
+from penstock.core.errors import invalid
+
+from ..decoder import build_decoder
+from ..registry import Family
+
+NORM = NormOptions(unit_offset=True)
+TANH = "gelu_pytorch_tanh"
+"""Activation of all published models. The files of the first Gemma name it ``gelu``; Gemma 2 and 3 mean what they
+say."""
+LAYER_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+def _options(raw: Mapping[str, Any], activation: str, **options: Any) -> DecoderOptions:
+    scale = float(raw["hidden_size"]) ** 0.5
+    return options_of(raw, activation=activation_of(activation), norm=NORM, embedding_scale=scale, **options)
+
+
+def read_gemma(raw: Mapping[str, Any]) -> ModelConfig:
+    activation = str(raw.get("hidden_act") or TANH)
+    return dense_config(raw, options=_options(raw, TANH if activation == "gelu" else activation))
+
+
+def _windowed_options(raw: Mapping[str, Any]) -> DecoderOptions:
+    """What Gemma 2 and 3 have in common."""
+    scale = float(raw.get("query_pre_attn_scalar") or 256)
+    if scale <= 0:
+        raise invalid("model", f"query_pre_attn_scalar is {scale}, and must be positive")
+    return _options(
+        raw,
+        str(raw.get("hidden_activation") or TANH),
+        layer_norms=LAYER_NORMS,
+        attention_scale=scale**-0.5,
+        attention_softcap=float(raw.get("attn_logit_softcapping") or 0),
+        logit_softcap=float(raw.get("final_logit_softcapping") or 0),
+    )
+
+
+def read_gemma2(raw: Mapping[str, Any]) -> ModelConfig:
+    return dense_config(raw, sliding_windows=sliding_windows_by_pattern(raw, 2), options=_windowed_options(raw))
+
+
+def read_gemma3(raw: Mapping[str, Any]) -> ModelConfig:
+    return dense_config(
+        raw,
+        sliding_windows=sliding_windows_by_pattern(raw, int(raw.get("sliding_window_pattern") or 6)),
+        qk_norm=True,
+        local_rope_parameters=local_rope_parameters_of(raw),
+        # its attention has no soft cap, whatever config.json says, as in transformers
+        options=_windowed_options({**raw, "attn_logit_softcapping": None}),
+    )
+
+
+FAMILIES = (
+    Family(architectures=("GemmaForCausalLM",), read_config=read_gemma, build=build_decoder),
+    Family(architectures=("Gemma2ForCausalLM",), read_config=read_gemma2, build=build_decoder),
+    Family(architectures=("Gemma3ForCausalLM",), read_config=read_gemma3, build=build_decoder),
+)

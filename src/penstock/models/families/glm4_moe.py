@@ -1,0 +1,28 @@
+"""GLM-4.5 and GLM-4.6 (Zhipu AI, 2025): half of each head rotated, and DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from penstock.checkpoint.experts_config import read_deepseek_experts
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.rope import rope_parameters_of
+
+from ..decoder import build_decoder
+from ..experts import mixture_of_experts
+from ..registry import Family
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    return dense_config(
+        raw,
+        output_bias=False,
+        qk_norm=bool(raw.get("use_qk_norm", False)),
+        options=options_of(raw, partial_rotary_factor=rope_parameters_of(raw).get("partial_rotary_factor", 1.0)),
+        experts=read_deepseek_experts(raw),
+    )
+
+
+FAMILY = Family(("Glm4MoeForCausalLM",), read_config=read_config, build=partial(build_decoder, mlp=mixture_of_experts))

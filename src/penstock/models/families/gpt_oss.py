@@ -1,0 +1,52 @@
+"""gpt-oss (OpenAI, 2025): attention sinks, windows in every second layer, biases, and experts with a clamped SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of, read_routing
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_layer_types
+from penstock.core import Code, PenstockError
+
+from ..decoder import build_decoder
+from ..experts import mixture_of_experts
+from ..registry import Family
+
+CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+"""Numbers of ``ops.activations.swigluoai``, by their names in ``config.json``."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    for name, known in CLAMP.items():
+        if (value := float(raw.get(name) or known)) != known:
+            raise PenstockError(Code.UNSUPPORTED, f"{name} {value} in config.json: {known} is supported", "model")
+    layers, num_experts = int(raw["num_hidden_layers"]), num_experts_of(raw)
+    windows = sliding_windows_by_layer_types(raw, layers)
+    if windows is None:
+        window = int(raw.get("sliding_window") or 0)
+        windows = tuple(0 if layer % 2 else window for layer in range(layers))
+    experts = ExpertsConfig(
+        num_experts,
+        int(raw["intermediate_size"]),
+        read_routing(raw, num_experts, renormalize=True),
+        bias=True,
+        router="router",
+        router_matrix_bias=True,
+        fused=FusedLayout(transposed=True, interleaved=True),
+    )
+    bias = bool(raw.get("attention_bias", True))
+    return dense_config(
+        raw,
+        qkv_bias=bias,
+        output_bias=bias,
+        sliding_windows=windows,
+        experts=experts,
+        options=options_of(raw, activation="swigluoai", attention_sinks=True),
+    )
+
+
+FAMILY = Family(
+    architectures=("GptOssForCausalLM",), read_config=read_config, build=partial(build_decoder, mlp=mixture_of_experts)
+)

@@ -1,0 +1,52 @@
+"""Granite 3 (IBM, 2024): Llama with factors of embedding, attention, residual stream and logits; dense or with
+experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of, read_routing
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+
+from ..decoder import build_decoder
+from ..experts import mixture_of_experts
+from ..registry import Family
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    embedding, attention, residual, logits = (
+        float(raw.get(name) or 1)
+        for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    )
+    options = options_of(
+        raw,
+        embedding_scale=embedding,
+        attention_scale=attention,
+        residual_scale=residual,
+        logit_scale=1 / logits,
+    )
+    return dense_config(raw, options=options)
+
+
+def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+    num_experts = num_experts_of(raw)
+    experts = ExpertsConfig(
+        num_experts,
+        int(raw["intermediate_size"]),
+        read_routing(raw, num_experts, renormalize=True),
+        module="block_sparse_moe",
+        router="router.layer",
+        fused=FusedLayout(tensors=("input_linear.weight", "output_linear.weight")),
+    )
+    return replace(read_config(raw), experts=experts)
+
+
+FAMILIES = (
+    Family(("GraniteForCausalLM",), read_config=read_config, build=build_decoder),
+    Family(
+        ("GraniteMoeForCausalLM",), read_config=read_moe_config, build=partial(build_decoder, mlp=mixture_of_experts)
+    ),
+)

@@ -1,0 +1,80 @@
+"""Hunyuan (Tencent, 2025): Llama with norms on rotated queries and keys, and a base of the rotary positions that a
+factor stretches; dense, or with experts and one that every token has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from penstock.checkpoint.decoder_options import QKNormOptions
+from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.rope import rope_parameters_of
+from penstock.core import Code, PenstockError
+
+from ..decoder import build_decoder
+from ..experts import mixture_of_experts
+from ..registry import Family
+from ..stored import Stored
+
+NAMES = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+"""Of norms in the checkpoint."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    options = options_of(raw, qk_norm=QKNormOptions(after_rope=True))
+    config, rope = dense_config(raw, qk_norm=True, mlp_bias=False, options=options), rope_parameters_of(raw)
+    if rope["rope_type"] != "dynamic" or not rope.get("alpha"):
+        return config
+    stretched = rope["rope_theta"] * float(rope["alpha"]) ** (config.head_dim / (config.head_dim - 2))
+    return replace(
+        config,
+        rope_parameters={"rope_type": "default", "rope_theta": stretched},
+        max_model_len=config.max_position_embeddings,
+    )
+
+
+def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+    for name in ("use_cla", "moe_layer_num_skipped"):
+        if raw.get(name):
+            raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json", "model")
+    num_experts, top_k = _same_in_all_layers(raw, "num_experts"), _same_in_all_layers(raw, "moe_topk")
+    size = int(raw["intermediate_size"])
+    experts = ExpertsConfig(
+        num_experts,
+        size,
+        read_routing(raw, num_experts, top_k=top_k, renormalize=True),
+        shared_size=size * _same_in_all_layers(raw, "num_shared_expert"),
+        shared_name="shared_mlp",
+        router="gate.wg",
+        router_float32=True,
+    )
+    return replace(read_config(raw), experts=experts)
+
+
+def _same_in_all_layers(raw: Mapping[str, Any], name: str) -> int:
+    """A number that may be given for each layer; 1 where it is not given."""
+    value = raw.get(name) or 1
+    values = {int(each) for each in (value if isinstance(value, list) else [value])}
+    if len(values) > 1:
+        raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json differs between layers", "model")
+    return values.pop()
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """``Family.find_stored``."""
+    parent, _, last = name.rpartition(".")
+    return Stored(f"{parent}.{NAMES[last]}") if last in NAMES else Stored(name)
+
+
+FAMILIES = (
+    Family(("HunYuanDenseV1ForCausalLM",), read_config=read_config, build=build_decoder, find_stored=find_stored),
+    Family(
+        ("HunYuanMoEV1ForCausalLM",),
+        read_config=read_moe_config,
+        build=partial(build_decoder, mlp=mixture_of_experts),
+        find_stored=find_stored,
+    ),
+)

@@ -1,0 +1,58 @@
+"""InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama; InternLM 2 under names of its own, with queries,
+keys and values in one tensor, those of each key and value head together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.model_config import ModelConfig, dense_config
+
+from ..decoder import build_decoder
+from ..registry import Family
+from ..stored import Stored
+
+NAMES = {
+    "model.embed_tokens": "model.tok_embeddings",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+"""Of modules in checkpoints of InternLM 2."""
+
+
+def read_internlm2(raw: Mapping[str, Any]) -> ModelConfig:
+    return dense_config(raw, qkv_bias=bool(raw.get("bias")), output_bias=bool(raw.get("bias")))
+
+
+def read_internlm3(raw: Mapping[str, Any]) -> ModelConfig:
+    bias = bool(raw.get("mlp_bias"))  # which is ``bias`` in its own files, and ``attention_bias`` is ``qkv_bias``
+    return dense_config(raw, output_bias=bias)
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """``Family.find_stored`` of InternLM 2."""
+    layer, module = (".".join(part) for part in (name.split(".")[:3], name.split(".")[3:]))
+    if name in NAMES:
+        return Stored(NAMES[name])
+    if module in NAMES:
+        return Stored(f"{layer}.{NAMES[module]}")
+    if not module.endswith(("q_proj", "k_proj", "v_proj")):
+        return Stored(name)
+    shared = config.num_heads // config.num_kv_heads  # queries of each key and value head, before both
+    first, count = {"q": (0, shared), "k": (shared, 1), "v": (shared + 1, 1)}[module[-6]]
+    group, dim = shared + 2, config.head_dim
+    ranges = tuple(
+        ((head * group + first) * dim, (head * group + first + count) * dim) for head in range(config.num_kv_heads)
+    )
+    return Stored(f"{layer}.attention.wqkv", config.num_kv_heads * group * dim, ranges)
+
+
+FAMILIES = (
+    Family(("InternLM2ForCausalLM",), read_config=read_internlm2, build=build_decoder, find_stored=find_stored),
+    Family(("InternLM3ForCausalLM",), read_config=read_internlm3, build=build_decoder),
+)

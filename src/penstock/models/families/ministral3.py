@@ -1,0 +1,26 @@
+"""Ministral 3 (Mistral, 2025): Mistral with YaRN, whose queries grow with the position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.model_config import ModelConfig
+
+from ..decoder import build_decoder
+from ..registry import Family
+from . import mistral
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    config = mistral.read_config(raw)
+    rope = {name: value for name, value in config.rope_parameters.items() if name != "max_position_embeddings"}
+    scaling = float(rope.get("llama_4_scaling_beta") or 0.0), int(rope.get("original_max_position_embeddings") or 0)
+    if scaling[0] and scaling[1] < 1:
+        raise ValueError("rope_parameters have llama_4_scaling_beta without original_max_position_embeddings")
+    options = replace(config.options, query_scaling=scaling)
+    return replace(config, rope_parameters=rope, options=options)
+
+
+FAMILY = Family(architectures=("Ministral3ForCausalLM",), read_config=read_config, build=build_decoder)

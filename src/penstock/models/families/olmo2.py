@@ -1,0 +1,37 @@
+"""OLMo 2 and 3 (Ai2, 2025): norms behind attention and MLP, and over all queries and all keys of a token; OLMo 3 with
+windows in three layers of four."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.decoder_options import LayerNorms, NormOptions, QKNormOptions
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
+from penstock.checkpoint.rope import local_rope_parameters_of
+
+from ..decoder import build_decoder
+from ..registry import Family
+
+LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def read_olmo2(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
+    options = options_of(
+        raw,
+        norm=NormOptions(float32=True),
+        layer_norms=LAYER_NORMS,
+        qk_norm=QKNormOptions(over="projection"),
+    )
+    return dense_config(raw, qk_norm=True, mlp_bias=False, options=options, **overrides)
+
+
+def read_olmo3(raw: Mapping[str, Any]) -> ModelConfig:
+    windows = sliding_windows_by_pattern(raw, 4)
+    return read_olmo2(raw, sliding_windows=windows, local_rope_parameters=local_rope_parameters_of(raw))
+
+
+FAMILIES = (
+    Family(("Olmo2ForCausalLM",), read_config=read_olmo2, build=build_decoder),
+    Family(("Olmo3ForCausalLM",), read_config=read_olmo3, build=build_decoder),
+)

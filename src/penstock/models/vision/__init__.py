@@ -1,0 +1,1 @@
+"""Vision towers, and the vision transformer that most of them share."""

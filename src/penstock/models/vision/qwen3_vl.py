@@ -1,0 +1,149 @@
+"""The vision tower of Qwen3-VL (Qwen Team, 2025): learned positions, and features of several depths (DeepStack)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.core.multimodal import ImageInput
+from penstock.layers import BuildContext, LayerNorm
+from penstock.layers.mrope import MRoPE
+from penstock.layers.vision import HeadThreads, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, axial_rope
+
+from ..vision_tower import Embed, MRoPEPositions, VisionConfig, rope_theta, tower_context
+from .patches import normalized_patches, patch_positions
+
+EPS = 1e-6
+"""Of all norms."""
+ACTIVATION = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VisionConfig(VisionConfig):
+    """``vision_config`` of ``config.json``."""
+
+    grid: int
+    """Learned positions of an edge."""
+    deepstack: tuple[int, ...]
+    """Layers behind which features for a decoder layer are taken."""
+
+
+def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    vision = raw["vision_config"]
+    config = Qwen3VisionConfig(
+        depth=int(vision.get("depth", 27)),
+        size=int(vision.get("hidden_size", 1152)),
+        intermediate_size=int(vision.get("intermediate_size", 4304)),
+        output_size=int(vision.get("out_hidden_size", 3584)),
+        heads=int(vision.get("num_heads", 16)),
+        patch_size=int(vision.get("patch_size", 16)),
+        temporal_patch_size=int(vision.get("temporal_patch_size", 2)),
+        merge_size=int(vision.get("spatial_merge_size", 2)),
+        theta=rope_theta(vision),
+        grid=int(int(vision.get("num_position_embeddings", 2304)) ** 0.5),
+        deepstack=tuple(map(int, vision.get("deepstack_visual_indexes", (8, 16, 24)))),
+    )
+    if config.size % (4 * config.heads) or config.output_size != int(raw["hidden_size"]):
+        words = f"{config.heads} heads of {config.size} elements, and {config.output_size} outputs"
+        raise ValueError(f"vision_config has {words}")
+    if vision.get("hidden_act", ACTIVATION) != ACTIVATION or len(config.deepstack) >= int(raw["num_hidden_layers"]):
+        raise ValueError("vision_config has another hidden_act, or deepstack_visual_indexes for all decoder layers")
+    return config
+
+
+class Qwen3VisionTower(MRoPEPositions):
+    """A ``VisionTower``. All ranks have it whole, and it is not quantized.
+
+    Args:
+        mrope, embed: of the language model.
+        deepstack: as of ``VisionTower``.
+    """
+
+    def __init__(
+        self, context: BuildContext, config: Qwen3VisionConfig, mrope: MRoPE, embed: Embed, deepstack: list[Tensor]
+    ) -> None:
+        super().__init__(embed, mrope)
+        context = tower_context(context)
+        self._config = config
+        self._dtype, self._device = context.dtype, context.device
+        self.deepstack: Sequence[Tensor] = deepstack
+        patch = (3, config.temporal_patch_size, config.patch_size, config.patch_size)
+        self._patch_embed = PatchEmbed(context, "visual.patch_embed.proj", config.size, patch, bias=True)
+        self._positions = context.read_weight("visual.pos_embed.weight", config.grid**2, config.size).clone()
+        threads = HeadThreads(context)
+        self._blocks = [_block(context, config, number, threads) for number in range(config.depth)]
+        self._merger = _Merger(context, config, "visual.merger", norm_merged=False)
+        self._deep_mergers = [
+            _Merger(context, config, f"visual.deepstack_merger_list.{i}", norm_merged=True)
+            for i in range(len(config.deepstack))
+        ]
+
+    @torch.inference_mode()
+    def encode(self, image: ImageInput) -> Tensor:
+        """As ``VisionTower.encode``."""
+        config, merge = self._config, self._config.merge_size
+        patches = normalized_patches(image, config.patch_size, merge, config.temporal_patch_size)
+        x = self._patch_embed(torch.from_numpy(patches).to(self._device, self._dtype))
+        down, right = (each.flatten() for each in patch_positions(image.rows, image.columns, merge))
+        x = x + self._position_embeddings(down, right, image.rows * merge, image.columns * merge)
+        rope = axial_rope(down, right, config.size // config.heads, config.theta).to(self._device)
+        deep: list[Tensor] = []
+        for number, block in enumerate(self._blocks):
+            x = block(x, rope, [len(x)])
+            if number in config.deepstack:
+                deep.append(self._deep_mergers[config.deepstack.index(number)](x))
+        return torch.cat([self._merger(x), *deep], -1)
+
+    def _position_embeddings(self, down: Tensor, right: Tensor, height: int, width: int) -> Tensor:
+        """The grid of learned positions stretched over the patches, ``[patches, size]``: corners on corners, bilinear
+        in between."""
+        taps = [_taps(place, length, self._config.grid) for place, length in ((down, height), (right, width))]
+        (rows, row_weights), (columns, column_weights) = taps
+        places = (rows[:, :, None] * self._config.grid + columns[:, None]).flatten(1).to(self._device)
+        weights = (row_weights[:, :, None] * column_weights[:, None]).flatten(1).to(self._device)
+        return (self._positions[places] * weights[..., None]).sum(1).to(self._dtype)
+
+
+def _taps(place: Tensor, length: int, grid: int) -> tuple[Tensor, Tensor]:
+    """The two learned positions next to each place on an axis, and their weights, ``[patches, 2]`` each."""
+    exact = place.float() * (grid - 1) / max(length - 1, 1)
+    below = exact.floor()
+    taps = below[:, None] + torch.arange(2)
+    weights = (1 - (exact[:, None] - taps).abs()).clamp(min=0)
+    return taps.long().clamp(0, grid - 1), weights
+
+
+def _block(context: BuildContext, config: Qwen3VisionConfig, number: int, threads: HeadThreads) -> VisionBlock:
+    name, size = f"visual.blocks.{number}", config.size
+    norms = [LayerNorm(context, f"{name}.norm{i}", size, EPS, bias=True) for i in (1, 2)]
+    attention = VisionAttention(context, f"{name}.attn", size, config.heads, threads)
+    sizes, gelu_tanh = (size, config.intermediate_size, size), partial(F.gelu, approximate="tanh")
+    mlp = VisionMLP(context, f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2", sizes, gelu_tanh)
+    return VisionBlock(norms, attention, mlp)
+
+
+class _Merger:
+    """Makes a feature of its patches.
+
+    Args:
+        norm_merged: norm the patches of a feature together, and not each.
+    """
+
+    def __init__(self, context: BuildContext, config: Qwen3VisionConfig, name: str, norm_merged: bool) -> None:
+        self._merged = config.size * config.merge_size**2
+        self._norm_merged = norm_merged
+        self._norm = LayerNorm(context, f"{name}.norm", self._merged if norm_merged else config.size, EPS, bias=True)
+        sizes = self._merged, self._merged, config.output_size
+        self._mlp = VisionMLP(context, f"{name}.linear_fc1", f"{name}.linear_fc2", sizes, F.gelu)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[patches, size]`` to ``[features, output size]``."""
+        x = self._norm(x.view(-1, self._merged)) if self._norm_merged else self._norm(x).view(-1, self._merged)
+        return self._mlp(x)

@@ -1,1 +1,0 @@
-"""What each op computes, in plain PyTorch; `ops/reference.py` is the backend made of it."""

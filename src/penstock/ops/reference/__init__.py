@@ -1,0 +1,58 @@
+"""The definition of every op, in plain PyTorch. All backends are tested against it.
+
+Ops compute in float32 and round their result to the input's dtype. They run on any device of PyTorch. None is
+batch-invariant: PyTorch chooses the order of a sum by the shapes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..activations import activation, activation_and_mul
+from ..experts import combine_experts, count_experts, place_experts, select_experts
+from ..sampling import sample_random
+from .attention import attention, rope_and_store
+from .elementwise import (
+    add_residual,
+    add_rms_norm,
+    clone,
+    index_select,
+    layer_norm,
+    rms_norm,
+    rope,
+    scale,
+    to_float32,
+)
+from .experts import experts_activation_and_mul, experts_linear, stack_experts
+from .graph import capture, empty, is_capturing
+from .kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, store_kv
+from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
+from .logits import apply_bitmask, log_softmax, topk
+from .lora import add_lora, new_lora_slots, pack_lora, set_lora
+from .matrix import (
+    LAYOUT,
+    argmax,
+    embedding,
+    from_packed,
+    linear,
+    linear_activation_and_mul,
+    pack,
+    pack_quantized,
+    packed_tensors,
+    supports,
+)
+
+NAME = "reference"
+BATCH_INVARIANT = False
+ASYNCHRONOUS = False
+
+
+def fingerprint() -> str:
+    """Backend and version of PyTorch. Results depend on shapes and threads, too, which no fingerprint can name."""
+    return f"{NAME}-{torch.__version__}"
+
+
+def set_threads(count: int) -> None:
+    """Set the number of PyTorch's threads; 0 leaves PyTorch's default."""
+    if count:
+        torch.set_num_threads(count)
