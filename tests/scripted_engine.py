@@ -28,7 +28,7 @@ from penstock.serve.app import build
 from penstock.serve.dialects.kserve import ModelRepository
 from penstock.serve.metrics import Metrics
 from penstock.serve.models.manager import ModelManager
-from penstock.serve.models.messages import ServedModel
+from penstock.serve.models.messages import ModelEntry
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.process.api_server import open_storage
 
@@ -88,7 +88,7 @@ class ScriptedServer:
         gateway = Gateway((), self.input_processor)
         gateway.engine_pool = self.engines = ScriptedEngines(gateway)
         served_models = ServedModels(server_options, Metrics())
-        served = ServedModel(names=("default",), configuration=Configuration(), kserve={"ensemble": "ensemble"})
+        served = ModelEntry(names=("default",), configuration=Configuration(), kserve={"ensemble": "ensemble"})
         served_models.set_models((served,))
         served_models.add(served, gateway)
         self.body_memory = served_models.body_memory

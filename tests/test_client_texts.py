@@ -292,7 +292,7 @@ def test_all_numbers_in_bodies_are_no_internal_error(client: httpx.Client) -> No
 def test_patterns_of_schemas_refuse_line_breaks() -> None:
     """Those by which ids and names of requests are checked, in the schemas of all dialects."""
     from penstock.serve.chat.request import REQUEST_ID, TOOL_NAME
-    from penstock.serve.dialects.paddlenlp.requests import Request
+    from penstock.serve.dialects.paddlenlp.schema import Request
 
     for pattern in (REQUEST_ID, TOOL_NAME):
         assert re.search(pattern, "a") and not re.search(pattern, "a\n")

@@ -19,7 +19,7 @@ from penstock.config.profiles.vllm_variables import LIMITS
 from penstock.config.sources import read
 from penstock.core import PenstockError
 from penstock.core.sampling import MAX_SEQUENCES
-from penstock.serve.dialects.openai.requests import MAX_PROMPTS
+from penstock.serve.dialects.openai.schema import MAX_PROMPTS
 
 PEM = "/a/file.pem"
 CODE = "loading code is not supported"

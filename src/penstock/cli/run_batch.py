@@ -20,9 +20,8 @@ from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.dialects.openai.batches.results import BatchState, Results, check_input, requests, survey
 from penstock.serve.dialects.openai.batches.work import Work
 from penstock.serve.metrics import Metrics
-from penstock.serve.models.messages import ServedModel
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.messages import ModelEntry
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .flags import add_options, configure
 from .serve import download_model
@@ -91,7 +90,7 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
 
 
 @asynccontextmanager
-async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelService, asyncio.Task[None]]]:
+async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedModel, asyncio.Task[None]]]:
     """The service of a running engine, and the task that restarts the engine."""
     model = configuration.engine.model
     resolved = download_model(configuration).engine
@@ -104,7 +103,7 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
     try:
         await gateway.engine_pool.ready()
         served_models = ServedModels(configuration.server, Metrics())
-        yield served_models.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
+        yield served_models.add(ModelEntry(names=names, configuration=configuration, kserve={}), gateway), watch
     finally:
         await process.close()
         await watch

@@ -15,7 +15,7 @@ from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
-from penstock.serve.models.messages import DEFAULT_NAME, ServedModel
+from penstock.serve.models.messages import DEFAULT_NAME, ModelEntry
 
 DEMO = "penstock-demo"
 """Name of the built-in model."""
@@ -29,7 +29,7 @@ CHECKPOINT_OPTIONS = frozenset(
 """Options that belong to one checkpoint, which other models do not inherit."""
 
 
-def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
+def served_models(configuration: Configuration) -> tuple[ModelEntry, ...]:
     """The models of a server; the first answers requests that name no model.
 
     Raises ``PenstockError`` (``invalid``) for what is not written as it should be, and names that come twice.
@@ -37,7 +37,7 @@ def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
     options, result = configuration.server, []
     if configuration.engine.model or not options.models:
         names = options.served_model_name or (public_url(configuration.engine.model) or DEMO,)
-        result.append(ServedModel(names=names, configuration=configuration, kserve={}))
+        result.append(ModelEntry(names=names, configuration=configuration, kserve={}))
     result += [_additional_model(configuration, name, given) for name, given in _parse_models(options.models).items()]
     kserve_models = [
         {name: "ensemble" for name in model.names if "/" not in name} if result[1:] else {} for model in result
@@ -52,7 +52,7 @@ def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
     return tuple(msgspec.structs.replace(model, required=model.name in required) for model in result)
 
 
-def _additional_model(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
+def _additional_model(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ModelEntry:
     """A model of ``--models``: its own options, and for the others those of the first model."""
     known = {key: setting for key, setting in settings().items() if setting.section in ("model", "engine")}
     kserve = given.get("kserve", {})
@@ -74,7 +74,7 @@ def _additional_model(configuration: Configuration, name: str, given: Mapping[st
     parts = {
         section: msgspec.structs.replace(getattr(configuration, section), **new) for section, new in changes.items()
     }
-    return ServedModel(names=(name,), configuration=msgspec.structs.replace(configuration, **parts), kserve=kserve)
+    return ModelEntry(names=(name,), configuration=msgspec.structs.replace(configuration, **parts), kserve=kserve)
 
 
 def _parse_models(text: str) -> dict[str, dict[str, Any]]:
@@ -90,7 +90,7 @@ def _parse_models(text: str) -> dict[str, dict[str, Any]]:
     return {name: {"model": given} if isinstance(given, str) else given for name, given in result.items()}
 
 
-def _required(configuration: Configuration, models: list[ServedModel]) -> list[str]:
+def _required(configuration: Configuration, models: list[ModelEntry]) -> list[str]:
     """Names of the models to load at the start."""
     options, names = configuration.server, [model.name for model in models]
     if options.model_control_mode == "none":
@@ -104,7 +104,7 @@ def _required(configuration: Configuration, models: list[ServedModel]) -> list[s
     return names if "*" in options.load_model else [owners[name] for name in options.load_model]
 
 
-def _check_names(models: list[ServedModel]) -> None:
+def _check_names(models: list[ModelEntry]) -> None:
     seen: set[str] = set()
     for model in models:
         for name in model.names:

@@ -22,7 +22,7 @@ from penstock.core import Code, PenstockError
 from penstock.engine.executor.ray_executor import PLACEMENT_GROUP
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
-from penstock.serve.models.messages import Failed, Ready, ServedModel
+from penstock.serve.models.messages import Failed, ModelEntry, Ready
 from penstock.serve.process.metrics_files import metrics_folder
 from penstock.tracing import start_tracer
 
@@ -71,7 +71,7 @@ class Replica:
             await self.close()
             raise
 
-    async def _serve(self, model: ServedModel) -> None:
+    async def _serve(self, model: ModelEntry) -> None:
         # Imported once there is a folder for metrics, which decides how they are counted.
         from penstock.serve.app import build
         from penstock.serve.dialects import kserve, paddlenlp

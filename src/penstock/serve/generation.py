@@ -1,37 +1,41 @@
-"""Generation through the gateway: with metrics and the request log, several prompts at once, and as deltas."""
+"""Generation through the gateway: metrics and the request log, several prompts at once, and the base of handlers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
-from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from penstock.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 
 from .http.request_record import RequestRecord
-from .models.service import ModelService
+from .models.served_models import ServedModel
 from .spans import GenerationSpan
 
 MAX_CONCURRENT_PROMPTS = 64
 """Prompts of one request that are in the engine at the same time, so that no request fills the queue by itself."""
 CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
+Output = tuple[int, RequestOutput]
+"""The output so far of one of a request's prompts, and the prompt's index."""
 
 
 async def generate(
-    service: ModelService,
+    service: ServedModel,
     record: RequestRecord,
     prompt: TokenizedPrompt,
     sampling: SamplingParams,
+    index: int = 0,
     **options: Any,
-) -> AsyncGenerator[RequestOutput, None]:
+) -> AsyncGenerator[Output, None]:
     """Generate from one prompt: the output so far after every step, or once with ``disable_streaming``.
 
     Updates the metrics and the request's record.
 
     Args:
+        index: of the prompt in its request.
         options: arguments of ``Gateway.generate``; the shorter of ``timeout`` and the server's applies.
 
     Raises ``PenstockError`` where the request fails, before the first output or later.
@@ -82,45 +86,130 @@ async def generate(
                     if span:
                         span.finish(output)
                 if output.finished or not final_only:
-                    yield output
+                    yield index, output
 
 
-async def merge_streams(
-    streams: Sequence[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of several streams as they come, each with the index of its stream. The first failure ends all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(MAX_CONCURRENT_PROMPTS)
+def merge_streams(streams: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[Output, None]:
+    """The outputs of several streams as they come. The first failure ends all."""
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[Output, None]:
+    queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue(MAX_CONCURRENT_PROMPTS)
     window = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
-    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+    async def pump(stream: AsyncGenerator[Output, None]) -> None:
         try:
             async with window, aclosing(stream) as outputs:
                 async for output in outputs:
-                    await queue.put((index, output))
-            await queue.put((index, None))
+                    await queue.put(output)
+            await queue.put(None)
         except Exception as error:
-            await queue.put((index, error))
+            await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     try:
         left = len(tasks)
         while left:
-            index, new = await queue.get()
+            new = await queue.get()
             if isinstance(new, Exception):
                 raise new
             if new is None:
                 left -= 1
             else:
-                yield index, new
+                yield new
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class GenerationFields(Protocol):
+    """Fields of all requests that generate."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+class GenerationHandler:
+    """One request that generates, from its prompts to the answer. The loop over outputs is here; a dialect formats
+    them.
+
+    Args:
+        request: names the model or adapter.
+    """
+
+    def __init__(
+        self, service: ServedModel, record: RequestRecord, request: GenerationFields, sampling: SamplingParams
+    ) -> None:
+        self.service = service
+        self.record = record
+        self.sampling = sampling
+        adapter = service.adapter_of(request.model)
+        self.model = adapter or service.name
+        """Name of the model or adapter that answers."""
+        self._options = {
+            "priority": request.priority or 0,
+            "cache_salt": request.cache_salt or "",
+            "adapter": adapter,
+        }
+        self.last: dict[int, RequestOutput] = {}
+        """The latest output of each prompt, by the prompt's index."""
+
+    async def outputs(self) -> AsyncGenerator[Output, None]:
+        """Prepare the prompts; returns the stream of their outputs."""
+        raise NotImplementedError
+
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        """The answer as one document, from the finished outputs of all prompts."""
+        raise NotImplementedError
+
+    async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
+        """The events of what a step has added to a prompt's output; empty for none."""
+        raise NotImplementedError
+
+    def format_end(self) -> bytes:
+        """The events after the last step."""
+        return b""
+
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        """The answer as one document."""
+        yield await self.format_full(await self.finished())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        async with aclosing(await self.outputs()) as outputs:
+            async for index, output in outputs:
+                self.last[index] = output
+                if events := await self.format_chunk(index, output):
+                    yield events
+        if end := self.format_end():
+            yield end
+
+    async def finished(self) -> list[RequestOutput]:
+        """The finished outputs, in the order of the prompts."""
+        async with aclosing(await self.outputs()) as outputs:
+            async for index, output in outputs:
+                self.last[index] = output
+        return [self.last[index] for index in sorted(self.last)]
+
+    def generate(self, prompt: TokenizedPrompt, index: int = 0, **options: Any) -> AsyncGenerator[Output, None]:
+        """The outputs of one prompt; ``options`` as in ``generate``."""
+        return generate(self.service, self.record, prompt, self.sampling, index, **self._options, **options)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the context. Raises ``PenstockError`` (``unavailable``) where no engine is ready."""
+        return self.service.gateway.engine_pool.require_engine().max_model_len
+
+
+def likeliest(position: PositionLogprobs, maximum: int) -> list[tuple[int, Logprob]]:
+    """The ``maximum`` likeliest tokens at a position, by rank."""
+    return sorted([entry for entry in position.items() if entry[1].rank <= maximum], key=lambda entry: entry[1].rank)
 
 
 class SequenceDelta(NamedTuple):

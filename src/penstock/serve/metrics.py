@@ -11,20 +11,17 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.config.options import EngineOptions
 from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
-from penstock.engine.service.messages import Stats
-from penstock.engine.step_statistics import BUCKETS
 from penstock.frontend.outputs import RequestOutput
 
-from .encoder_metrics import encoder_metrics
+from .engine_metrics import LABELS, EngineStats, engine_metrics
 from .expert_load import expert_metrics
 from .vllm_metrics import vllm_metrics
 
@@ -33,42 +30,54 @@ PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SEQUENCE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
-CACHE_OPTIONS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
-"""Options in ``cache_config_info``."""
-KV_TRANSFER_COUNTERS = {
-    "transfers": "KV transfers begun by decode engines.",
-    "completed": "KV transfers that brought a prompt's keys and values.",
-    "failed": "KV transfers that failed.",
-    "recomputed": "Requests whose prompts a decode engine computed since their KV transfers failed.",
-    "seconds": "Time of completed KV transfers, the prefill engine's queue and computation included.",
-    "bytes_received": "Bytes of keys and values that came from prefill engines.",
-    "bytes_sent": "Bytes of keys and values sent to decode engines over TCP.",
-    "rereads": "Parts of KV transfers that were read again.",
-    "checksum_failures": "Parts of KV transfers whose checksum was wrong.",
-}
-"""Counters of engines: field of ``Stats`` after ``kv_`` → description."""
-OFFLOAD_COUNTERS = {
-    "external_prefix_cache_queries": (
-        "queries",
-        "Prompt tokens that the KV cache did not have, looked up in host memory (kv_offloading_size).",
-    ),
-    "external_prefix_cache_hits": ("hits", "Those of them that were found there; also counted as prefix_cache_hits."),
-    "kv_offload_store_bytes": ("bytes_stored", "Bytes of cached prefixes copied from the KV cache to host memory."),
-    "kv_offload_load_bytes": ("bytes_loaded", "Bytes of cached prefixes copied from host memory to the KV cache."),
-    "kv_offload_evictions": ("evictions", "KV blocks of cached prefixes that were evicted from host memory."),
-    "kv_offload_disk_hits": ("disk_hits", "Prompt tokens read from the disk (kv_offloading_disk_path)."),
-    "kv_offload_disk_read_bytes": ("disk_bytes_read", "Bytes of cached prefixes read from the disk."),
-    "kv_offload_disk_write_bytes": ("disk_bytes_written", "Bytes of cached prefixes written to the disk."),
-    "kv_offload_disk_evictions": ("disk_evictions", "Files of cached prefixes deleted to make room on the disk."),
-    "kv_offload_disk_read_failures": ("disk_read_failures", "Files that were damaged, and reads that took too long."),
-    "kv_offload_disk_write_failures": ("disk_write_failures", "KV blocks that could not be written to the disk."),
-}
-"""Counters of engines: field of ``Stats`` after ``offload_``, and description."""
 SINGLE_VALUE_TYPES = ("counter", "gauge")
 """Types of metrics with a single value."""
-LABELS = ["model_name"]
-EngineStats = Mapping[str, tuple[Stats, EngineOptions]]
-"""By model: the last statistics of its engine, and its options."""
+
+
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens of requests that have begun to answer.",
+    "generation_tokens": "Tokens generated, over all requests.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache, found there or not.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache, which were not computed again.",
+    "requests": "Requests received, whatever became of them.",
+    "prefix_cache_hit_requests": "Requests some of whose prompt tokens were found in the prefix cache.",
+}
+"""Counters of each model: name → description."""
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", FIRST_TOKEN_BUCKETS),
+    "inter_token_latency_seconds": ("Seconds between two consecutive tokens of a request.", PER_TOKEN_BUCKETS),
+    "request_time_per_output_token_seconds": (
+        "A request's mean seconds per token after its first, one observation a request.",
+        PER_TOKEN_BUCKETS,
+    ),
+    "e2e_request_latency_seconds": ("Seconds from a request's arrival to its last token.", REQUEST_BUCKETS),
+    "request_queue_time_seconds": (
+        "Seconds from a request's arrival until it was first scheduled.",
+        REQUEST_BUCKETS,
+    ),
+    "request_inference_time_seconds": (
+        "Seconds from when a request was first scheduled to its last token.",
+        REQUEST_BUCKETS,
+    ),
+    "request_prefill_time_seconds": (
+        "Seconds from when a request was first scheduled to its first token.",
+        REQUEST_BUCKETS,
+    ),
+    "request_decode_time_seconds": ("Seconds from a request's first token to its last.", REQUEST_BUCKETS),
+    "request_params_max_tokens": ("The max_tokens of requests that give one.", TOKEN_BUCKETS),
+    "request_params_n": ("The n of requests: answers asked for.", SEQUENCE_BUCKETS),
+    "request_prompt_tokens": ("Prompt tokens of each finished request.", TOKEN_BUCKETS),
+    "request_generation_tokens": (
+        "Tokens generated for each finished request, over all its sequences.",
+        TOKEN_BUCKETS,
+    ),
+    "request_max_num_generation_tokens": ("Tokens of the longest sequence of each finished request.", TOKEN_BUCKETS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens of each request that were not found in the prefix cache.",
+        TOKEN_BUCKETS,
+    ),
+}
+"""Histograms of each model: name → description, buckets."""
 
 
 class Metrics:
@@ -85,103 +94,40 @@ class Metrics:
         self.dialect_metrics: list[Callable[[EngineStats], Iterable[Metric]]] = []
         """Further metrics of dialects, computed from the engines' statistics."""
 
-        def counter(name: str, about: str, *more: str) -> Counter:
-            return Counter(f"penstock:{name}", about, [*LABELS, *more])
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"penstock:{name}", about, labels)
 
-        def histogram(name: str, about: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(f"penstock:{name}", about, LABELS, buckets=list(buckets))
-
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have begun to answer.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated, over all requests.")
-        self.cache_queries = counter(
-            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache, found there or not."
-        )
-        self.cache_hits = counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache, which were not computed again."
-        )
+        self.by_model: dict[str, Counter | Histogram] = {
+            name: counter(name, about, *LABELS) for name, about in COUNTERS.items()
+        }
+        """``COUNTERS`` and ``HISTOGRAMS``."""
+        for name, (about, buckets) in HISTOGRAMS.items():
+            self.by_model[name] = Histogram(f"penstock:{name}", about, LABELS, buckets=buckets)
         self.prompt_tokens_by_source = counter(
             "prompt_tokens_by_source",
             "Prompt tokens by where their keys and values came from: local_compute, or local_cache_hit (the prefix "
             "cache, its lower tiers and prefill instances included).",
+            *LABELS,
             "source",
         )
-        self.requests = counter("requests", "Requests received, whatever became of them.")
-        self.cache_hit_requests = counter(
-            "prefix_cache_hit_requests", "Requests some of whose prompt tokens were found in the prefix cache."
-        )
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
-        )
-        self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Seconds between two consecutive tokens of a request.", PER_TOKEN_BUCKETS
-        )
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds",
-            "A request's mean seconds per token after its first, one observation a request.",
-            PER_TOKEN_BUCKETS,
-        )
-        self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", REQUEST_BUCKETS
-        )
-        self.queue_time = histogram(
-            "request_queue_time_seconds",
-            "Seconds from a request's arrival until it was first scheduled.",
-            REQUEST_BUCKETS,
-        )
-        self.inference_time = histogram(
-            "request_inference_time_seconds",
-            "Seconds from when a request was first scheduled to its last token.",
-            REQUEST_BUCKETS,
-        )
-        self.prefill_time = histogram(
-            "request_prefill_time_seconds",
-            "Seconds from when a request was first scheduled to its first token.",
-            REQUEST_BUCKETS,
-        )
-        self.decode_time = histogram(
-            "request_decode_time_seconds", "Seconds from a request's first token to its last.", REQUEST_BUCKETS
-        )
-        self.params_max_tokens = histogram(
-            "request_params_max_tokens", "The max_tokens of requests that give one.", TOKEN_BUCKETS
-        )
-        self.params_n = histogram("request_params_n", "The n of requests: answers asked for.", SEQUENCE_BUCKETS)
-        self.prompt_lengths = histogram(
-            "request_prompt_tokens", "Prompt tokens of each finished request.", TOKEN_BUCKETS
-        )
-        self.generation_lengths = histogram(
-            "request_generation_tokens",
-            "Tokens generated for each finished request, over all its sequences.",
-            TOKEN_BUCKETS,
-        )
-        self.max_generation_lengths = histogram(
-            "request_max_num_generation_tokens",
-            "Tokens of the longest sequence of each finished request.",
-            TOKEN_BUCKETS,
-        )
-        self.prefill_computed = histogram(
-            "request_prefill_kv_computed_tokens",
-            "Prompt tokens of each request that were not found in the prefix cache.",
-            TOKEN_BUCKETS,
-        )
         self.request_success = counter(
-            "request_success", "Sequences that finished, by reason (stop: ended by itself; length).", "finished_reason"
+            "request_success",
+            "Sequences that finished, by reason (stop: ended by itself; length).",
+            *LABELS,
+            "finished_reason",
         )
-        self.request_failures = Counter(
-            "penstock:request_failures", "Requests that ended with an error, by its code.", ["code"]
+        self.request_failures = counter("request_failures", "Requests that ended with an error, by its code.", "code")
+        self.event_loop_holds = counter(
+            "event_loop_holds", "Times an API process's event loop was held for more than 50 ms; see its log."
         )
-        self.event_loop_holds = Counter(
-            "penstock:event_loop_holds", "Times an API process's event loop was held for more than 50 ms; see its log."
+        self.http_responses = counter("http_responses", "HTTP responses, by route and status.", "path", "status")
+        self.storage_refusals = counter(
+            "storage_refusals", "What was not stored, by the limit that it would have exceeded.", "limit"
         )
-        self.http_responses = Counter(
-            "penstock:http_responses", "HTTP responses, by route and status.", ["path", "status"]
-        )
-        self.storage_refusals = Counter(
-            "penstock:storage_refusals", "What was not stored, by the limit that it would have exceeded.", ["limit"]
-        )
-        self.trace_spans = Counter(
-            "penstock:trace_spans",
+        self.trace_spans = counter(
+            "trace_spans",
             "Spans of traces of API processes: exported to the collector, or dropped as it did not take them.",
-            ["outcome"],
+            "outcome",
         )
         self.open_requests = Gauge(
             "penstock:num_requests_open",
@@ -215,7 +161,7 @@ class Metrics:
         Args:
             more: metrics that are not told of an engine, nor counted here.
         """
-        ours = [*counted(), *_EngineMetrics(engines).collect(), *more]
+        ours = [*counted(), *engine_metrics(engines), *expert_metrics(engines), *more]
         families = {family.name.removeprefix("penstock:"): family for family in ours}
         page = _Page([*ours, *vllm_metrics(families, engines, self._aliases), *self._derived(families, engines)])
         for collect in self.dialect_metrics:
@@ -257,70 +203,69 @@ class ModelMetrics:
     """The request metrics of one model."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
-        self._prompt_tokens = metrics.prompt_tokens.labels(model)
-        self.tokens = TokenCounts(metrics.generation_tokens.labels(model), metrics.inter_token_latency.labels(model))
-        self._cache_queries = metrics.cache_queries.labels(model)
-        self._cache_hits = metrics.cache_hits.labels(model)
+        self._metrics: dict[str, Any] = {name: metric.labels(model) for name, metric in metrics.by_model.items()}
+        latency = self._metrics["inter_token_latency_seconds"]
+        self.tokens = TokenCounts(self._metrics["generation_tokens"], latency)
         self._computed = metrics.prompt_tokens_by_source.labels(model, "local_compute")
         self._cached = metrics.prompt_tokens_by_source.labels(model, "local_cache_hit")
-        self._requests = metrics.requests.labels(model)
-        self._cache_hit_requests = metrics.cache_hit_requests.labels(model)
-        self._time_to_first_token = metrics.time_to_first_token.labels(model)
-        self._time_per_output_token = metrics.time_per_output_token.labels(model)
-        self._e2e_latency = metrics.e2e_latency.labels(model)
-        self._queue_time = metrics.queue_time.labels(model)
-        self._inference_time = metrics.inference_time.labels(model)
-        self._prefill_time = metrics.prefill_time.labels(model)
-        self._decode_time = metrics.decode_time.labels(model)
-        self._params_max_tokens = metrics.params_max_tokens.labels(model)
-        self._params_n = metrics.params_n.labels(model)
-        self._max_generation_lengths = metrics.max_generation_lengths.labels(model)
-        self._prompt_lengths = metrics.prompt_lengths.labels(model)
-        self._generation_lengths = metrics.generation_lengths.labels(model)
-        self._prefill_computed = metrics.prefill_computed.labels(model)
         self._request_success = partial(metrics.request_success.labels, model)
         self.open_requests = metrics.open_requests.labels(model)
 
     def record_arrival(self, sampling: SamplingParams) -> None:
         """Count a request when it arrives."""
-        self._requests.inc()
-        self._params_n.observe(sampling.n)
+        self._count(requests=1)
+        self._observe(request_params_n=sampling.n)
         if sampling.max_tokens is not None:
-            self._params_max_tokens.observe(sampling.max_tokens)
+            self._observe(request_params_max_tokens=sampling.max_tokens)
 
     def record_first_token(self, output: RequestOutput) -> None:
         """Record a request's first token."""
-        times, prompt = output.times, len(output.prompt_token_ids)
+        times, prompt, cached = output.times, len(output.prompt_token_ids), output.num_cached_tokens
         assert times.first_token is not None
-        self._prompt_tokens.inc(prompt)
-        self._cache_queries.inc(prompt)
-        self._cache_hits.inc(output.num_cached_tokens)
-        self._cached.inc(output.num_cached_tokens)
-        self._computed.inc(prompt - output.num_cached_tokens)
-        self._cache_hit_requests.inc(bool(output.num_cached_tokens))
-        self._time_to_first_token.observe(times.first_token - times.arrived)
-        self._queue_time.observe(times.queued)
+        self._count(
+            prompt_tokens=prompt,
+            prefix_cache_queries=prompt,
+            prefix_cache_hits=cached,
+            prefix_cache_hit_requests=bool(cached),
+        )
+        self._cached.inc(cached)
+        self._computed.inc(prompt - cached)
+        self._observe(
+            time_to_first_token_seconds=times.first_token - times.arrived, request_queue_time_seconds=times.queued
+        )
 
     def record_finish(self, output: RequestOutput) -> None:
         """Record a finished request."""
-        times, tokens = output.times, sum(len(completion.token_ids) for completion in output.outputs)
+        times, lengths = output.times, [len(completion.token_ids) for completion in output.outputs]
         for completion in output.outputs:
             self._request_success(completion.finish_reason).inc()
-        self._prompt_lengths.observe(len(output.prompt_token_ids))
-        self._prefill_computed.observe(len(output.prompt_token_ids) - output.num_cached_tokens)
-        self._generation_lengths.observe(tokens)
-        self._max_generation_lengths.observe(
-            max((len(completion.token_ids) for completion in output.outputs), default=0)
+        longest, prompt = max(lengths, default=0), len(output.prompt_token_ids)
+        self._observe(
+            request_prompt_tokens=prompt,
+            request_prefill_kv_computed_tokens=prompt - output.num_cached_tokens,
+            request_generation_tokens=sum(lengths),
+            request_max_num_generation_tokens=longest,
         )
-        if times.first_token is not None and times.last_token is not None:
-            self._e2e_latency.observe(times.last_token - times.arrived)
-            began = times.arrived + times.queued
-            self._inference_time.observe(times.last_token - began)
-            self._prefill_time.observe(times.first_token - began)
-            self._decode_time.observe(times.last_token - times.first_token)
-            each = max(len(completion.token_ids) for completion in output.outputs)
-            if each > 1:
-                self._time_per_output_token.observe((times.last_token - times.first_token) / (each - 1))
+        if times.first_token is None or times.last_token is None:
+            return
+        began = times.arrived + times.queued
+        self._observe(
+            e2e_request_latency_seconds=times.last_token - times.arrived,
+            request_inference_time_seconds=times.last_token - began,
+            request_prefill_time_seconds=times.first_token - began,
+            request_decode_time_seconds=times.last_token - times.first_token,
+        )
+        if longest > 1:
+            per_token = (times.last_token - times.first_token) / (longest - 1)
+            self._observe(request_time_per_output_token_seconds=per_token)
+
+    def _count(self, **counts: float) -> None:
+        for name, count in counts.items():
+            self._metrics[name].inc(count)
+
+    def _observe(self, **figures: float) -> None:
+        for name, figure in figures.items():
+            self._metrics[name].observe(figure)
 
 
 class TokenCounts:
@@ -382,166 +327,3 @@ def _current_values(families: Mapping[str, Metric], model: str) -> dict[str, flo
         for name, result in families.items()
         if result.type in SINGLE_VALUE_TYPES
     }
-
-
-class _EngineMetrics:
-    """The engines' statistics as metrics."""
-
-    def __init__(self, engines: EngineStats) -> None:
-        self._engines = engines
-
-    def collect(self) -> Iterable[Metric]:
-        gauges: dict[str, tuple[str, Callable[[Stats], float]]] = {
-            "num_requests_running": ("Sequences that the engine is computing now.", lambda stats: stats.running),
-            "num_requests_waiting": ("Sequences that wait to be scheduled.", lambda stats: stats.waiting),
-            "num_requests_swapped": (
-                "Preempted sequences whose KV blocks are in host memory.",
-                lambda stats: stats.num_swapped,
-            ),
-            "kv_cache_usage_perc": (
-                "Share of the KV cache's blocks in use, 0 to 1.",
-                lambda stats: stats.blocks_used / max(stats.blocks, 1),
-            ),
-            "kv_blocks": ("Blocks of the KV cache.", lambda stats: stats.blocks),
-            "kv_blocks_used": ("Blocks of the KV cache that sequences hold.", lambda stats: stats.blocks_used),
-            "kv_blocks_free": (
-                "Blocks of the KV cache that no sequence holds, cached prefixes among them.",
-                lambda stats: stats.blocks - stats.blocks_used,
-            ),
-            "kv_transfer_slots": (
-                "Slots of the transfer buffers of separate prefill and decode instances.",
-                lambda stats: stats.kv_slots,
-            ),
-            "kv_transfer_slots_used": ("Those that KV transfers hold.", lambda stats: stats.kv_slots_used),
-            "kv_offload_cpu_cache_usage_perc": (
-                "Share of the host memory for cached prefixes that holds some, 0 to 1.",
-                lambda stats: stats.offload_slots_used / max(stats.offload_slots, 1),
-            ),
-            "engine_heartbeat_age_seconds": (
-                "Seconds since the engine's loop last came round.",
-                lambda stats: stats.heartbeat_age,
-            ),
-            "engine_paused": ("Whether the engine computes no steps now, 0 or 1.", lambda stats: stats.state.is_paused),
-            "engine_asleep": (
-                "Whether the engine has freed its KV cache or weights, 0 or 1.",
-                lambda stats: bool(stats.state.asleep),
-            ),
-            "engine_longest_step_seconds": (
-                "Longest step since the engine started, in seconds.",
-                lambda stats: stats.longest_step,
-            ),
-        }
-        drafts: dict[str, tuple[str, Callable[[Stats], float]]] = {
-            "spec_decode_num_drafts": (
-                "Drafts: times that tokens were proposed for a sequence by speculative decoding.",
-                lambda stats: stats.drafts,
-            ),
-            "spec_decode_num_draft_tokens": (
-                "Draft tokens proposed by speculative decoding.",
-                lambda stats: stats.draft_tokens,
-            ),
-            "spec_decode_num_accepted_tokens": (
-                "Draft tokens that the model accepted.",
-                lambda stats: stats.accepted_tokens,
-            ),
-        }
-        for name, (about, figure) in gauges.items():
-            gauge = GaugeMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                gauge.add_metric([model], figure(stats))
-            yield gauge
-            replicas = GaugeMetricFamily(
-                f"penstock:replica_{name}", f"Of each engine: {about}", labels=[*LABELS, "engine"]
-            )
-            for model, (stats, _) in self._engines.items():
-                for replica, own in enumerate(stats.replicas):
-                    replicas.add_metric([model, own.address or str(replica)], figure(own))
-            if replicas.samples:
-                yield replicas
-        by_reason = GaugeMetricFamily(
-            "penstock:num_requests_waiting_by_reason",
-            "Sequences that wait to be scheduled: for room (capacity), or for a grammar, cached prefixes, keys and "
-            "values (deferred).",
-            labels=[*LABELS, "reason"],
-        )
-        steps = HistogramMetricFamily(
-            "penstock:iteration_tokens_total", "Tokens that each step computes, drafts included.", labels=LABELS
-        )
-        for model, (stats, _) in self._engines.items():
-            by_reason.add_metric([model, "capacity"], stats.waiting - stats.waiting_prerequisites)
-            by_reason.add_metric([model, "deferred"], stats.waiting_prerequisites)
-            if stats.steps_by_tokens:
-                bounds = [*(f"{bound:.1f}" for bound in BUCKETS), "+Inf"]
-                steps.add_metric(
-                    [model], [*zip(bounds, accumulate(stats.steps_by_tokens), strict=True)], stats.step_tokens
-                )
-        yield by_reason
-        yield steps
-        cache = [*CACHE_OPTIONS, "num_gpu_blocks"]
-        info = GaugeMetricFamily(
-            "penstock:cache_config_info",
-            "Settings of the KV cache, as labels; the value is 1.",
-            labels=[*LABELS, *cache],
-        )
-        for model, (stats, options) in self._engines.items():
-            info.add_metric([model, *(str(getattr(options, name)) for name in CACHE_OPTIONS), str(stats.blocks)], 1)
-        yield info
-        weights = GaugeMetricFamily(
-            "penstock:weights_info",
-            "Version of the weights, and their folder where it is not the model's; the value is 1.",
-            labels=[*LABELS, "engine", "version", "path"],
-        )
-        updates = CounterMetricFamily(
-            "penstock:weights_updates", "Changes of the weights, since the engine started.", labels=LABELS
-        )
-        for model, (stats, _) in self._engines.items():
-            for number, own in enumerate(stats.replicas or [stats]):
-                state = own.state
-                weights.add_metric([model, own.address or str(number), state.weights_version, state.weights_path], 1)
-            updates.add_metric([model], stats.state.weights_updates)
-        yield weights
-        yield updates
-        preemptions = CounterMetricFamily(
-            "penstock:num_preemptions",
-            "Sequences that lost their KV blocks to others, since the engine started.",
-            labels=LABELS,
-        )
-        for model, (stats, _) in self._engines.items():
-            preemptions.add_metric([model], stats.preemptions)
-        yield preemptions
-        spans = CounterMetricFamily(
-            "penstock:engine_trace_spans",
-            "Spans of traces of engines: exported to the collector, or dropped as it did not take them.",
-            labels=[*LABELS, "outcome"],
-        )
-        for model, (stats, _) in self._engines.items():
-            spans.add_metric([model, "exported"], stats.spans_exported)
-            spans.add_metric([model, "dropped"], stats.spans_dropped)
-        yield spans
-        for name, (about, figure) in drafts.items():
-            counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                if stats.accepted_at:
-                    counter.add_metric([model], figure(stats))
-            yield counter
-        for name, about in KV_TRANSFER_COUNTERS.items():
-            counter = CounterMetricFamily(f"penstock:kv_transfer_{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                counter.add_metric([model], getattr(stats, f"kv_{name}"))
-            yield counter
-        for name, (field, about) in OFFLOAD_COUNTERS.items():
-            counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, (stats, _) in self._engines.items():
-                counter.add_metric([model], getattr(stats, f"offload_{field}"))
-            yield counter
-        by_place = CounterMetricFamily(
-            "penstock:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that the model accepted, by their position in the draft.",
-            labels=[*LABELS, "position"],
-        )
-        for model, (stats, _) in self._engines.items():
-            for place, count in enumerate(stats.accepted_at):
-                by_place.add_metric([model, str(place)], count)
-        yield by_place
-        yield from expert_metrics(self._engines)
-        yield from encoder_metrics(self._engines)

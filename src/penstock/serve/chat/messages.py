@@ -43,51 +43,45 @@ class TemplateFields(Protocol):
 
 
 def text_of(content: str | Sequence[ContentPart], path: str, kinds: Mapping[str, str] = TEXT) -> str:
-    """The text of a message's content; the texts of several parts are joined by line breaks.
+    """As ``content_of``, of a content that may have text alone."""
+    text = content_of(content, path, None, kinds)
+    assert isinstance(text, str)
+    return text
+
+
+def content_of(
+    content: str | Sequence[Part],
+    path: str,
+    media_of: Callable[[Part, str], dict[str, Any] | None] | None,
+    kinds: Mapping[str, str] = TEXT,
+) -> str | list[dict[str, Any]]:
+    """A message's content: the texts of several parts joined by line breaks, or with images or videos the parts in
+    OpenAI's form.
 
     Args:
         path: of the content in its request, for errors.
+        media_of: an image or a video in OpenAI's form, None for other parts. Takes the part and its path. None where
+            only text is supported.
         kinds: types of parts that hold text, each with the name of the field that has it.
 
     Raises ``PenstockError``: ``unsupported`` for a part of another type, ``invalid`` for one without its text.
     """
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        where = f"{path}[{i}]"
-        if (field := kinds.get(part.type)) is None:
-            raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
-        texts.append(require(getattr(part, field), f"{where}.{field}"))
-    return "\n".join(texts)
-
-
-def content_of(
-    content: str | Sequence[Part],
-    path: str,
-    media_of: Callable[[Part, str], dict[str, Any] | None],
-    kinds: Mapping[str, str] = TEXT,
-) -> str | list[dict[str, Any]]:
-    """As ``text_of``; of a content with images or videos, its parts in OpenAI's form.
-
-    Args:
-        media_of: an image or a video in OpenAI's form, None for other parts. Takes the part and its path.
-    """
-    if isinstance(content, str):
-        return content
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         where = f"{path}[{i}]"
-        if (media := media_of(part, where)) is not None:
+        if media_of and (media := media_of(part, where)) is not None:
             parts.append(media)
         elif (field := kinds.get(part.type)) is None:
-            words = f"{where}: {part.type[:50]} is not supported, only text, images and videos are"
-            raise PenstockError(Code.UNSUPPORTED, words, where)
+            supported = "text, images and videos are" if media_of else "text is"
+            message = f"{where}: {part.type[:50]} is not supported, only {supported}"
+            raise PenstockError(Code.UNSUPPORTED, message, where)
         else:
             parts.append({"type": "text", "text": require(getattr(part, field), f"{where}.{field}")})
     if any(part["type"] != "text" for part in parts):
         return parts
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join([part["text"] for part in parts])
 
 
 def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from penstock.frontend.multimodal.kwargs import merge_media_kwargs
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import UnknownFields
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from .messages import messages_of, template_options
 from .request import ChatRequest, PromptRequest
@@ -39,7 +39,7 @@ class ChatPrompt:
     server does not support.
     """
 
-    def __init__(self, service: ModelService, request: ChatRequest, size: int, record: RequestRecord) -> None:
+    def __init__(self, service: ServedModel, request: ChatRequest, size: int, record: RequestRecord) -> None:
         self._client = record.sender
         self._gateway = service.gateway
         self._gateway.input_processor.check_chats()

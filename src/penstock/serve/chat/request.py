@@ -6,11 +6,13 @@ A field that is null is taken as absent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
+from penstock.core.guided import GuidedBackend
 from penstock.core.sampling import MAX_LOGPROBS, MAX_SEQUENCES
+from penstock.serve.http.body import Reading, RequestBody, unsupported
 
 Number = float
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -73,7 +75,45 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: str | None = None
 
 
-class PromptRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+GUIDED_BACKENDS = tuple(
+    f"{name}{option}" for name in get_args(GuidedBackend) if name != "off" for option in ("", ":no-fallback")
+)
+"""Values that the flag accepts, too. Which backend compiles a grammar does not change what it allows."""
+UNSUPPORTED = unsupported(
+    {
+        "audio": (),
+        "collect_metrics": (False,),
+        "completion_token_ids": ([],),
+        "disaggregate_info": ({},),
+        "ec_transfer_params": ({},),
+        "function_call": ("none",),
+        "functions": ([],),
+        "guided_decoding_backend": GUIDED_BACKENDS,
+        "include_draft_logprobs": (False,),
+        "include_logprobs_decode_token": (True,),
+        "kv_transfer_params": ({},),
+        "logits_processors": (),
+        "logits_processors_args": ({},),
+        "media_io_kwargs": ({},),
+        "mm_hashes": ([],),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"],),
+        "prediction": (),
+        "prompt_embeds": (),
+        "repetition_detection": (),
+        "return_assistant_tokens_mask": (False, True),  # vLLM's /render paths alone read this one
+        "return_token_offsets": (False, True),  # and this
+        "suffix": ("", {}),
+        "thinking_token_budget": (-1,),
+        "trace_context": ("",),
+        "vllm_xargs": ({},),
+        "web_search_options": (),
+    }
+)
+"""Fields of OpenAI's and other servers' requests that are not supported yet, with values that have no effect."""
+
+
+class PromptRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """Fields of all requests with a prompt."""
 
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -86,6 +126,8 @@ class PromptRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     """Fields of all requests that generate. A field that is null is taken as absent."""
+
+    reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     model: str | None = None
     """Absent or "default": the one that is served."""
@@ -292,3 +334,6 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """How many frames are taken of videos: {"video": {"num_frames": 32}}, or fps."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens to those that the chat template writes."""
+
+
+ChatRequest.reading = ChatRequest.reading.accepting(ChatRequest)

@@ -1,14 +1,17 @@
-"""Sampling parameters of a request."""
+"""Sampling parameters of a request, and the constraints of guided decoding, from ``response_format``, ``guided_…``,
+``tool_choice`` …"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from penstock.core import SamplingParams
+from penstock.core import GuidedDecodingParams, SamplingParams
 from penstock.core.errors import invalid
+from penstock.core.guided import check_schema, clean_schema, disallow_additional_properties, schema_to_json
+from penstock.text import ToolCallFormat, forced_call_tag
 
-from .request import ChatRequest, GenerationRequest
-from .structured_outputs import guided_decoding_of
+from .request import ChatRequest, GenerationRequest, JsonSchema, NamedTool, ResponseFormat
 
 SHARED_FIELDS = (
     "n best_of use_beam_search length_penalty early_stopping temperature top_p top_k min_p presence_penalty "
@@ -17,6 +20,19 @@ SHARED_FIELDS = (
     "temp_scaled_logprobs top_p_normalized_logprobs"
 ).split()
 """Fields that have the same name in ``SamplingParams``."""
+GUIDED_FIELDS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+OTHER_NAMES = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
+"""Names of llama-server's and SGLang's fields, and the constraint of each."""
+RESPONSE_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "json_object": ("json", ("schema", "value")),
+    "json_schema": ("json", ("json_schema", "schema")),
+    "json": ("json", ("value", "schema")),
+    "regex": ("regex", ("value", "pattern")),
+    "grammar": ("grammar", ("grammar",)),
+    "structural_tag": ("structural_tag", ("structures", "triggers", "format")),
+    "text": ("", ()),
+}
+"""Type of a response format → its constraint, and the fields that go with the type."""
 
 
 def sampling_of(request: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
@@ -63,3 +79,119 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
     return sampling_of(
         request, defaults, **overrides, logprobs=(request.top_logprobs or 0) if request.logprobs else None
     )
+
+
+def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | None:
+    """The guided decoding parameters of a request; None where its output is free.
+
+    Raises ``PenstockError`` (``invalid``) for several constraints, and for a response format that is malformed.
+    """
+    given = {name: value for name in GUIDED_FIELDS if (value := getattr(request, f"guided_{name}")) is not None}
+    if request.structural_tag is not None:
+        given["structural_tag"] = request.structural_tag
+    if request.guided_decoding_disable_any_whitespace:
+        given["disable_any_whitespace"] = True
+    sources = {
+        "guided_decoding": given,
+        "structured_outputs": _from_structured_outputs(request),
+        "response_format": _from_response_format(request.response_format),
+        **{name: {kind: value} for name, kind in OTHER_NAMES.items() if (value := getattr(request, name))},
+    }
+    constraints = [
+        name for name, source in sources.items() if source.keys() - {"disable_any_whitespace", "whitespace_pattern"}
+    ]
+    if len(constraints) > 1:
+        raise invalid(constraints[1], f"cannot be combined with {constraints[0]}: an answer has one constraint")
+    params = {name: value for source in sources.values() for name, value in source.items()}
+    if not constraints:
+        if params:
+            raise invalid("guided_whitespace_pattern", "requires a JSON constraint")
+        return None
+    source_field = constraints[0] if constraints[0] != "guided_decoding" else ""
+    return GuidedDecodingParams(**params, source_field=source_field)
+
+
+def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -> GuidedDecodingParams | None:
+    """The guided decoding parameters of a forced tool call (``tool_choice``); None where none is forced.
+
+    Args:
+        tool_format: the model's tool call format.
+
+    Raises ``PenstockError`` (``invalid``) where there is no such tool.
+    """
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    known = {}
+    for i, tool in enumerate(request.tools or ()):
+        field = f"tools[{i}].function.parameters"
+        parameters = {"type": "object"} | clean_schema(field, tool.function.parameters or {})
+        if tool.function.strict:
+            parameters = _restrict(field, {"properties": {}} | parameters)
+        if parameters["type"] != "object":
+            raise invalid(f"{field}.type", "must be object where a call is forced")
+        if tool.function.name in known:
+            raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} comes twice")
+        check_schema(field, parameters)
+        known[tool.function.name] = parameters
+    if not known:
+        raise invalid("tool_choice", "requires tools")
+    forced = choice.function.name if isinstance(choice, NamedTool) else ""
+    if forced and forced not in known:
+        raise invalid("tool_choice", f"{forced!r} is not one of the tools: {', '.join(known)}")
+    parallel = not forced and request.parallel_tool_calls is not False
+    tools = {forced: known[forced]} if forced else known
+    assert tool_format, "otherwise tools would have been refused"
+    return GuidedDecodingParams(structural_tag=forced_call_tag(tool_format, tools, parallel), source_field="tools")
+
+
+def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:
+    form = request.structured_outputs
+    if form is None:
+        return {}
+    given = {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
+    if given.pop("disable_additional_properties", False) and form.json is not None:
+        field = "structured_outputs.json"
+        given["json"] = _restrict(field, json.loads(schema_to_json(field, form.json)), strict=False)
+    return given
+
+
+def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
+    """The constraint of a response format. Raises ``PenstockError`` (``invalid``) for a field that is missing, or does
+    not go with the type."""
+    if form is None:
+        return {}
+    constraint, fields = RESPONSE_FORMATS[form.type]
+    given = {
+        name: value for name in form.__struct_fields__ if name != "type" and (value := getattr(form, name)) is not None
+    }
+    if other := next((name for name in given if name not in fields), None):
+        raise invalid(f"response_format.{other}", f"does not go with the type {form.type}")
+    if form.type == "text":
+        return {}
+    if form.type == "structural_tag":
+        return {"structural_tag": given}
+    if len(given) > 1:
+        raise invalid("response_format", f"has both {' and '.join(given)}: give one")
+    if not given:
+        if form.type == "json_object":
+            return {"json_object": True}
+        raise invalid(f"response_format.{fields[0]}", "is missing")
+    ((name, value),) = given.items()
+    if isinstance(value, JsonSchema):
+        if value.schema is None:
+            return {"json_object": True}
+        field = "response_format.json_schema.schema"
+        return {"json": _restrict(field, value.schema) if value.strict else value.schema}
+    if constraint == "regex" and not isinstance(value, str):
+        raise invalid(f"response_format.{name}", "does not go with the type regex")
+    return {constraint: value}
+
+
+def _restrict(field: str, schema: Any, strict: bool = True) -> Any:
+    """A schema whose objects have no other properties than those that it lists, and with ``strict`` all of them, as in
+    OpenAI's strict mode. Raises ``PenstockError`` (``invalid``) where it is nested too deeply."""
+    try:
+        return disallow_additional_properties(schema, strict)
+    except RecursionError as error:
+        raise invalid(field, "is nested too deeply") from error

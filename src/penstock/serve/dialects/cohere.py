@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core import Failure, PoolingParams
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import RequestOutput, embedding_of
-from penstock.serve.http.access import Access
-from penstock.serve.http.body import check_supported, convert, read_object
+from penstock.serve.http.body import Reading, RequestBody, Unsupported
 from penstock.serve.http.error_format import ErrorFormat
-from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.reply import Reply
-from penstock.serve.http.request_record import RequestRecord, record_of
-from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.http.routes import Endpoint, Routes
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
-from .openai.pooling import PoolingHandler
-from .openai.requests import MAX_PROMPTS, PoolingRequest
+from .endpoints import DialectRoutes
+from .openai.pooling import Input, PoolingHandler, PoolingRequest
+from .openai.schema import MAX_PROMPTS
 
 PREFIX = "cohere."
 """Of the schemas' names in the OpenAPI document."""
@@ -35,9 +32,8 @@ PROMPT_NAMES = {
     "search_document": ("search_document", "document", "passage"),
 }
 """``input_type`` → names that the checkpoint's prompt for it may have; of other types it is the type."""
-UNSUPPORTED = {"images": (None, "this endpoint embeds texts")}
+UNSUPPORTED = {"images": Unsupported("this endpoint embeds texts")}
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
-encode = msgspec.json.Encoder().encode
 
 
 class EmbedContent(msgspec.Struct, kw_only=True):
@@ -50,8 +46,10 @@ class EmbedInput(msgspec.Struct, kw_only=True):
     """Parts, which lines separate."""
 
 
-class EmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EmbedRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """As both versions of the API have it. A field that is null is taken as absent."""
+
+    reading: ClassVar = Reading(unsupported=UNSUPPORTED, drops_null=True)
 
     model: str | None = None
     texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
@@ -94,8 +92,8 @@ SCHEMAS = (EmbedRequest, EmbedResponse)
 class CohereErrorFormat(ErrorFormat):
     dialect = "cohere"
 
-    def error(self, failure: Failure) -> bytes:
-        return encode({"message": failure.message})
+    def document(self, failure: Failure) -> object:
+        return {"message": failure.message}
 
 
 ERROR_FORMAT = CohereErrorFormat()
@@ -104,7 +102,7 @@ ERROR_FORMAT = CohereErrorFormat()
 class EmbedHandler(PoolingHandler):
     kind = "embd"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: EmbedRequest, version: str) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: EmbedRequest, version: str) -> None:
         cuts = request.truncate != "NONE"
         if request.max_tokens and not cuts:
             raise invalid("max_tokens", "goes with truncate START or END: NONE cuts nothing")
@@ -123,13 +121,13 @@ class EmbedHandler(PoolingHandler):
         names = PROMPT_NAMES.get(wanted, (wanted,))
         prompt = next((name for name in names if name in self._pooler.prompts), None)
         self._field = "inputs" if request.texts is None else "texts"
-        self._prompts = [self._pooler.with_prompt(text, prompt) for text in self._texts]
-        self._pooling = self._pooler.embedding_params(PoolingParams(dimensions=request.output_dimension))
+        self._prompt = prompt
+        self.pooling = self._pooler.embedding_params(PoolingParams(dimensions=request.output_dimension))
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer([(self._field, prompt) for prompt in self._prompts], self._pooling, self._response)
+    async def prompts(self) -> list[tuple[str, Input]]:
+        return [(self._field, self._pooler.with_prompt(text, self._prompt)) for text in self._texts]
 
-    def _response(self, outputs: list[RequestOutput]) -> EmbedResponse:
+    def response(self, outputs: list[RequestOutput]) -> EmbedResponse:
         vectors = [embedding_of(output) for output in outputs]
         by_type = self._types is not None or self._version == "2"
         types: Sequence[EmbeddingType] = self._types or ["float"]
@@ -146,31 +144,19 @@ class EmbedHandler(PoolingHandler):
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add both."""
-    routes.describe(SCHEMAS, PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/v1/embed", "/v2/embed")
     routes.error_formats.add(routes.error_formats.default, "/v1/embeddings")
+    added = DialectRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
 
-    def embed(version: str) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(raw_request: Request) -> Response:
-            record = record_of(raw_request.scope)
-            record.error_format = ERROR_FORMAT
-            return await served_models.read(raw_request, lambda body: answer_body(body, record, version))
+    def embed(version: str) -> Endpoint:
+        def endpoint(request: EmbedRequest, record: RequestRecord, size: int) -> Response:
+            service = served_models.find(request.model)
+            return Reply.of(service, EmbedHandler(service, record, request, version), ERROR_FORMAT, False)
 
-        return endpoint
+        return added.answering(EmbedRequest, endpoint)
 
-    def answer_body(body: bytes, record: RequestRecord, version: str) -> Response:
-        given = read_object(body)
-        check_supported(given, UNSUPPORTED)
-        given = {name: value for name, value in given.items() if value is not None}
-        request = convert(given, EmbedRequest, record.unknown, "pydantic")
-        service = served_models.find(request.model)
-        return Reply(service, EmbedHandler(service, record, request, version).full(), ERROR_FORMAT, streamed=False)
-
-    described = operation(reference(EmbedResponse, PREFIX), OBJECT, reference(EmbedRequest, PREFIX))
     for version in ("1", "2"):
-        path = f"/v{version}/embed"
-        answer, summary = embed(version), "Cohere's embed"
-        routes.add(path, answer, access=Access.INFERENCE, method="POST", summary=summary, described=described)
+        added.post(f"/v{version}/embed", embed(version), "Cohere's embed", EmbedRequest, answer=EmbedResponse)
 
 
 def _texts(request: EmbedRequest) -> list[str]:

@@ -27,6 +27,10 @@ class Dialect(Protocol):
     """A dialect on the shared paths."""
 
     error_format: ErrorFormat
+    fields: frozenset[str] | None = None
+    """Fields of which its requests have one; None where they need not."""
+    header: str | None = None
+    """Header that its requests have; None where they need none."""
 
     def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
         """Whether a request is in this dialect; ``fields`` is its parsed body."""
@@ -82,7 +86,13 @@ def add_shared_routes(
     """
 
     def recognize(raw_request: Request, fields: dict[str, Any]) -> Dialect:
-        dialect = next(dialect for dialect in dialects if dialect.matches(raw_request, fields))
+        dialect = next(
+            dialect
+            for dialect in dialects
+            if (dialect.fields is None or not dialect.fields.isdisjoint(fields))
+            and (dialect.header is None or dialect.header in raw_request.headers)
+            and dialect.matches(raw_request, fields)
+        )
         record_of(raw_request.scope).error_format = dialect.error_format
         return dialect
 

@@ -25,7 +25,7 @@ from ..http.openapi import OBJECT, operation, reference
 from ..http.routes import Endpoint, Route, Routes
 from ..http.status import STATUS
 from ..models.served_models import ServedModels
-from .openai.responses import ErrorResponse
+from .openai.schema import ErrorResponse
 
 MAX_BODY = 2**16
 """Bytes of a registration."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,17 +21,15 @@ from penstock.engine.service.control import ModelAction, UpdateWeights
 
 from ..expert_load import expert_report
 from ..http.access import Access
-from ..http.body import convert, read_object
-from ..http.openapi import OBJECT, operation, reference
-from ..http.request_record import record_of
+from ..http.body import RequestBody
 from ..http.routes import Routes
 from ..models.manager import ModelManager
-from ..models.served_models import ServedModels
-from ..models.service import ModelService
-from .openai.responses import ErrorResponse
+from ..models.served_models import ServedModel, ServedModels
+from .endpoints import DialectRoutes
+from .openai.schema import ErrorResponse
 
 
-class Reload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Reload(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """Change the weights of a model."""
 
     path: str = ""
@@ -43,9 +40,6 @@ class Reload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
 
 
-SCHEMAS = (Reload,)
-
-
 class Operator:
     """Operations for the dialects: of which models, and with which folders."""
 
@@ -53,7 +47,7 @@ class Operator:
         self.served_models = served_models
         self._manager = manager
 
-    def models(self, request: Request) -> list[ModelService]:
+    def models(self, request: Request) -> list[ServedModel]:
         """The model that the URL names (``?model=``), or all. Raises ``PenstockError`` where it is not served."""
         if (name := request.query_params.get("model")) is not None:
             return [self.served_models.find(name)]
@@ -64,19 +58,19 @@ class Operator:
         for service in self.models(request):
             await self._manager.operate(service, operation)
 
-    async def reload(self, service: ModelService, path: str, running: Running = "finish") -> EngineState:
+    async def reload(self, service: ServedModel, path: str, running: Running = "finish") -> EngineState:
         """Change the weights of a model; returns the state after it. Raises ``PenstockError`` where it fails."""
         folder = self._allowed(service, path) if path else ""
         await self._manager.operate(service, UpdateWeights(folder, running))
         return state_of(service)
 
-    def _allowed(self, service: ModelService, path: str) -> str:
+    def _allowed(self, service: ServedModel, path: str) -> str:
         """The folder that a client names. Raises ``PenstockError`` (``invalid``) where clients may not."""
         try:
             folder = Path(path).resolve()
         except (OSError, ValueError, RuntimeError):
             raise invalid("path", "is no path") from None
-        own = next(model for model in self.served_models.models if model.name == service.name).configuration.engine
+        own = service.configuration.engine
         allowed = [Path(each).resolve() for each in self.served_models.options.allowed_local_weights_path]
         start = Path(own.model).resolve() if own.model else demo.CHAT
         if not Path(path).is_absolute() or not (folder == start or any(folder.is_relative_to(one) for one in allowed)):
@@ -87,23 +81,22 @@ class Operator:
         return str(folder)
 
 
-def state_of(service: ModelService) -> EngineState:
+def state_of(service: ServedModel) -> EngineState:
     """Weights of a model, and whether it sleeps."""
     return next(iter(service.gateway.engine_pool.states), EngineState())
 
 
-def is_paused(services: list[ModelService]) -> bool:
+def is_paused(services: list[ServedModel]) -> bool:
     return any(state.is_paused for service in services for state in service.gateway.engine_pool.states)
 
 
-def is_sleeping(services: list[ModelService]) -> bool:
+def is_sleeping(services: list[ServedModel]) -> bool:
     return any(state.asleep for service in services for state in service.gateway.engine_pool.states)
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
     """Add the paths."""
-    routes.describe(SCHEMAS)
-    failure = reference(ErrorResponse)
+    added = DialectRoutes(routes, operator.served_models, schemas=(Reload,), failure=ErrorResponse)
 
     async def weights(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_described(one) for one in operator.served_models]})
@@ -121,38 +114,23 @@ def add_routes(routes: Routes, operator: Operator) -> None:
             raise PenstockError(Code.UNSUPPORTED, "the load of experts is not counted: start with --expert-load")
         return JSONResponse(expert_report(service.name, stats, options))
 
-    for path, state, summary in (
-        ("/v1/weights", weights, "Weights of the models, and whether they sleep"),
-        ("/expert_load", experts, "Tokens that chose each expert, by layer"),
-        ("/is_sleeping", sleeping, "Whether KV cache or weights are freed"),
-        ("/is_paused", paused, "Whether nothing is computed"),
-    ):
-        routes.add(path, state, access=Access.INFERENCE, summary=summary, described=operation(OBJECT, failure))
-    if operator.served_models.options.server_dev_mode:
-        _add_reload(routes, operator)
+    added.add("/v1/weights", weights, "Weights of the models, and whether they sleep")
+    added.add("/expert_load", experts, "Tokens that chose each expert, by layer")
+    added.add("/is_sleeping", sleeping, "Whether KV cache or weights are freed")
+    added.add("/is_paused", paused, "Whether nothing is computed")
+    if not operator.served_models.options.server_dev_mode:
+        return
 
-
-def _add_reload(routes: Routes, operator: Operator) -> None:
     async def reload(request: Request) -> Response:
-        given = await body_of(request, operator, Reload)
+        given, _ = await added.read(request, Reload, optional=True)
         service = operator.served_models.find(given.model)
         await operator.reload(service, given.path, given.running)
         return JSONResponse(_described(service))
 
-    described = operation(OBJECT, reference(ErrorResponse), reference(Reload))
-    summary = "Change a model's weights"
-    routes.add("/v1/weights/reload", reload, access=Access.CONTROL, method="POST", summary=summary, described=described)
+    added.post("/v1/weights/reload", reload, "Change a model's weights", Reload, access=Access.CONTROL)
 
 
-async def body_of(request: Request, operator: Operator, schema: type[Any]) -> Any:
-    """The body of a request; an empty one has the schema's defaults."""
-    unknown = record_of(request.scope).unknown
-    return await operator.served_models.read(
-        request, lambda body: convert(read_object(body or b"{}"), schema, unknown, "pydantic")
-    )
-
-
-def _described(service: ModelService) -> dict[str, Any]:
+def _described(service: ServedModel) -> dict[str, Any]:
     state = state_of(service)
     return {
         "model": service.name,

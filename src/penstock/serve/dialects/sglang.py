@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,25 +12,26 @@ from penstock.engine.modes import KV_CACHE, TAGS, PauseMode
 from penstock.engine.service.actions import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from ..http.access import Access
-from ..http.body import check_supported, convert, read_object
-from ..http.openapi import OBJECT, operation, reference
-from ..http.request_record import record_of
+from ..http.body import Reading, RequestBody, Unsupported
 from ..http.routes import Routes
 from ..http.status import STATUS
-from .openai.responses import ErrorResponse
-from .operations import Operator, body_of
+from .endpoints import DialectRoutes
+from .openai.schema import ErrorResponse
+from .operations import Operator
 
 UNSUPPORTED = {
-    "weight_version": (None, "the version of weights is computed from them; GET /v1/weights tells it"),
-    "load_format": ("safetensors", "weights are read from safetensors"),
-    "is_async": (False, "the answer comes once the weights are in use"),
-    "flush_cache": (True, "cached prefixes of other weights are never used"),
+    "weight_version": Unsupported("the version of weights is computed from them; GET /v1/weights tells it"),
+    "load_format": Unsupported("weights are read from safetensors", ("safetensors",)),
+    "is_async": Unsupported("the answer comes once the weights are in use", (False,)),
+    "flush_cache": Unsupported("cached prefixes of other weights are never used", (True,)),
 }
 MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "keep"}
 
 
-class UpdateFromDisk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class UpdateFromDisk(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """As SGLang has it."""
+
+    reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     model_path: str
     abort_all_requests: bool = False
@@ -45,13 +45,13 @@ class UpdateFromDisk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_step: int | None = None
 
 
-class MemoryTags(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MemoryTags(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """As SGLang has it."""
 
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
-class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PauseRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """As SGLang has it."""
 
     mode: Literal["abort", "in_place", "retract"] = "abort"
@@ -64,15 +64,10 @@ def add_routes(routes: Routes, operator: Operator) -> None:
     """Add them, with ``server_dev_mode``."""
     if not operator.served_models.options.server_dev_mode:
         return
-    routes.describe(SCHEMAS)
+    added = DialectRoutes(routes, operator.served_models, schemas=SCHEMAS, failure=ErrorResponse)
 
     async def update_weights_from_disk(request: Request) -> Response:
-        def parse(body: bytes) -> UpdateFromDisk:
-            fields = read_object(body)
-            check_supported(fields, UNSUPPORTED)
-            return convert(fields, UpdateFromDisk, record_of(request.scope).unknown, "pydantic")
-
-        given = await operator.served_models.read(request, parse)
+        given, _ = await added.read(request, UpdateFromDisk)
         if given.abort_all_requests:
             await operator.carry_out(PauseGeneration(), request)
         message, status = "Succeeded to update model weights.", 200
@@ -86,17 +81,17 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         return JSONResponse({"success": status == 200, "message": message, "num_paused_requests": 0}, status)
 
     async def release_memory_occupation(request: Request) -> Response:
-        tags = (await body_of(request, operator, MemoryTags)).tags
+        tags = (await added.read(request, MemoryTags, optional=True))[0].tags
         await operator.carry_out(Sleep(1 if tags == [KV_CACHE] else 2), request)
         return Response()
 
     async def resume_memory_occupation(request: Request) -> Response:
-        tags = (await body_of(request, operator, MemoryTags)).tags
+        tags = (await added.read(request, MemoryTags, optional=True))[0].tags
         await operator.carry_out(WakeUp(None if tags is None or set(tags) == set(TAGS) else tuple(tags)), request)
         return Response()
 
     async def pause_generation(request: Request) -> Response:
-        given = await body_of(request, operator, PauseRequest)
+        given, _ = await added.read(request, PauseRequest, optional=True)
         await operator.carry_out(PauseGeneration(MODES[given.mode]), request)
         return JSONResponse({"status": "ok", "message": "Generation paused successfully."})
 
@@ -104,7 +99,6 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         await operator.carry_out(ResumeGeneration(), request)
         return JSONResponse({"status": "ok", "message": "Generation continued successfully."})
 
-    failure = reference(ErrorResponse)
     for endpoint, schema, summary in (
         (update_weights_from_disk, UpdateFromDisk, "Change the weights"),
         (release_memory_occupation, MemoryTags, "Free the KV cache, and the weights"),
@@ -112,6 +106,5 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         (pause_generation, PauseRequest, "Compute nothing for now"),
         (continue_generation, None, "Compute again"),
     ):
-        described = operation(OBJECT, failure, reference(schema) if schema else None, query=("model",))
         path = f"/{endpoint.__name__}"
-        routes.add(path, endpoint, access=Access.CONTROL, method="POST", summary=summary, described=described)
+        added.post(path, endpoint, summary, schema, access=Access.CONTROL, query=("model",))

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -29,8 +29,6 @@ JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 HALF_AT_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}$")
 """An escape of the first half of a surrogate pair, so near the end that msgspec takes the text for truncated."""
 
-S = TypeVar("S", bound=msgspec.Struct)
-T = TypeVar("T")
 MIN_RATE = 2**17
 """Bytes a second at which a body that takes memory must arrive, after ``timeout`` seconds."""
 MAX_INLINE_SIZE = 2**14
@@ -50,6 +48,48 @@ PIECE_SIZE = 2**16
 """Bytes that are counted at a time; other threads run in between."""
 STRUCTURE = b'"\\{[:,'
 NOT_STRUCTURE = bytes(set(range(256)) - set(STRUCTURE))
+
+
+class Unsupported(NamedTuple):
+    """A field that the dialect's original server knows and that is refused here by name."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+    """Values without effect, besides null."""
+    code: Code = Code.UNSUPPORTED
+
+
+def unsupported(neutral: Mapping[str, tuple[Any, ...]], reason: str = "not supported yet") -> dict[str, Unsupported]:
+    """Fields that are refused for the same reason, from the values of each that have no effect."""
+    return {name: Unsupported(reason, values) for name, values in neutral.items()}
+
+
+class Reading(NamedTuple):
+    """How bodies of a schema are read."""
+
+    lax: Lax = "pydantic"
+    """Conversions of values of another JSON type, which the dialect's original server makes."""
+    unsupported: Mapping[str, Unsupported] = {}
+    """Fields that are refused."""
+    ignored: frozenset[str] = frozenset()
+    """Fields without effect, which are not reported as unknown."""
+    drops_null: bool = False
+    """Remove fields that are null first."""
+
+    def accepting(self, schema: type[RequestBody]) -> Reading:
+        """As this one, which is of a schema's base, but with the fields that the schema has itself."""
+        unsupported = {name: each for name, each in self.unsupported.items() if name not in schema.__struct_fields__}
+        return self._replace(unsupported=unsupported)
+
+
+class RequestBody(msgspec.Struct, kw_only=True):
+    """Base of the schemas of all requests."""
+
+    reading: ClassVar[Reading] = Reading()
+
+
+T = TypeVar("T", bound=RequestBody)
+V = TypeVar("V")
 
 
 async def body_parts(request: Request, max_size: int, timeout: float) -> AsyncGenerator[bytes, None]:
@@ -124,7 +164,7 @@ class BodyParser:
         self._large = FairLock()
         self._thread = ThreadPoolExecutor(1, "parse")
 
-    async def parse(self, client: str, size: int, work: Callable[[], T]) -> T:
+    async def parse(self, client: str, size: int, work: Callable[[], V]) -> V:
         """Run ``work`` on a body of ``size`` bytes, in a thread where it is large."""
         if size <= MAX_INLINE_SIZE:
             await self._small.wait_turn(client)
@@ -233,15 +273,25 @@ def read_object(body: bytes) -> dict[str, Any]:
     return result
 
 
-def convert(fields: dict[str, Any], schema: type[S], unknown: UnknownFields, lax: Lax = "") -> S:
+def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax: Lax | None = None) -> T:
     """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``fields``.
 
     Args:
         unknown: collects these fields.
-        lax: conversions of values of another JSON type, which the dialect's original server makes.
+        lax: in place of the schema's, where another dialect's request has been converted to this schema.
 
-    Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields with ``strict_requests``.
+    Raises ``PenstockError``: ``invalid`` for wrong values, and for unknown fields with ``strict_requests``; as
+    ``check_supported``.
     """
+    reading = schema.reading
+    lax = reading.lax if lax is None else lax
+    for name in [
+        name for name, value in fields.items() if name in reading.ignored or (value is None and reading.drops_null)
+    ]:
+        del fields[name]
+    check_supported(fields, reading.unsupported)
+    for name in reading.unsupported.keys() - schema.__struct_fields__:
+        fields.pop(name, None)
     try:
         unknown.remove(fields, schema)
         try:
@@ -261,24 +311,19 @@ def convert(fields: dict[str, Any], schema: type[S], unknown: UnknownFields, lax
         raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 
 
-def require(value: T | None, path: str) -> T:
+def require(value: V | None, path: str) -> V:
     """The value of a required field at ``path``. Raises ``PenstockError`` (``invalid``) where it is None."""
     if value is None:
         raise invalid(path, "is missing")
     return value
 
 
-def check_supported(fields: Mapping[str, Any], reasons: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse fields that the dialect's own server supports and this one does not.
-
-    Args:
-        reasons: field → the one value that is accepted besides null, and the error's text for any other.
-
-    Raises ``PenstockError`` (``unsupported``) with the field's name.
-    """
-    for name, (allowed, why) in reasons.items():
-        if fields.get(name) not in (None, allowed):
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: {why}", name)
+def check_supported(fields: Mapping[str, Any], unsupported: Mapping[str, Unsupported]) -> None:
+    """Refuse fields. Raises ``PenstockError``, ``unsupported`` by default, with the field's name."""
+    for name in [name for name in unsupported if fields.get(name) is not None]:
+        reason, neutral, code = unsupported[name]
+        if fields[name] not in neutral:
+            raise PenstockError(code, f"{name}: {reason}", name)
 
 
 def _too_large(maximum: int) -> PenstockError:

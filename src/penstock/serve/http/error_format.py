@@ -26,18 +26,31 @@ def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
 
 
 class ErrorFormat:
-    """Formats a dialect's errors."""
+    """Formats a dialect's errors.
+
+    Args:
+        names: internal field name → the dialect's.
+    """
 
     dialect = "openai"
     """Name of the dialect, for the log."""
+    stream_start, stream_end = b"data: ", b"\n\n"
+    """Bytes around the error in a stream."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
+
+    def document(self, failure: Failure) -> object:
+        """An error as JSON; its field has the dialect's name."""
+        raise NotImplementedError
 
     def error(self, failure: Failure) -> bytes:
         """The body of an error response."""
-        raise NotImplementedError
+        return msgspec.json.encode(self.document(rename_field(failure, self._names)))
 
     def stream_error(self, failure: Failure) -> bytes:
         """The last bytes of a stream that fails after it has begun."""
-        raise NotImplementedError
+        return self.stream_start + self.error(failure) + self.stream_end
 
     def status(self, failure: Failure) -> int:
         """The HTTP status of an error response."""

@@ -1,4 +1,4 @@
-"""Responses with a generated body: a JSON document or a stream of events, cancelled when the client disconnects."""
+"""Responses: documents, server-sent events, and generated bodies, which are cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -24,6 +24,28 @@ logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream in OpenAI's API."""
+encode = msgspec.json.Encoder().encode
+
+
+def event(document: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(document) + b"\n\n"
+
+
+def named_event(kind: str, document: object) -> bytes:
+    """One server-sent event with its type."""
+    return b"event: " + kind.encode() + b"\n" + event(document)
+
+
+class Json(Response):
+    """A document as JSON."""
+
+    media_type = "application/json"
+
+    def __init__(self, document: object, status: int = 200) -> None:
+        super().__init__(encode(document), status)
 
 
 class RequestLimiter(Protocol):

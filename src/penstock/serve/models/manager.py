@@ -26,16 +26,15 @@ from .messages import (
     Drained,
     Failed,
     Load,
+    ModelEntry,
     Models,
     Operate,
     Ready,
     Register,
-    ServedModel,
     Unload,
     decode_to_api_process,
 )
-from .served_models import ServedModels
-from .service import ModelService
+from .served_models import ServedModel, ServedModels
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class ModelManager:
         """Unload a model; returns once its engine has exited. Raises ``PenstockError`` where it cannot be."""
         await self._request(Unload(next(self._numbers), name))
 
-    async def operate(self, service: ModelService, operation: ModelAction) -> None:
+    async def operate(self, service: ServedModel, operation: ModelAction) -> None:
         """Carry out an operation on the engines of a model; returns once this process knows the state after it. Raises
         ``PenstockError`` where it fails."""
         await self._ask(Operate(next(self._numbers), service.name, operation))
@@ -130,9 +129,9 @@ class ModelManager:
         self._send(request)
         await done
 
-    async def follow(self, models: tuple[ServedModel, ...]) -> None:
+    async def follow(self, models: tuple[ModelEntry, ...]) -> None:
         """Serve those of the models that have engines."""
-        running: Mapping[str, ServedModel] = {model.engine: model for model in models if model.engine}
+        running: Mapping[str, ModelEntry] = {model.engine: model for model in models if model.engine}
         self._served_models.set_models(models)
         serving = {service.gateway: service for service in self._served_models}
         for address, gateway in list(self._gateways.items()):
@@ -153,7 +152,7 @@ class ModelManager:
             elif model.instances or INSTANCES in model.engines:
                 self._gateways[address].engine_pool.set_instances(model.instances)
 
-    async def _serve(self, model: ServedModel) -> None:
+    async def _serve(self, model: ModelEntry) -> None:
         try:
             input_processor = await asyncio.to_thread(_load_input_processor, model)
         except PenstockError as error:
@@ -179,7 +178,7 @@ class ModelManager:
             gc.freeze()  # long-lived objects need not be traversed by every collection
         self._spawn(self._announce(gateway, model))
 
-    async def _announce(self, gateway: Gateway, model: ServedModel) -> None:
+    async def _announce(self, gateway: Gateway, model: ModelEntry) -> None:
         """Tell the supervisor once the engine is ready."""
         with contextlib.suppress(PenstockError):  # the engine exited before it was ready
             await gateway.engine_pool.ready()
@@ -191,7 +190,7 @@ class ModelManager:
                 await hook()
             self._send(Ready(model.engine))
 
-    async def _drain(self, service: ModelService, model: ServedModel) -> None:
+    async def _drain(self, service: ServedModel, model: ModelEntry) -> None:
         """Wait for open requests, at most ``drain_timeout``, and fail those that are left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(model.configuration.engine.drain_timeout):
@@ -205,7 +204,7 @@ class ModelManager:
         task.add_done_callback(self._tasks.discard)
 
 
-def _load_input_processor(model: ServedModel) -> InputProcessor:
+def _load_input_processor(model: ModelEntry) -> InputProcessor:
     """Raises ``PenstockError`` where there is no tokenizer, or its chat template cannot be used."""
     engine = model.configuration.engine
     # A model loaded at the start is read in this process, before any stream could be held up; a later one in its own.

@@ -27,8 +27,8 @@ ANY_MODEL = (DEFAULT_NAME, "null", "dummy", "tgi")
 is given, and Text Generation Inference, which ignores the name, has ``tgi`` in its documents."""
 
 
-class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that the server serves or can load."""
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of the supervisor's list: a model that the server serves or can load."""
 
     names: tuple[str, ...]
     """Names that clients use for it (``--served-model-name``); the first is in its answers."""
@@ -86,7 +86,7 @@ class Models(msgspec.Struct, frozen=True, tag=True):
     """To the API processes: all models, in the order of the command line. A request that names no model gets the first
     that is served."""
 
-    models: tuple[ServedModel, ...]
+    models: tuple[ModelEntry, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
@@ -14,12 +15,12 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.engine.service.client import STARTING
 from penstock.frontend.gateway import Gateway
 
+from ..engine_metrics import EngineStats
 from ..http.body import BodyParser, check_elements, receive_body
 from ..http.body_memory import UNCOUNTED_SIZE, BodyMemory, Reservation
 from ..http.request_record import RequestRecord, record_of
-from ..metrics import EngineStats, Metrics
-from .messages import ANY_MODEL, ServedModel
-from .service import ModelService
+from ..metrics import Metrics, ModelMetrics
+from .messages import ANY_MODEL, ModelEntry
 
 if TYPE_CHECKING:
     from penstock.tracing import Tracer
@@ -37,6 +38,99 @@ RECEIVED = "penstock.body"
 T = TypeVar("T")
 
 
+class ServedModel:
+    """A model that this API process serves, as handlers see it.
+
+    Args:
+        entry: what the supervisor has announced of it.
+        admission: context manager that counts a request among those of all models.
+        parser: parses requests of all models.
+    """
+
+    def __init__(
+        self,
+        entry: ModelEntry,
+        gateway: Gateway,
+        options: ServerOptions,
+        metrics: ModelMetrics,
+        admission: Callable[[], AbstractContextManager[None]],
+        parser: BodyParser,
+    ) -> None:
+        self.names = entry.names
+        """Names that clients use for it; the first is in its answers."""
+        self.name = entry.name
+        self.kserve = entry.kserve
+        """Models of the KServe v2 protocol over it: name → kind."""
+        self.configuration = entry.configuration
+        self.gateway = gateway
+        self.options = options
+        self.metrics = metrics
+        self.parser = parser
+        self._admission = admission
+        self._open = 0
+        self.idle = asyncio.Event()
+        """Set while no request is open."""
+        self.idle.set()
+
+    @property
+    def all_names(self) -> list[str]:
+        """Its names, and those of its LoRA adapters."""
+        return [*self.names, *self.gateway.engine_pool.adapters]
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the model's chat templates read, with or without tools."""
+        self.gateway.input_processor.check_chats()
+        tokenizer = self.gateway.input_processor.tokenizer
+        return tokenizer.template.variables | tokenizer.template_for(tools=True).variables
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self.gateway.input_processor.media.sees_images
+
+    @property
+    def timeout(self) -> float | None:
+        """Longest duration of a request, seconds; None is any."""
+        return self.options.request_timeout or None
+
+    def has(self, name: str) -> bool:
+        """Whether ``name`` is one of the model's names or of its LoRA adapters."""
+        return name in self.all_names
+
+    def adapter_of(self, name: str | None) -> str:
+        """The LoRA adapter that a request's ``model`` names; empty for the base model.
+
+        Raises ``PenstockError`` (``not_found``) for an unknown model.
+        """
+        if name is None or name in self.names:
+            return ""
+        if name in self.gateway.engine_pool.adapters:
+            return name
+        if name in ANY_MODEL:
+            return ""
+        known = ", ".join(self.all_names)
+        raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known}", "model")
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a request as open.
+
+        Raises ``PenstockError`` (``overloaded``) where ``max_concurrency`` are open.
+        """
+        with self._admission():
+            self.metrics.open_requests.inc()
+            self._open += 1
+            self.idle.clear()
+            try:
+                yield
+            finally:
+                self.metrics.open_requests.dec()
+                self._open -= 1
+                if not self._open:
+                    self.idle.set()
+
+
 class ServedModels:
     """Served models by name. A request that names no model gets the first one."""
 
@@ -46,9 +140,11 @@ class ServedModels:
         self.tracer = tracer
         """Makes spans of requests; None for no traces."""
         self.created = int(time.time())
-        self._models: tuple[ServedModel, ...] = ()
+        self._models: tuple[ModelEntry, ...] = ()
         self._received = False
-        self._services: dict[str, ModelService] = {}
+        self._services: dict[str, ServedModel] = {}
+        self._serving: tuple[ServedModel, ...] = ()
+        """The values of ``_services``, in the order of the list."""
         self._open = 0
         self._max_sizes = MIN_BODY_SIZE, MIN_BODY_SIZE
         self.body_memory = BodyMemory(options.max_body_memory or max(MIN_BODY_MEMORY, 3 * options.max_body_size))
@@ -56,30 +152,37 @@ class ServedModels:
         self.ready_hooks: list[Callable[[], Awaitable[None]]] = []
         """Called when the engine of a model has become ready."""
 
-    def __iter__(self) -> Iterator[ModelService]:
-        return (self._services[model.name] for model in self._models if model.name in self._services)
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._serving)
 
     @property
-    def models(self) -> tuple[ServedModel, ...]:
+    def models(self) -> tuple[ModelEntry, ...]:
         """All models of the server, loaded or not."""
         return self._models
 
-    def set_models(self, models: tuple[ServedModel, ...]) -> None:
+    def set_models(self, models: tuple[ModelEntry, ...]) -> None:
         """Replace the list of models, as the supervisor announced it."""
         self._models, self._received = models, True
+        self._order()
 
-    def add(self, model: ServedModel, gateway: Gateway) -> ModelService:
+    def add(self, model: ModelEntry, gateway: Gateway) -> ServedModel:
         """Start serving a model."""
         metrics = self.metrics.of(model.name)
-        service = ModelService(gateway, self.options, model.names, model.kserve, metrics, self._admit, self._parser)
+        service = ServedModel(model, gateway, self.options, metrics, self._admit, self._parser)
         self._services[model.name] = service
+        self._order()
         return service
 
-    def remove(self, name: str) -> ModelService:
+    def remove(self, name: str) -> ServedModel:
         """Stop serving a model; open requests go on."""
-        return self._services.pop(name)
+        service = self._services.pop(name)
+        self._order()
+        return service
 
-    def find(self, name: str | None = None) -> ModelService:
+    def _order(self) -> None:
+        self._serving = tuple(self._services[model.name] for model in self._models if model.name in self._services)
+
+    def find(self, name: str | None = None) -> ServedModel:
         """The model that a request's ``model`` names, by one of its names or an adapter's.
 
         Raises ``PenstockError``: ``not_found`` where it is not served, ``unavailable`` where it is being loaded, or no
@@ -92,7 +195,7 @@ class ServedModels:
                 return service
         if name in ANY_MODEL:
             return self._first()
-        known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine_pool.adapters])
+        known = ", ".join(each for service in self for each in service.all_names)
         model = next((model for model in self._models if name in model.names), None)
         if model is None:
             self.check_alive()  # it may be an adapter of a model that is being loaded
@@ -106,11 +209,11 @@ class ServedModels:
         """Whether a name is that of a served model or adapter, or one that any model answers to."""
         return isinstance(name, str) and (name in ANY_MODEL or any(service.has(name) for service in self))
 
-    def find_or_first(self, name: str | None) -> ModelService:
+    def find_or_first(self, name: str | None) -> ServedModel:
         """As ``find``, but returns the first model for an unknown name, for dialects that ignore ``model``."""
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()
 
-    def check_expected(self, model: ServedModel | None) -> None:
+    def check_expected(self, model: ModelEntry | None) -> None:
         """Raises ``PenstockError`` (``unavailable``) where the model is being loaded, or the list is not known yet."""
         if not self._received or (model and model.expected):
             raise PenstockError.of(STARTING)
@@ -144,10 +247,7 @@ class ServedModels:
     @property
     def engine_stats(self) -> EngineStats:
         """By model: the last statistics of its engine, and its options."""
-        serving = [(model, self._services[model.name]) for model in self._models if model.name in self._services]
-        return {
-            model.name: (service.gateway.engine_pool.stats, model.configuration.engine) for model, service in serving
-        }
+        return {service.name: (service.gateway.engine_pool.stats, service.configuration.engine) for service in self}
 
     @property
     def max_body_size(self) -> int:
@@ -222,7 +322,7 @@ class ServedModels:
             record.memory.resize(max(record.memory.size, taken), parsed=True)
         return result
 
-    def _first(self) -> ModelService:
+    def _first(self) -> ServedModel:
         if (first := next(iter(self), None)) is None:
             self.check_alive()
             raise PenstockError(Code.UNAVAILABLE, "no model is loaded")

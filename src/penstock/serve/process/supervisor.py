@@ -18,14 +18,15 @@ from pathlib import Path
 
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core.errors import invalid
+from penstock.engine.executor.cluster_secret import read_secret
 from penstock.tracing import check as check_tracing
 
-from ..models.messages import ApiProcessStart, Load, Operate, Register, ServedModel, Unload
+from ..models.messages import ApiProcessStart, Load, ModelEntry, Operate, Register, Unload
 from .api_processes import ApiProcesses
-from .engines import Engines
 from .instances import Instances
 from .metrics_files import metrics_folder
-from .registration import Registration
+from .registration import stay_registered
+from .supervised_models import SupervisedModels
 
 logger = logging.getLogger("penstock")
 
@@ -50,18 +51,18 @@ class Supervisor:
     def __init__(
         self,
         configuration: Configuration,
-        models: Sequence[ServedModel],
+        models: Sequence[ModelEntry],
         fetch: Callable[[Configuration], Configuration],
         started: float,
     ) -> None:
         self._configuration = configuration
-        self._models = models
+        self._entries = models
         self._fetch = fetch
         self._started = started
         self._stop = asyncio.Event()
         self._grpc_address = ""
         self._instances: Instances | None = None
-        self._registration: Registration | None = None
+        self._registration: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Returns the exit status: 0 after SIGTERM, 1 when a process has died too often, 2 when one cannot start.
@@ -84,9 +85,9 @@ class Supervisor:
             self._api_processes = ApiProcesses(starts, self._handle)
             if self._configuration.engine.role == "router" or options.prefill_instances:
                 self._instances = Instances(
-                    self._models[0].configuration, lambda found: self._engines.set_instances(found)
+                    self._entries[0].configuration, lambda found: self._models.set_instances(found)
                 )
-            self._engines = Engines(self._models, self._fetch, self._api_processes, self._instances)
+            self._models = SupervisedModels(self._entries, self._fetch, self._api_processes, self._instances)
             stopped: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
                 stopped,
@@ -103,12 +104,13 @@ class Supervisor:
             finally:
                 self._stop.set()
                 if self._registration:
-                    await self._registration.close()
+                    self._registration.cancel()
+                    await asyncio.gather(self._registration, return_exceptions=True)
                 for listener in listeners:
                     stop_accepting(listener)
                     listener.close()
                 await self._api_processes.close(self._configuration.engine.drain_timeout + KILL_TIMEOUT)
-                await self._engines.close()
+                await self._models.close()
                 if self._instances:
                     await self._instances.close()
                 for task in tasks:
@@ -119,10 +121,10 @@ class Supervisor:
         if self._stop.is_set():
             logger.warning("a second signal: stopping at once")
             self._api_processes.kill()
-            self._engines.kill()
+            self._models.kill()
         else:
             logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
-            self._engines.stop_restarting()
+            self._models.stop_restarting()
             self._stop.set()
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
@@ -130,23 +132,25 @@ class Supervisor:
         facts: dict[str, object] = {}
         if self._configuration.engine.role == "router":
             logger.info("waiting for instances at %s", url_of(self._configuration.server, listeners[0]))
-        for model in self._models:
-            if model.required and (ready := await self._engines.load(model.name)):
+        for model in self._entries:
+            if model.required and (ready := await self._models.load(model.name)):
                 facts = facts or {"kv_blocks": ready.num_blocks, "kernels": ready.fingerprint}
         await self._api_processes.wait_ready()
         facts = {"seconds": time.monotonic() - self._started, **facts}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
         address = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
-        names = ", ".join(name for model in self._engines.serving for name in model.names) or "no model"
+        names = ", ".join(name for model in self._models.serving for name in model.names) or "no model"
         logger.info("ready: %s %s", names, address, extra={"facts": facts})
         for url in urls:
             logger.info("health and metrics at %s", url)
         if self._grpc_address:
             logger.info("gRPC at %s", self._grpc_address)
         if options.router_address:
-            self._registration = Registration(self._configuration, lambda: self._engines.reports)
-        await self._engines.lost.wait()
+            secret = read_secret(self._configuration.engine.cluster_secret_file, make=True)
+            registering = stay_registered(options.router_address, secret, lambda: self._models.reports)
+            self._registration = asyncio.create_task(registering)
+        await self._models.lost.wait()
 
     async def _handle(self, request: Load | Unload | Operate | Register) -> None:
         """Load or unload a model for a client, carry out an operation on it, or note an instance. Raises
@@ -156,11 +160,11 @@ class Supervisor:
             if self._instances:
                 self._instances.register(request.name, request.engines, request.leaves)
         elif isinstance(request, Operate):
-            await self._engines.operate(request.name, request.operation)
+            await self._models.operate(request.name, request.operation)
         elif isinstance(request, Unload):
-            await self._engines.unload(request.name)
+            await self._models.unload(request.name)
             logger.info("unloaded %s", request.name, extra={"facts": {"seconds": time.monotonic() - started}})
-        elif ready := await self._engines.load(request.name):
+        elif ready := await self._models.load(request.name):
             facts = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
             logger.info("loaded %s", request.name, extra={"facts": facts})
 

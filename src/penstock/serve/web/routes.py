@@ -13,12 +13,11 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.version import __version__
 
-from ..dialects.openai.responses import ErrorResponse
+from ..dialects.openai.schema import ErrorResponse
 from ..http.access import Access
 from ..http.openapi import OBJECT, operation, reference
 from ..http.routes import Endpoint, Route, Routes
-from ..models.served_models import ServedModels
-from ..models.service import ModelService
+from ..models.served_models import ServedModel, ServedModels
 from ..shared_result import SharedResult
 from .live import INTERVAL, state_of
 
@@ -57,7 +56,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     add("/web/live", live, summary="What the engines are doing, for the live view")
 
 
-def _described(service: ModelService) -> dict[str, Any]:
+def _described(service: ServedModel) -> dict[str, Any]:
     pool = service.gateway.engine_pool
     engine = pool.engine
     tools, reasoning = service.gateway.input_processor.chats.response_formats()

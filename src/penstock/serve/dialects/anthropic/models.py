@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-import msgspec
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,12 +13,12 @@ from starlette.types import Scope
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 from penstock.serve.http.access import Access
+from penstock.serve.http.reply import Json
 from penstock.serve.http.routes import Route, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
-from .responses import ModelInfo, ModelList, encode
+from .schema import ModelInfo, ModelList
 
 HEADER = "anthropic-version"
 """Header that Anthropic's clients send, and no others."""
@@ -45,23 +44,19 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add Anthropic's model routes; to be called before OpenAI's, which match any request."""
     created = datetime.fromtimestamp(served_models.created, UTC).isoformat().replace("+00:00", "Z")
 
-    def info(service: ModelService, name: str) -> ModelInfo:
+    def info(service: ServedModel, name: str) -> ModelInfo:
         engine = service.gateway.engine_pool.engine
         length = engine.max_model_len if engine else None
         return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)
 
     async def list_models(raw_request: Request) -> Response:
-        models = [
-            info(service, name)
-            for service in served_models
-            for name in [*service.names, *service.gateway.engine_pool.adapters]
-        ]
-        return _json(_page(models, raw_request.query_params))
+        models = [info(service, name) for service in served_models for name in service.all_names]
+        return Json(_page(models, raw_request.query_params))
 
     async def retrieve_model(raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
         service = served_models.find(name)
-        return _json(info(service, service.name if name == DEFAULT_NAME else name))
+        return Json(info(service, service.name if name == DEFAULT_NAME else name))
 
     routes.append(AnthropicRoute("/v1/models", list_models, access=Access.INFERENCE, methods=["GET"]))
     routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, access=Access.INFERENCE, methods=["GET"]))
@@ -86,7 +81,3 @@ def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
         page = page[::-1]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return ModelList(data=page, has_more=len(models) > len(page), first_id=first, last_id=last)
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(encode(answer), media_type="application/json")

@@ -2,76 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from typing import TypeVar
+import json
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.core import Failure
-from penstock.serve.chat.generation import ChatGeneration
+from penstock.frontend.outputs import RequestOutput
+from penstock.serve.chat.generation import CallDelta, ChatGeneration, Delta
 from penstock.serve.chat.prompt import ChatPrompt
-from penstock.serve.chat.stream_cursor import StreamCursor
-from penstock.serve.http.access import Access
-from penstock.serve.http.body import check_supported, convert, read_object
-from penstock.serve.http.error_format import ErrorFormat, rename_field
-from penstock.serve.http.openapi import operation, reference
-from penstock.serve.http.reply import Reply
+from penstock.serve.dialects.endpoints import DialectRoutes
+from penstock.serve.http.body import RequestBody
+from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.reply import Json, Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
+from penstock.text import Message, MessagePart, ToolCall
 
+from .convert import to_chat_request
 from .models import add_model_routes, is_anthropic_client
-from .parse import to_chat_request
-from .requests import UNSUPPORTED_FIELDS, CountTokensRequest, MessagesRequest
-from .responses import (
-    ContentBlockStream,
+from .schema import (
+    CALL_ID_PREFIX,
+    ERROR_FORMAT,
+    PARSED_ERROR_FORMAT,
+    CountTokensRequest,
     ErrorResponse,
     MessageResponse,
+    MessagesRequest,
     TokenCount,
-    blocks_of,
-    encode,
-    error_of,
     event,
     stop_reason_of,
     usage_of,
 )
 
-T = TypeVar("T", bound=msgspec.Struct)
-
+T = TypeVar("T", bound=RequestBody)
+Document = dict[str, Any]
 SCHEMAS = (MessagesRequest, CountTokensRequest, MessageResponse, TokenCount, ErrorResponse)
 SCHEMA_PREFIX = "anthropic."
 """Prefix of schema names in the OpenAPI document."""
-FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
-"""Field names of chats → those of messages, for errors."""
-
-
-class AnthropicErrorFormat(ErrorFormat):
-    """Anthropic's error format.
-
-    Args:
-        names: field names of chats → those of messages.
-    """
-
-    dialect = "anthropic"
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
-
-    def error(self, failure: Failure) -> bytes:
-        return encode(error_of(rename_field(failure, self._names)))
-
-    def stream_error(self, failure: Failure) -> bytes:
-        return event("error", error=error_of(rename_field(failure, self._names)).error)
-
-
-ERROR_FORMAT = AnthropicErrorFormat({})
-"""Error format before the request is parsed."""
-PARSED_ERROR_FORMAT = AnthropicErrorFormat(FIELD_NAMES)
 
 
 def error_format_of(scope: Scope) -> ErrorFormat | None:
@@ -79,89 +50,147 @@ def error_format_of(scope: Scope) -> ErrorFormat | None:
     return ERROR_FORMAT if scope["path"].startswith("/v1/models") and is_anthropic_client(scope) else None
 
 
-class MessageHandler:
+class MessageHandler(ChatGeneration):
     """One request, from its messages to a message."""
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: MessagesRequest, size: int) -> None:
-        self._chat = ChatGeneration(
-            service, record, to_chat_request(request, service.template_variables, service.sees_images), size
-        )
+    def __init__(self, service: ServedModel, record: RequestRecord, request: MessagesRequest, size: int) -> None:
+        chat = to_chat_request(request, service.template_variables, service.sees_images)
+        super().__init__(service, record, chat, size)
         self._id = f"msg_{record.request_id}"
         self._max_tokens = request.max_tokens
+        self._blocks = ContentBlockStream()
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        last = await self._chat.final()
-        completion = last.outputs[0]
-        message = self._chat.message(completion)
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        output, completion = outputs[0], outputs[0].outputs[0]
+        message = self.message(completion)
         ending = stop_reason_of(completion, bool(message.tool_calls), self._max_tokens)
-        answer = MessageResponse(
-            id=self._id, model=self._chat.model, content=blocks_of(message), usage=usage_of(last), **ending
-        )
-        yield encode(answer)
+        return encode(self._answer(blocks_of(message), output, **ending))
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        cursor, blocks = StreamCursor(), ContentBlockStream()
-        started = False
-        async with aclosing(self._chat.deltas(cursor)) as deltas:
-            async for output, delta in deltas:
-                if not started:
-                    started = True
-                    empty = MessageResponse(id=self._id, model=self._chat.model, content=[], usage=usage_of(output))
-                    empty.usage.output_tokens = 0
-                    yield event("message_start", message=empty)
-                if events := blocks.add(delta):
-                    yield events
-                completion = output.outputs[0]
-                if completion.finished:
-                    usage = msgspec.to_builtins(usage_of(output))
-                    ending = stop_reason_of(completion, cursor.num_tool_calls > 0, self._max_tokens)
-                    yield blocks.end() + event("message_delta", delta=ending, usage=usage)
-        yield event("message_stop")
+    async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
+        completion, events = output.outputs[0], b""
+        if completion.index not in self.cursors:
+            empty = self._answer([], output)
+            empty.usage.output_tokens = 0
+            events += event("message_start", message=empty)
+        events += self._blocks.add(self.delta(completion))
+        if completion.finished:
+            called = self.cursors[completion.index].num_tool_calls > 0
+            ending = stop_reason_of(completion, called, self._max_tokens)
+            usage = msgspec.to_builtins(usage_of(output))
+            events += self._blocks.end() + event("message_delta", delta=ending, usage=usage)
+        return events
+
+    def format_end(self) -> bytes:
+        return event("message_stop")
+
+    def _answer(self, content: list[Document], output: RequestOutput, **ending: Any) -> MessageResponse:
+        return MessageResponse(id=self._id, model=self.model, content=content, usage=usage_of(output), **ending)
+
+
+class AnthropicRoutes(DialectRoutes):
+    """Errors have the field names of messages once a body has been converted."""
+
+    def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
+        request = super().convert(fields, schema, raw_request)
+        record_of(raw_request.scope).error_format = PARSED_ERROR_FORMAT
+        return request
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the routes of Anthropic's API."""
-    routes.describe(SCHEMAS, SCHEMA_PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/v1/messages")
+    added = AnthropicRoutes(routes, served_models, None, SCHEMAS, SCHEMA_PREFIX, ErrorResponse)
 
-    def read(body: bytes, schema: type[T], record: RequestRecord) -> T:
-        fields = read_object(body)
-        check_supported(fields, UNSUPPORTED_FIELDS)
-        request = convert(fields, schema, record.unknown, "pydantic")
-        record.error_format = PARSED_ERROR_FORMAT
-        return request
-
-    async def create_message(raw_request: Request) -> Response:
-        record = record_of(raw_request.scope)
-
-        def answer(body: bytes) -> Response:
-            request = read(body, MessagesRequest, record)
-            service = served_models.find(request.model)
-            handler = MessageHandler(service, record, request, len(body))
-            return Reply.of(service, handler, PARSED_ERROR_FORMAT, request.stream)
-
-        return await served_models.read(raw_request, answer, served_models.max_body_size)
+    def create_message(request: MessagesRequest, record: RequestRecord, size: int) -> Response:
+        service = served_models.find(request.model)
+        handler = MessageHandler(service, record, request, size)
+        return Reply.of(service, handler, PARSED_ERROR_FORMAT, request.stream)
 
     async def count_tokens(raw_request: Request) -> Response:
-        record = record_of(raw_request.scope)
-
-        def prompt_of(body: bytes) -> ChatPrompt:
-            request = read(body, CountTokensRequest, record)
+        def prompt_of(request: CountTokensRequest, record: RequestRecord, size: int) -> ChatPrompt:
             service = served_models.find(request.model)
             chat = to_chat_request(request, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
-            return ChatPrompt(service, chat, len(body), record)
+            return ChatPrompt(service, chat, size, record)
 
-        prompt = await served_models.read(raw_request, prompt_of, served_models.max_body_size)
-        count = await prompt.count_tokens()
-        return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
+        prompt = await added.handle(raw_request, CountTokensRequest, prompt_of, media=True)
+        return Json(TokenCount(input_tokens=await prompt.count_tokens()))
 
     add_model_routes(routes, served_models)
-    for path, endpoint, request, response, summary in (
-        ("/v1/messages", create_message, MessagesRequest, MessageResponse, "Anthropic's answer to a conversation"),
-        ("/v1/messages/count_tokens", count_tokens, CountTokensRequest, TokenCount, "Count a conversation's tokens"),
-    ):
-        request_schema, response_schema = reference(request, SCHEMA_PREFIX), reference(response, SCHEMA_PREFIX)
-        error_schema = reference(ErrorResponse, SCHEMA_PREFIX)
-        described = operation(response_schema, error_schema, request_schema, streamed=request is MessagesRequest)
-        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)
+    create, summary = (
+        added.answering(MessagesRequest, create_message, media=True),
+        "Anthropic's answer to a conversation",
+    )
+    added.post("/v1/messages", create, summary, MessagesRequest, answer=MessageResponse, streamed=True)
+    count = "Count a conversation's tokens"
+    added.post("/v1/messages/count_tokens", count_tokens, count, CountTokensRequest, answer=TokenCount)
+
+
+def blocks_of(message: Message) -> list[Document]:
+    """The content blocks of a whole message."""
+    return [_block(part) for part in message.parts]
+
+
+def _block(part: MessagePart) -> Document:
+    if isinstance(part, ToolCall):
+        return {"type": "tool_use", "id": CALL_ID_PREFIX + part.id, "name": part.name, "input": _input(part.arguments)}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
+
+
+class ContentBlockStream:
+    """Builds the events of a streamed message, one content block after the other."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open = ""
+        """Type of the open block."""
+
+    def add(self, delta: Delta) -> bytes:
+        """Add a delta to the content blocks; returns its events."""
+        events = b""
+        for part in delta:
+            if isinstance(part, CallDelta):
+                events += self._call(part)
+            elif part.kind == "reasoning":
+                events += self._ensure_open("thinking", {"thinking": "", "signature": ""})
+                events += self._delta(type="thinking_delta", thinking=part.text)
+            else:
+                events += self._ensure_open("text", {"text": ""})
+                events += self._delta(type="text_delta", text=part.text)
+        return events
+
+    def end(self) -> bytes:
+        """End the open block; returns its event."""
+        ended = event("content_block_stop", index=self._index) if self._open else b""
+        self._open = ""
+        return ended
+
+    def _call(self, part: CallDelta) -> bytes:
+        events = b""
+        if part.id:
+            events += self.end() + self._begin(
+                "tool_use", {"id": CALL_ID_PREFIX + part.id, "name": part.name, "input": {}}
+            )
+        return events + (self._delta(type="input_json_delta", partial_json=part.arguments) if part.arguments else b"")
+
+    def _ensure_open(self, kind: str, empty: Document) -> bytes:
+        return b"" if self._open == kind else self.end() + self._begin(kind, empty)
+
+    def _begin(self, kind: str, empty: Document) -> bytes:
+        self._index += 1
+        self._open = kind
+        return event("content_block_start", index=self._index, content_block={"type": kind, **empty})
+
+    def _delta(self, **delta: str) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta)
+
+
+def _input(arguments: str) -> Any:
+    """The arguments of a call as an object; empty where they are not one."""
+    try:
+        result = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) else {}

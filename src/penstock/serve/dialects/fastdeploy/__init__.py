@@ -1,6 +1,4 @@
 """FastDeploy's dialect: OpenAI's paths with its own answers, and paths that only it has."""
 
-from .dialect import NAME, FastDeploy
-from .routes import add_routes
-
-__all__ = ["NAME", "FastDeploy", "add_routes"]
+from .management import add_routes
+from .routes import NAME, FastDeploy

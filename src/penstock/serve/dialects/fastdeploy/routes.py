@@ -1,180 +1,317 @@
-"""FastDeploy's own paths: ``/config-info``, ``/v1/abort_requests``, and those of ``dynamic_load_weight``."""
+"""FastDeploy's dialect on the shared paths."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.config.secrets import shown
-from penstock.core import Code, PenstockError
+from penstock.core import Code, Failure
 from penstock.core.errors import invalid
-from penstock.engine.modes import KV_CACHE, WEIGHTS
-from penstock.engine.service.actions import PauseGeneration, ResumeGeneration, Sleep, WakeUp
-from penstock.engine.service.control import UpdateWeights
+from penstock.frontend.outputs import CompletionOutput, RequestOutput
+from penstock.serve.chat.request import ChatRequest, StreamOptions
+from penstock.serve.dialects.dispatch import Dialect
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import record_of
+from penstock.serve.models.served_models import ServedModels
 
-from ...http.access import Access
-from ...http.body import check_supported, convert, read_object
-from ...http.openapi import OBJECT, operation, reference
-from ...http.request_record import record_of
-from ...http.routes import Routes
-from ...models.served_models import ServedModels
-from ..openai.responses import ErrorResponse
-from ..operations import Operator, is_paused, is_sleeping
+from ..openai.chat import ChatHandler
+from ..openai.choices import ChoiceHandler
+from ..openai.completions import CompletionHandler
+from ..openai.routes import parse_request
+from ..openai.schema import (
+    CHAT_FIELD_NAMES,
+    CHAT_ONLY_FIELDS,
+    FIELD_NAMES,
+    CompletionRequest,
+    ErrorResponse,
+    OpenAIErrorFormat,
+    prompt_logprobs_of,
+)
+from .schema import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatMessage,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    FirstChoice,
+    FirstCompletionChoice,
+    FirstDelta,
+    PromptLogprobs,
+    TopLogprob,
+    Usage,
+)
 
-PREFIXES = ("chatcmpl-", "cmpl-")
-"""Prefixes of response ids, before the request's id."""
-
-
-WEIGHT = {"weight": WEIGHTS, "kv_cache": KV_CACHE}
-"""Its names of what sleep frees."""
-
-
-class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    req_ids: list[str] | None = None
-    """``id`` of responses, or ``X-Request-Id``."""
-    abort_all: bool = False
-
-
-class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Read the weights again from the folder of those in use."""
-
-    version: str | None = None
-    verify_checksum: bool | None = None
-
-
-SCHEMAS = (Abort, UpdateWeightsRequest)
-OF_UPDATES = {
-    "version": (
-        None,
-        "it has the folder of those in use; POST /v1/weights/reload reads another",
-    ),
-    "verify_checksum": (False, "there is no transfer to verify: weights are read from a folder"),
+NAME = "fastdeploy"
+"""Name of the profile."""
+ERROR_CODES = {
+    Code.INVALID: "invalid_value",
+    Code.UNSUPPORTED: "invalid_value",
+    Code.TOO_LONG: "context_length_exceeded",
+    Code.TIMEOUT: "timeout",
+    Code.OVERLOADED: "timeout",
+    Code.CANCELLED: "client_aborted",
+    Code.INTERNAL: "internal_error",
+    Code.UNAVAILABLE: "connection_error",
 }
+METADATA = frozenset(ChatRequest.__struct_fields__).intersection(
+    """bad_words bad_words_token_ids chat_template chat_template_kwargs frequency_penalty guided_choice guided_grammar
+    guided_json guided_regex max_tokens min_p min_tokens presence_penalty prompt_token_ids reasoning_max_tokens
+    repetition_penalty response_max_tokens seed structural_tag temperature top_k top_p""".split()
+)
+"""Fields that FastDeploy takes from ``metadata``, too, where the request lacks them: those without a default."""
 
 
-def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
-    """Add them; those of ``dynamic_load_weight`` with ``server_dev_mode``."""
-    routes.describe(SCHEMAS)
+class FastDeployErrorFormat(OpenAIErrorFormat):
+    """OpenAI's format with FastDeploy's codes, which are text or null."""
 
-    async def config_info(_: Request) -> Response:
-        models = {model.name: shown(model.configuration) for model in served_models.models}
-        first: dict[str, Any] = next(iter(models.values()), {})
-        return _json(first | {"models": models} if len(models) > 1 else first)
+    dialect = NAME
 
-    async def abort_requests(raw_request: Request) -> Response:
-        unknown = record_of(raw_request.scope).unknown
-        request = await served_models.read(
-            raw_request, lambda body: convert(read_object(body), Abort, unknown, "pydantic")
+    def document(self, failure: Failure) -> ErrorResponse:
+        answer = super().document(failure)
+        answer.error.code = ERROR_CODES.get(failure.code)
+        if failure.code is Code.NOT_FOUND and failure.field == "model":
+            answer.error.code = "model_not_support"
+        elif failure.code is Code.INVALID and answer.error.param == "messages":
+            answer.error.code = "missing_required_parameter"
+        return answer
+
+
+ERROR_FORMAT = FastDeployErrorFormat(FIELD_NAMES)
+CHAT_ERROR_FORMAT = FastDeployErrorFormat(CHAT_FIELD_NAMES)
+
+
+class _Handler(ChoiceHandler):
+    """Shared parts of chats and completions."""
+
+    def usage(self, outputs: list[RequestOutput]) -> Any:
+        return Usage.of(outputs)
+
+    def step_usage(self, output: RequestOutput) -> Any:
+        options = self.request.stream_options
+        return self.usage([output]) if options and options.continuous_usage_stats else UNSET
+
+    async def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs:
+        if output.prompt_logprobs is None:
+            return None
+        found: PromptLogprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
+        return found
+
+
+class FastDeployChatHandler(_Handler, ChatHandler):
+    """One chat."""
+
+    top_logprob = TopLogprob
+
+    def response(self, choices: Any, usage: Any) -> msgspec.Struct:
+        return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
+        """Images and videos are not counted apart: their tokens are 0, and null where the model sees images."""
+        usage = self.usage(outputs)
+        counted = None if self.service.sees_images else 0
+        usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = counted
+        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
+        choice = await self.whole(output, completion)
+        read = choice.message
+        message = ChatMessage(
+            content=read.content,
+            reasoning_content=read.reasoning_content or None,
+            tool_calls=read.tool_calls or None,
         )
-        if not request.abort_all and not request.req_ids:
-            raise invalid("req_ids", "is missing; give ids, or abort_all")
-        requested = {_without_prefix(name): name for name in request.req_ids or ()}
-        aborted, running_ids, tenant = [], set(), record_of(raw_request.scope).tenant
-        for service in served_models:
-            running = service.gateway.running(tenant)
-            names = list(running if request.abort_all else requested)
-            service.gateway.cancel(names, tenant)
-            here = [name for name in names if name in running]
-            running_ids.update(here)
-            aborted += [{"request_id": requested.get(n, n), "output_token_count": running[n]} for n in here]
-        missing = [name for request_id, name in requested.items() if request_id not in running_ids]
-        return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
+        if self.request.return_token_ids:
+            message.prompt_token_ids, message.prompt_tokens = output.prompt_token_ids, self.prompt_text(output)
+            message.completion_token_ids, message.completion_tokens = completion.token_ids, completion.text
+        return ChatChoice(
+            index=choice.index,
+            message=message,
+            logprobs=choice.logprobs,
+            prompt_logprobs=await self._prompt_logprobs(output),
+            finish_reason=choice.finish_reason,
+        )
 
-    failure = reference(ErrorResponse)
-    summary = "How the server is configured, with secrets masked"
-    described = operation(OBJECT, failure)
-    routes.add("/config-info", config_info, access=Access.PRIVATE, summary=summary, described=described)
-    routes.add(
-        "/v1/abort_requests",
-        abort_requests,
-        access=Access.PRIVATE,
-        method="POST",
-        summary="Cancel requests of this process by id, or all of them",
-        described=operation(OBJECT, failure, reference(Abort)),
-    )
-    if served_models.options.server_dev_mode:
-        _add_weights(routes, served_models, operator)
+    async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
+        first = [] if completion.index in self.cursors else [await self._first(output, completion)]
+        cursor = self.cursors[completion.index]
+        start, chunks = cursor.text, []
+        for choice in self.added(completion):
+            delta = ChatDelta(
+                content=choice.delta.content or "",
+                reasoning_content=choice.delta.reasoning_content or None,
+                tool_calls=choice.delta.tool_calls or None,
+            )
+            if self.request.return_token_ids:
+                delta.completion_token_ids = choice.token_ids or []
+                delta.completion_tokens = completion.text[start : cursor.text]
+                start = cursor.text
+            chunk = ChunkChoice(
+                index=choice.index,
+                delta=delta,
+                logprobs=choice.logprobs,
+                arrival_time=_arrival(output),
+                finish_reason=choice.finish_reason or UNSET,
+            )
+            chunks.append(chunk)
+        return [*first, *chunks]
 
-
-def _add_weights(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
-    async def clear_load_weight(request: Request) -> Response:
-        await operator.carry_out(Sleep(2), request)
-        return Response()
-
-    async def update_model_weight(request: Request) -> Response:
-        await operator.carry_out(WakeUp() if is_sleeping(operator.models(request)) else UpdateWeights(), request)
-        return Response()
-
-    async def pause(request: Request) -> Response:
-        await operator.carry_out(PauseGeneration(), request)
-        return _success()
-
-    async def resume(request: Request) -> Response:
-        await operator.carry_out(ResumeGeneration(), request)
-        return _success()
-
-    async def paused(request: Request) -> Response:
-        return _json({"is_paused": is_paused(operator.models(request))})
-
-    async def sleep(request: Request) -> Response:
-        await operator.carry_out(Sleep(1 if _tags(request) == (KV_CACHE,) else 2), request)
-        return _success()
-
-    async def wakeup(request: Request) -> Response:
-        await operator.carry_out(WakeUp(_tags(request)), request)
-        return _success()
-
-    async def update_weights(request: Request) -> Response:
-        def check(body: bytes) -> None:
-            fields = read_object(body or b"{}")
-            check_supported(fields, OF_UPDATES)
-            convert(fields, UpdateWeightsRequest, record_of(request.scope).unknown, "pydantic")
-
-        await served_models.read(request, check)
-        if not is_paused(operator.models(request)):
-            raise PenstockError(Code.INVALID, "the engine is not paused: POST /v1/pause first")
-        await operator.carry_out(UpdateWeights(), request)
-        return _success()
-
-    failure = reference(ErrorResponse)
-    for method, path, endpoint, summary, schema in (
-        ("GET", "/clear_load_weight", clear_load_weight, "Free the KV cache and the weights", None),
-        ("GET", "/update_model_weight", update_model_weight, "Read the weights again", None),
-        ("POST", "/v1/pause", pause, "Compute nothing for now, and abort open requests", None),
-        ("POST", "/v1/resume", resume, "Compute again", None),
-        ("GET", "/v1/is_paused", paused, "Whether nothing is computed", None),
-        ("POST", "/v1/sleep", sleep, "Free the KV cache, and the weights", None),
-        ("POST", "/v1/wakeup", wakeup, "Bring back what was freed", None),
-        ("POST", "/v1/update_weights", update_weights, "Read the weights again", UpdateWeightsRequest),
-    ):
-        parameters = ("tags", "model") if path in ("/v1/sleep", "/v1/wakeup") else ("model",)
-        request_schema = reference(schema) if schema else None
-        answer = OBJECT if path.startswith("/v1") else None
-        described = operation(answer, failure, request_schema, query=parameters)
-        access = Access.INFERENCE if endpoint is paused else Access.CONTROL
-        routes.add(path, endpoint, access=access, method=method, summary=summary, described=described)
+    async def _first(self, output: RequestOutput, completion: CompletionOutput) -> FirstChoice:
+        delta = FirstDelta(content=self.prompt.echoed)
+        if self.request.return_token_ids:
+            delta.prompt_token_ids, delta.prompt_tokens = output.prompt_token_ids, self.prompt_text(output)
+        return FirstChoice(index=completion.index, delta=delta, prompt_logprobs=await self._prompt_logprobs(output))
 
 
-def _tags(request: Request) -> tuple[str, ...] | None:
-    """What is to be freed, or brought back; None is everything. Raises ``PenstockError`` (``invalid``)."""
-    names = [name for name in request.query_params.get("tags", "").split(",") if name]
-    if unknown := set(names) - WEIGHT.keys():
-        raise invalid("tags", f"{min(unknown)!r} is neither weight nor kv_cache")
-    return tuple(WEIGHT[name] for name in names) if 0 < len(set(names)) < len(WEIGHT) else None
+class FastDeployCompletionHandler(_Handler, CompletionHandler):
+    """One request for completions."""
+
+    def usage(self, outputs: list[RequestOutput]) -> Any:
+        return Usage.of(outputs, self.num_hidden_tokens)
+
+    def response(self, choices: Any, usage: Any) -> msgspec.Struct:
+        return CompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
+        usage = self.usage(outputs)
+        usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = None
+        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+    async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
+        choice = await self.whole(i, output, completion)
+        answer = CompletionChoice(
+            index=choice.index,
+            text=choice.text,
+            logprobs=choice.logprobs,
+            prompt_logprobs=None if choice.prompt_logprobs is UNSET else choice.prompt_logprobs,
+            finish_reason=choice.finish_reason,
+        )
+        if self.request.return_token_ids:
+            answer.prompt_token_ids, answer.prompt_tokens = output.prompt_token_ids, self.prompt_text(output)
+            answer.completion_token_ids = choice.completion_token_ids or []
+            answer.completion_tokens = completion.text if answer.completion_token_ids else ""
+        return answer
+
+    async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
+        cursor, with_ids = self.cursors[self.number(i, completion)], self.request.return_token_ids
+        start, begins = cursor.text, not cursor.tokens
+        choice = await self.added(i, output, completion)
+        if choice is None:
+            return ()
+        prompt_logprobs = None if choice.prompt_logprobs is UNSET else choice.prompt_logprobs
+        first = []
+        if begins and with_ids:
+            first.append(
+                FirstCompletionChoice(
+                    index=choice.index,
+                    prompt_token_ids=output.prompt_token_ids,
+                    prompt_logprobs=prompt_logprobs,
+                    prompt_tokens=self.prompt_text(output),
+                )
+            )
+            prompt_logprobs = None
+        chunk = CompletionChunkChoice(
+            index=choice.index,
+            text=choice.text,
+            arrival_time=_arrival(output),
+            logprobs=choice.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=choice.finish_reason or UNSET,
+        )
+        if with_ids:
+            chunk.completion_token_ids = choice.completion_token_ids or []
+            chunk.completion_tokens = completion.text[start : cursor.text] if chunk.completion_token_ids else ""
+        return [*first, chunk]
 
 
-def _success() -> Response:
-    return _json({"status": "success", "error_message": None, "result": None})
+class FastDeploy(Dialect):
+    """The default dialect of the shared paths under FastDeploy's profile."""
+
+    error_format = ERROR_FORMAT
+
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
+
+    def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
+        return True
+
+    def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
+        record = record_of(raw_request.scope)
+        self._read(fields)
+        for name in CHAT_ONLY_FIELDS.intersection(fields):  # which FastDeploy ignores, as any field it does not know
+            del fields[name]
+            record.unknown.ignore("", name)
+        if isinstance(fields.get("logprobs"), bool):
+            fields["logprobs"] = int(fields["logprobs"])
+        if fields.get("prompt_token_ids"):
+            fields.setdefault("prompt", "")  # required by the schema, and not used
+        request = parse_request(self._served_models, fields, CompletionRequest, raw_request)
+        _include_usage(request.stream_options)
+        service = self._served_models.find(request.model)
+        handler = FastDeployCompletionHandler(service, record, request)
+        return Reply.of(service, handler, ERROR_FORMAT, request.stream)
+
+    def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
+        record = record_of(raw_request.scope)
+        record.error_format = CHAT_ERROR_FORMAT
+        self._read(fields)
+        _take_metadata(fields)
+        request = parse_request(self._served_models, fields, ChatRequest, raw_request)
+        _include_usage(request.stream_options)
+        service = self._served_models.find(request.model)
+        handler = FastDeployChatHandler(service, record, request, size)
+        return Reply.of(service, handler, CHAT_ERROR_FORMAT, request.stream)
+
+    def _read(self, fields: dict[str, Any]) -> None:
+        """Replace values that FastDeploy takes otherwise than OpenAI.
+
+        Without ``--served-model-name`` it does not check ``model``; empty texts in ``stop`` and ``bad_words`` are none.
+        """
+        models = self._served_models
+        if not models.options.served_model_name and not models.has(fields.get("model")):
+            fields["model"] = None
+        for name in ("stop", "bad_words"):
+            if isinstance(given := fields.get(name), list):
+                fields[name] = [each for each in given if each != ""]
+            elif given == "":
+                fields[name] = None
 
 
-def _without_prefix(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
+def _include_usage(options: StreamOptions | None) -> None:
+    """``include_usage`` is true by default where there are ``stream_options``."""
+    if options and options.include_usage is None:
+        options.include_usage = True
 
 
-def _json(document: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
+def _take_metadata(fields: dict[str, Any]) -> None:
+    """Fill in fields of the request from ``metadata``, FastDeploy's older place of its own parameters.
+
+    Raises ``PenstockError`` (``invalid``) for ``raw_request``.
+    """
+    metadata = fields.get("metadata")
+    if not isinstance(metadata, dict):
+        return
+    if "raw_request" in metadata:
+        raise invalid("metadata", "raw_request is not supported; send the prompt to /v1/completions")
+    for name in METADATA.intersection(metadata):
+        if fields.get(name) is None:
+            fields[name] = metadata[name]
+    if isinstance(thinks := metadata.get("enable_thinking"), bool):
+        given = fields.get("chat_template_kwargs")
+        if given is None or isinstance(given, dict):
+            fields["chat_template_kwargs"] = {"enable_thinking": thinks, **(given or {})}
+
+
+def _arrival(output: RequestOutput) -> float | None:
+    """Seconds from a request's first step to its latest token."""
+    times = output.times
+    return None if times.last_token is None else times.last_token - times.arrived - times.queued

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -17,10 +16,10 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 from penstock.serve.http.access import Access
-from penstock.serve.http.body import check_elements, convert, read_object
+from penstock.serve.http.body import RequestBody, check_elements, convert, read_object
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Json, Reply, encode, event
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.http.unknown_fields import UnknownFields
@@ -34,7 +33,7 @@ from .repository import ModelRepository
 from .shared_memory import NO_CUDA, SharedMemory, in_memory
 from .tensors import from_bytes, from_json, in_json, to_bytes
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=RequestBody)
 V = TypeVar("V")
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -45,34 +44,27 @@ COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 class KServeErrorFormat(ErrorFormat):
     dialect = "kserve"
 
-    def error(self, failure: Failure) -> bytes:
-        return msgspec.json.encode({"error": failure.message})
-
-    def stream_error(self, failure: Failure) -> bytes:
-        return event({"error": failure.message})
+    def document(self, failure: Failure) -> object:
+        return {"error": failure.message}
 
 
 ERROR_FORMAT = KServeErrorFormat()
 
 
-def event(document: object) -> bytes:
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
-
-
-class IndexRequest(msgspec.Struct):
+class IndexRequest(RequestBody):
     """Body of ``/v2/repository/index``."""
 
     ready: bool = False
     """List ready models only."""
 
 
-class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
+class LoadRequest(RequestBody, forbid_unknown_fields=True):
     """Body of a request to load or unload a model."""
 
     parameters: dict[str, Any] | None = None
 
 
-class Registration(msgspec.Struct, forbid_unknown_fields=True):
+class Registration(RequestBody, forbid_unknown_fields=True):
     """Body of a request to register a region."""
 
     key: str
@@ -80,28 +72,22 @@ class Registration(msgspec.Struct, forbid_unknown_fields=True):
     offset: int = 0
 
 
-class Json(Response):
-    media_type = "application/json"
+class Endpoints:
+    """The endpoints of the protocol; they take the request, and the parameters of the path."""
 
-    def __init__(self, document: object) -> None:
-        super().__init__(msgspec.json.encode(document))
+    def __init__(self, repository: ModelRepository) -> None:
+        self._repository = repository
 
-
-def add_routes(routes: Routes, repository: ModelRepository) -> None:
-    """Add all routes below ``/v2``."""
-    routes.error_formats.add(ERROR_FORMAT, "/v2")
-    served_models = repository.served_models
-
-    def memory_of(request: Request) -> SharedMemory:
+    def _memory_of(self, request: Request) -> SharedMemory:
         """The regions of the request's client, which pages of other sites may not use."""
         check = functools.partial(request.app.state.origins.check, request.scope, Access.PRIVATE)
-        return repository.memory.of_client(record_of(request.scope).tenant, check)
+        return self._repository.memory.of_client(record_of(request.scope).tenant, check)
 
-    async def read(
-        request: Request, max_size: int, parse: Callable[[bytes, bytes], V], header_length: str | None = None
+    async def _read(
+        self, request: Request, max_size: int, parse: Callable[[bytes, bytes], V], header_length: str | None = None
     ) -> V:
         """Run ``parse`` on a body: its JSON, and the tensors in bytes after it."""
-        body = await served_models.receive(request, max_size)
+        body = await self._repository.served_models.receive(request, max_size)
         encoding = request.headers.get("content-encoding", "identity").lower()
 
         def work() -> tuple[int, V]:
@@ -110,162 +96,176 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
             return check_elements(head) + len(raw), parse(head, raw)
 
         size = len(body) if encoding == "identity" else max_size
-        return await served_models.parse(record_of(request.scope), size, work)
+        return await self._repository.served_models.parse(record_of(request.scope), size, work)
 
-    async def settings_body_of(request: Request) -> dict[str, Any]:
+    async def _settings_body_of(self, request: Request) -> dict[str, Any]:
         """The body of an administrative request, which is accepted without a live engine."""
-        return await read(request, MIN_BODY_SIZE, lambda body, _: read_object(body or b"{}"))
+        return await self._read(request, MIN_BODY_SIZE, lambda body, _: read_object(body or b"{}"))
 
-    async def change_of(request: Request, schema: type[T]) -> T:
+    async def _change_of(self, request: Request, schema: type[T]) -> T:
         """Parse a request that changes the server; unknown fields are refused, as it would do something else."""
-        return convert(await settings_body_of(request), schema, UnknownFields(strict=True))
+        return convert(await self._settings_body_of(request), schema, UnknownFields(strict=True), "")
 
-    async def live(_: Request) -> Response:
+    async def live(self, _: Request) -> Response:
         return Response()
 
-    async def ready(_: Request) -> Response:
-        served_models.check()
+    async def ready(self, _: Request) -> Response:
+        self._repository.served_models.check()
         return Response()
 
-    async def server(_: Request) -> Response:
+    async def server(self, _: Request) -> Response:
         return Json(state.server_metadata())
 
-    async def model_metadata(_: Request, name: str, version: str = "") -> Response:
-        return Json(repository.find(name, version).metadata())
+    async def model_metadata(self, _: Request, name: str, version: str = "") -> Response:
+        return Json(self._repository.find(name, version).metadata())
 
-    async def model_config(_: Request, name: str, version: str = "") -> Response:
-        return Json(repository.find(name, version).config())
+    async def model_config(self, _: Request, name: str, version: str = "") -> Response:
+        return Json(self._repository.find(name, version).config())
 
-    async def model_ready(_: Request, name: str, version: str = "") -> Response:
+    async def model_ready(self, _: Request, name: str, version: str = "") -> Response:
         try:
-            repository.find(name, version).check()
+            self._repository.find(name, version).check()
         except PenstockError as error:  # 400 whatever the reason, as Triton has it
             raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
         return Response()
 
-    async def model_stats(_: Request, name: str, version: str = "") -> Response:
-        return Json({"model_stats": await repository.counts.statistics([repository.find(name, version)])})
+    async def model_stats(self, _: Request, name: str, version: str = "") -> Response:
+        return Json({"model_stats": await self._repository.counts.statistics([self._repository.find(name, version)])})
 
-    async def all_stats(_: Request) -> Response:
-        return Json({"model_stats": await repository.counts.statistics([*repository])})
+    async def all_stats(self, _: Request) -> Response:
+        return Json({"model_stats": await self._repository.counts.statistics([*self._repository])})
 
-    async def infer(request: Request, name: str, version: str = "") -> Response:
+    async def infer(self, request: Request, name: str, version: str = "") -> Response:
         length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
-        memory = memory_of(request)
-        infer_request = await read(
-            request, served_models.max_text_size, lambda head, raw: parse(head, raw, memory, unknown), length
+        memory = self._memory_of(request)
+        infer_request = await self._read(
+            request,
+            self._repository.served_models.max_text_size,
+            lambda head, raw: parse(head, raw, memory, unknown),
+            length,
         )
-        model = repository.find(name, version)
-        return InferReply(repository, model, infer_request, request, memory)
+        model = self._repository.find(name, version)
+        return InferReply(self._repository, model, infer_request, request, memory)
 
-    def generating(streamed: bool) -> Callable[..., Any]:
-        async def generate(request: Request, name: str, version: str = "") -> Response:
-            model, unknown = repository.find(name, version), record_of(request.scope).unknown
-            infer_request = await read(
-                request, served_models.max_text_size, lambda body, _: from_fields(model, read_object(body), unknown)
-            )
+    async def generate(self, request: Request, name: str, version: str = "") -> Response:
+        """One answer, or a stream of them at ``generate_stream``."""
+        model, record = self._repository.find(name, version), record_of(request.scope)
+        streamed = request.url.path.endswith("_stream")
+        infer_request = await self._read(
+            request,
+            self._repository.served_models.max_text_size,
+            lambda body, _: from_fields(model, read_object(body), record.unknown),
+        )
 
-            async def pieces() -> AsyncGenerator[bytes, None]:
-                stream = run_inference(repository, model, infer_request, record_of(request.scope), streamed)
-                async with aclosing(stream):
-                    async for response in stream:
-                        output = await to_fields(model, infer_request, response)
-                        yield event(output) if streamed else msgspec.json.encode(output)
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            stream = run_inference(self._repository, model, infer_request, record, streamed)
+            async with aclosing(stream):
+                async for response in stream:
+                    output = await to_fields(model, infer_request, response)
+                    yield event(output) if streamed else encode(output)
 
-            return Reply(model.service, pieces(), ERROR_FORMAT, streamed)
+        return Reply(model.service, pieces(), ERROR_FORMAT, streamed)
 
-        return generate
+    async def index(self, request: Request) -> Response:
+        wish = convert(await self._settings_body_of(request), IndexRequest, record_of(request.scope).unknown, "")
+        return Json(state.repository_index(self._repository, wish.ready))
 
-    async def index(request: Request) -> Response:
-        wish = convert(await settings_body_of(request), IndexRequest, record_of(request.scope).unknown)
-        return Json(state.repository_index(repository, wish.ready))
-
-    async def load(request: Request, name: str) -> Response:
-        wish = await change_of(request, LoadRequest)
-        await state.load_model(repository, name, wish.parameters)
+    async def load(self, request: Request, name: str) -> Response:
+        wish = await self._change_of(request, LoadRequest)
+        await state.load_model(self._repository, name, wish.parameters)
         return Response()
 
-    async def unload(request: Request, name: str) -> Response:
-        wish = await change_of(request, LoadRequest)
-        await state.unload_model(repository, name, wish.parameters)
+    async def unload(self, request: Request, name: str) -> Response:
+        wish = await self._change_of(request, LoadRequest)
+        await state.unload_model(self._repository, name, wish.parameters)
         return Response()
 
-    async def logging(request: Request) -> Response:
-        return Json(state.log_settings(repository, await settings_body_of(request) if request.method == "POST" else {}))
+    async def logging(self, request: Request) -> Response:
+        settings = await self._settings_body_of(request) if request.method == "POST" else {}
+        return Json(state.log_settings(self._repository, settings))
 
-    async def tracing(request: Request, name: str = "") -> Response:
-        settings = await settings_body_of(request) if request.method == "POST" else {}
-        return Json(state.trace_settings(repository, settings, name))
+    async def tracing(self, request: Request, name: str = "") -> Response:
+        settings = await self._settings_body_of(request) if request.method == "POST" else {}
+        return Json(state.trace_settings(self._repository, settings, name))
 
-    async def memory_status(request: Request, name: str = "") -> Response:
-        return Json(memory_of(request).status(name))
+    async def memory_status(self, request: Request, name: str = "") -> Response:
+        return Json(self._memory_of(request).status(name))
 
-    async def register(request: Request, name: str) -> Response:
-        wish = await change_of(request, Registration)
-        memory_of(request).register(name, wish.key, wish.offset, wish.byte_size)
+    async def register(self, request: Request, name: str) -> Response:
+        wish = await self._change_of(request, Registration)
+        self._memory_of(request).register(name, wish.key, wish.offset, wish.byte_size)
         return Response()
 
-    async def unregister(request: Request, name: str = "") -> Response:
-        memory_of(request).unregister(name)
+    async def unregister(self, request: Request, name: str = "") -> Response:
+        self._memory_of(request).unregister(name)
         return Response()
 
-    async def no_cuda_memory(_: Request, name: str = "") -> Response:
+    async def no_cuda_memory(self, _: Request, name: str = "") -> Response:
         raise PenstockError(Code.UNSUPPORTED, NO_CUDA)
 
-    async def cuda_status(_: Request) -> Response:
+    async def cuda_status(self, _: Request) -> Response:
         return Json([])
 
-    async def cuda_unregister(_: Request, name: str = "") -> Response:
+    async def cuda_unregister(self, _: Request, name: str = "") -> Response:
         return Response()  # there is none
 
-    model = "/v2/models/{name}"
-    endpoints: Iterable[tuple[str, str, Callable[..., Awaitable[Response]], str]] = [
-        ("GET", "/v2", server, "The server, and the extensions it has"),
-        ("GET", "/v2/health/live", live, "This process answers"),
-        ("GET", "/v2/health/ready", ready, "The models accept requests"),
-        ("GET", "/v2/models/stats", all_stats, "Statistics of all models"),
-        *[
-            route
-            for at in (model, f"{model}/versions/{{version}}")
-            for route in (
-                ("GET", at, model_metadata, "A model's inputs and outputs"),
-                ("GET", f"{at}/config", model_config, "A model's configuration"),
-                ("GET", f"{at}/ready", model_ready, "A model accepts requests"),
-                ("GET", f"{at}/stats", model_stats, "Statistics of a model"),
-                ("POST", f"{at}/infer", infer, "Infer from tensors"),
-                ("POST", f"{at}/generate", generating(False), "Generate from a JSON object"),
-                ("POST", f"{at}/generate_stream", generating(True), "Generate from a JSON object, streamed"),
-            )
-        ],
-        ("POST", "/v2/repository/index", index, "Models of the repository"),
-        ("POST", "/v2/repository/models/{name:path}/load", load, "Load a model"),
-        ("POST", "/v2/repository/models/{name:path}/unload", unload, "Unload a model"),
-        ("GET", f"{SYSTEM}/status", memory_status, "Regions of system shared memory"),
-        ("GET", f"{SYSTEM}/region/{{name}}/status", memory_status, "Regions of system shared memory"),
-        ("POST", f"{SYSTEM}/region/{{name}}/register", register, "Register a region of system shared memory"),
-        ("POST", f"{SYSTEM}/unregister", unregister, "Unregister regions of system shared memory"),
-        ("POST", f"{SYSTEM}/region/{{name}}/unregister", unregister, "Unregister regions of system shared memory"),
-        ("GET", f"{CUDA}/status", cuda_status, "Regions of CUDA shared memory, of which there are none"),
-        ("GET", f"{CUDA}/region/{{name}}/status", no_cuda_memory, "Regions of CUDA shared memory, which are refused"),
-        (
-            "POST",
-            f"{CUDA}/region/{{name}}/register",
-            no_cuda_memory,
-            "Regions of CUDA shared memory, which are refused",
-        ),
-        ("POST", f"{CUDA}/unregister", cuda_unregister, "Unregister regions of CUDA shared memory"),
-        ("POST", f"{CUDA}/region/{{name}}/unregister", cuda_unregister, "Unregister regions of CUDA shared memory"),
-        *[(method, "/v2/logging", logging, "Settings of the log") for method in ("GET", "POST")],
-        *[
-            (method, path, tracing, "Settings of traces")
-            for method in ("GET", "POST")
-            for path in ("/v2/trace/setting", f"{model}/trace/setting")
-        ],
-    ]
-    for method, path, endpoint, summary in endpoints:
+
+MODEL, REGION = "/v2/models/{name}", "/region/{name}"
+STATUS = f"{REGION}/status"
+ENDPOINTS: Sequence[tuple[str, str, Callable[..., Awaitable[Response]], str]] = [
+    ("GET", "/v2", Endpoints.server, "The server, and the extensions it has"),
+    ("GET", "/v2/health/live", Endpoints.live, "This process answers"),
+    ("GET", "/v2/health/ready", Endpoints.ready, "The models accept requests"),
+    ("GET", "/v2/models/stats", Endpoints.all_stats, "Statistics of all models"),
+    *[
+        route
+        for at in (MODEL, f"{MODEL}/versions/{{version}}")
+        for route in (
+            ("GET", at, Endpoints.model_metadata, "A model's inputs and outputs"),
+            ("GET", f"{at}/config", Endpoints.model_config, "A model's configuration"),
+            ("GET", f"{at}/ready", Endpoints.model_ready, "A model accepts requests"),
+            ("GET", f"{at}/stats", Endpoints.model_stats, "Statistics of a model"),
+            ("POST", f"{at}/infer", Endpoints.infer, "Infer from tensors"),
+            ("POST", f"{at}/generate", Endpoints.generate, "Generate from a JSON object"),
+            ("POST", f"{at}/generate_stream", Endpoints.generate, "Generate from a JSON object, streamed"),
+        )
+    ],
+    ("POST", "/v2/repository/index", Endpoints.index, "Models of the repository"),
+    ("POST", "/v2/repository/models/{name:path}/load", Endpoints.load, "Load a model"),
+    ("POST", "/v2/repository/models/{name:path}/unload", Endpoints.unload, "Unload a model"),
+    *[("GET", SYSTEM + at, Endpoints.memory_status, "Regions of system shared memory") for at in ("/status", STATUS)],
+    ("POST", f"{SYSTEM}{REGION}/register", Endpoints.register, "Register a region of system shared memory"),
+    *[
+        ("POST", f"{SYSTEM}{at}/unregister", Endpoints.unregister, "Unregister regions of system shared memory")
+        for at in ("", REGION)
+    ],
+    ("GET", f"{CUDA}/status", Endpoints.cuda_status, "Regions of CUDA shared memory, of which there are none"),
+    *[
+        (method, CUDA + at, Endpoints.no_cuda_memory, "Regions of CUDA shared memory, which are refused")
+        for method, at in (("GET", STATUS), ("POST", f"{REGION}/register"))
+    ],
+    *[
+        ("POST", f"{CUDA}{at}/unregister", Endpoints.cuda_unregister, "Unregister regions of CUDA shared memory")
+        for at in ("", REGION)
+    ],
+    *[(method, "/v2/logging", Endpoints.logging, "Settings of the log") for method in ("GET", "POST")],
+    *[
+        (method, path, Endpoints.tracing, "Settings of traces")
+        for method in ("GET", "POST")
+        for path in ("/v2/trace/setting", f"{MODEL}/trace/setting")
+    ],
+]
+"""Method, path, endpoint and summary of each route."""
+
+
+def add_routes(routes: Routes, repository: ModelRepository) -> None:
+    """Add all routes below ``/v2``."""
+    routes.error_formats.add(ERROR_FORMAT, "/v2")
+    endpoints = Endpoints(repository)
+    for method, path, endpoint, summary in ENDPOINTS:
         asks = path.endswith(WITH_BODY)
         described = operation(OBJECT if asks else None, FAILED, OBJECT if asks else None, path.endswith("_stream"))
-        answer, access = _with_parameters(endpoint), _access_of(method, path)
+        answer, access = _with_parameters(endpoint, endpoints), _access_of(method, path)
         routes.add(path, answer, access=access, method=method, summary=summary, described=described)
 
 
@@ -280,12 +280,12 @@ def _access_of(method: str, path: str) -> Access:
     return Access.CONTROL if path.endswith(("/load", "/unload")) else Access.INFERENCE
 
 
-def _with_parameters(endpoint: Callable[..., Awaitable[Response]]) -> Endpoint:
+def _with_parameters(endpoint: Callable[..., Awaitable[Response]], endpoints: Endpoints) -> Endpoint:
     """An endpoint that is called with the request, and with the parameters of the path by their names."""
 
     @functools.wraps(endpoint)
     async def called(request: Request) -> Response:
-        return await endpoint(request, **request.path_params)
+        return await endpoint(endpoints, request, **request.path_params)
 
     return called
 
@@ -405,7 +405,7 @@ async def encode_response(
         outputs.append(output)
     result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
     result |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}
-    return msgspec.json.encode(result), b"".join(raw) if raw else None
+    return encode(result), b"".join(raw) if raw else None
 
 
 def decompressed(body: bytes, encoding: str, maximum: int) -> bytes:

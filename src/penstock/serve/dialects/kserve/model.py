@@ -11,7 +11,7 @@ from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from .tensors import BYTES, FLOAT_CODES, INTEGER_CODES, MAX_VALUES, Spec, Tensor, kind
 
@@ -76,10 +76,10 @@ class Model:
     """Maximum number of rows; 0 without a batch dimension."""
     decoupled: ClassVar[bool] = False
     """Whether a request may have any number of responses."""
-    _service: ModelService
+    _service: ServedModel
 
     @property
-    def service(self) -> ModelService:
+    def service(self) -> ServedModel:
         """The served model that it uses. Raises ``PenstockError`` (``unavailable``) where there is none."""
         return self._service
 

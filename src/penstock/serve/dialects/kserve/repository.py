@@ -9,9 +9,8 @@ from pathlib import Path
 
 from penstock.core import Code, PenstockError
 from penstock.serve.models.manager import ModelManager
-from penstock.serve.models.messages import ServedModel
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.messages import ModelEntry
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .model import VERSION, Model
 from .settings import LogSettings
@@ -42,7 +41,7 @@ class ModelRepository:
         self.log = LogSettings()
         served_models.metrics.dialect_metrics.append(TrtLlmMetrics(served_models).collect)
         self.others = tuple(others)
-        self._over: dict[ModelService, list[Model]] = {}
+        self._over: dict[ServedModel, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
         """Models that are ready."""
@@ -78,12 +77,12 @@ class ModelRepository:
             raise PenstockError(Code.NOT_FOUND, message, "model_version")
         return model
 
-    def owner(self, name: str) -> ServedModel | None:
+    def owner(self, name: str) -> ModelEntry | None:
         """The served model for the name of a model of either kind, loaded or not."""
         return next((model for model in self.served_models.models if name in model.kserve or name in model.names), None)
 
 
-def models_of(service: ModelService) -> list[Model]:
+def models_of(service: ServedModel) -> list[Model]:
     """The protocol's models over one served model."""
     models: list[Model] = []
     for name, kind in service.kserve.items():

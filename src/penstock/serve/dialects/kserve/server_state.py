@@ -12,7 +12,7 @@ from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
-from penstock.serve.models.messages import ServedModel
+from penstock.serve.models.messages import ModelEntry
 from penstock.version import __version__
 
 from .model import MAX_BATCH_SIZE, VERSION
@@ -67,7 +67,7 @@ def repository_index(repository: ModelRepository, ready: bool = False) -> list[d
     ]
 
 
-def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
+def _state(repository: ModelRepository, model: ModelEntry) -> tuple[str, str]:
     """A model's state and its reason."""
     service = next((service for service in repository.served_models if service.name == model.name), None)
     if model.draining:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.sampling import MAX_ENTRIES
 from penstock.frontend.gateway import Gateway
-from penstock.serve.dialects.openai.requests import MAX_PROMPTS
-from penstock.serve.http.body import convert
-from penstock.serve.http.unknown_fields import UnknownFields
+from penstock.serve.dialects.openai.schema import MAX_PROMPTS
 
-from .requests import GenerationRequest, PromptField
-
-T = TypeVar("T", bound=msgspec.Struct)
+from .schema import GenerationRequest, PromptField
 
 NAMES = {
     "temperature": "temperature",
@@ -35,42 +28,10 @@ NAMES = {
     "grammar": "guided_grammar",
 }
 """Field → OpenAI's or vLLM's."""
-WITHOUT_EFFECT = frozenset(
-    "cache_prompt id_slot n_keep n_discard n_cache_reuse n_indent min_keep repeat_last_n samplers parse_special "
-    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta xtc_threshold "
-    "dynatemp_exponent t_max_prompt_ms embd_normalize".split()
-)
-"""Fields of how a model is run, which the server decides, and those that only others, which are refused, use."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "mirostat": (0,),
-    "typical_p": (1,),
-    "dynatemp_range": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "top_n_sigma": (-1,),
-    "t_max_predict_ms": (-1, 0),
-    "lora": ([],),
-    "response_fields": ([],),
-    "post_sampling_probs": (False,),
-    "return_progress": (False,),
-}
-"""Fields that are not supported, with the values that have no effect."""
 PART_SIZE = 16
 """Characters that a part of a prompt counts for besides its own, as the shortest one takes time, too."""
 UNBOUNDED = (-1, -2)
 """Values of ``n_predict`` for as many as the context holds."""
-
-
-def read(fields: Mapping[str, Any], schema: type[T], unknown: UnknownFields) -> T:
-    """A request. Raises ``PenstockError``: ``unsupported`` for fields that are not supported, ``invalid`` for wrong
-    values."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    for name, neutral in NEUTRAL.items():
-        if name in given and given.pop(name) not in neutral:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported", name)
-    return convert(
-        {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}, schema, unknown, "numbers"
-    )
 
 
 async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dict[str, Any]:

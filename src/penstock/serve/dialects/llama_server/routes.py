@@ -2,60 +2,164 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.core import Code, PenstockError
+from penstock.frontend.outputs import Logprob, PositionLogprobs, RequestOutput, embedding_of
 from penstock.serve.chat.messages import messages_of, template_options
 from penstock.serve.dialects.dispatch import answer_by_body
-from penstock.serve.dialects.openai import requests as openai
+from penstock.serve.dialects.endpoints import DialectRoutes
+from penstock.serve.dialects.openai import schema as openai
 from penstock.serve.dialects.openai.completions import CompletionHandler
-from penstock.serve.dialects.openai.parse import parse
-from penstock.serve.http.access import Access
-from penstock.serve.http.body import read_object
-from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.reply import Reply
-from penstock.serve.http.request_record import record_of
+from penstock.serve.dialects.openai.embeddings import EmbeddingHandler
+from penstock.serve.dialects.openai.embeddings import EmbeddingRequest as OpenAIEmbeddingRequest
+from penstock.serve.generation import likeliest
+from penstock.serve.http.body import convert
+from penstock.serve.http.openapi import OBJECT, reference
+from penstock.serve.http.reply import Reply, encode, event
+from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
+from penstock.serve.models.served_models import ServedModel, ServedModels
 from penstock.text.infill import infill_format
 
-from .convert import generation_fields, prompts_of, read
-from .embeddings import LlamaServerEmbeddingHandler
-from .handler import LlamaServerHandler
-from .requests import (
+from .convert import generation_fields, prompts_of
+from .schema import (
+    ERROR_FORMAT,
+    ERROR_PATHS,
+    Answer,
     CompletionRequest,
     EmbeddingRequest,
     GenerationRequest,
     InfillRequest,
     TemplateRequest,
     TokenizeRequest,
+    TokenProbability,
+    TopProbability,
+    stop_of,
+    timings_of,
 )
-from .responses import ERROR_FORMAT, ERROR_PATHS, Answer
-from .state import props, slots
+from .state import props, settings_of, slots
 
-T = TypeVar("T", bound=msgspec.Struct)
 SCHEMAS = (CompletionRequest, InfillRequest, EmbeddingRequest, TemplateRequest, TokenizeRequest, Answer)
 PREFIX = "llama_server."
 """Of the schemas' names in the OpenAPI document."""
 
 
+class LlamaServerHandler(CompletionHandler):
+    """One request.
+
+    Args:
+        given: the request in this dialect.
+        as_list: whether the answer is a list, as there is a list of prompts.
+    """
+
+    def __init__(
+        self,
+        service: ServedModel,
+        record: RequestRecord,
+        request: openai.CompletionRequest,
+        given: GenerationRequest,
+        as_list: bool,
+    ) -> None:
+        super().__init__(service, record, request)
+        self._given = given
+        self._as_list = as_list
+        self._is_empty = given.n_predict == 0
+        """Whether the one token that is generated is not returned."""
+
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        answers = [self._whole(i, output) for i, output in enumerate(outputs)]
+        return encode(answers if self._as_list else answers[0])
+
+    async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
+        completion, events = output.outputs[0], b""
+        piece = self.cursors[index].advance(completion)
+        if piece is not None and (piece.text or piece.positions) and not self._is_empty:
+            part = self._answer(index, output, piece.text, piece.token_ids, stop=False)
+            part.completion_probabilities = self._probabilities(piece.positions)
+            if self._given.timings_per_token:
+                part.timings = timings_of(output)
+            events += event(part)
+        if completion.finished:
+            events += event(self._ended(self._answer(index, output, "", [], stop=True), output))
+        return events
+
+    def format_end(self) -> bytes:
+        return b""
+
+    def _whole(self, i: int, output: RequestOutput) -> Answer:
+        completion = output.outputs[0]
+        if self._is_empty:
+            return self._ended(self._answer(i, output, "", [], stop=True), output)
+        token_ids = completion.token_ids if self._given.return_tokens else []
+        answer = self._answer(i, output, completion.text, token_ids, stop=True)
+        answer.completion_probabilities = self._probabilities(completion.logprobs or [])
+        return self._ended(answer, output)
+
+    def _answer(self, i: int, output: RequestOutput, text: str, token_ids: list[int], stop: bool) -> Answer:
+        return Answer(
+            index=i,
+            content=text,
+            tokens=token_ids,
+            stop=stop,
+            tokens_predicted=0 if self._is_empty else len(output.outputs[0].token_ids),
+            tokens_evaluated=len(output.prompt_token_ids),
+        )
+
+    def _ended(self, answer: Answer, output: RequestOutput) -> Answer:
+        """Add what the end of an answer has."""
+        completion = output.outputs[0]
+        answer.model, answer.prompt = self.service.name, self.prompt_text(output)
+        answer.generation_settings = self._settings()
+        answer.stop_type, answer.stopping_word = ("limit", "") if self._is_empty else stop_of(completion)
+        answer.has_new_line, answer.truncated = "\n" in completion.text, False
+        answer.tokens_cached = len(output.prompt_token_ids) + answer.tokens_predicted
+        answer.timings = timings_of(output)
+        return answer
+
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self.sampling) | {
+            "n_predict": self._given.n_predict if self._given.n_predict is not None else -1,
+            "stream": bool(self._given.stream),
+            "grammar": self._given.grammar or "",
+            "timings_per_token": bool(self._given.timings_per_token),
+        }
+
+    def _probabilities(self, positions: list[PositionLogprobs]) -> Any:
+        if not self._given.n_probs or not positions:
+            return UNSET
+        return [self._position(position) for position in positions]
+
+    def _position(self, position: PositionLogprobs) -> TokenProbability:
+        chosen = self._token(*next(iter(position.items())))
+        top = [self._token(*entry) for entry in likeliest(position, self._given.n_probs or 0)]
+        return TokenProbability(
+            id=chosen.id, token=chosen.token, bytes=chosen.bytes, logprob=chosen.logprob, top_logprobs=top
+        )
+
+    def _token(self, token_id: int, given: Logprob) -> TopProbability:
+        vocabulary, logprob = self.tokenizer.vocabulary, max(given.logprob, openai.MIN_LOGPROB)
+        token_bytes = [*vocabulary[token_id]] if token_id < len(vocabulary) else []
+        return TopProbability(id=token_id, token=given.decoded_token, bytes=token_bytes, logprob=logprob)
+
+
+class LlamaServerEmbeddingHandler(EmbeddingHandler):
+    """One request for vectors: each text has a list of one, that of the whole text."""
+
+    field = "content"
+
+    def response(self, outputs: list[RequestOutput]) -> object:
+        return [{"index": i, "embedding": [embedding_of(output)]} for i, output in enumerate(outputs)]
+
+
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add them; those of vLLM with the same paths are there already."""
-    routes.describe(SCHEMAS, PREFIX)
     routes.error_formats.add(ERROR_FORMAT, *ERROR_PATHS)
-
-    async def read_request(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        record = record_of(raw_request.scope)
-        record.error_format = ERROR_FORMAT
-        return await served_models.read(
-            raw_request,
-            lambda body: (read(read_object(body), schema, record.unknown), len(body)),
-            served_models.max_body_size if schema is TemplateRequest else None,
-        )
+    added = DialectRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
 
     async def answer(
         raw_request: Request,
@@ -69,20 +173,18 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         if ends:
             fields["stop_token_ids"] = [*ends]
         given = {name: value for name, value in fields.items() if value is not None}
-        completions = CompletionHandler(
-            service, record, parse(given, openai.CompletionRequest, record.unknown, "numbers")
-        )
-        handler = LlamaServerHandler(service, request, completions, as_list)
+        completion = convert(given, openai.CompletionRequest, record.unknown, "numbers")
+        handler = LlamaServerHandler(service, record, completion, request, as_list)
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 
     async def completion(raw_request: Request) -> Response:
-        request, _ = await read_request(raw_request, CompletionRequest)
+        request, _ = await added.read(raw_request, CompletionRequest)
         prompts = await prompts_of(request.prompt, served_models.find(request.model).gateway)
         several = isinstance(request.prompt, list) and not any(isinstance(part, int) for part in request.prompt)
         return await answer(raw_request, request, prompts, several)
 
     async def infill(raw_request: Request) -> Response:
-        request, _ = await read_request(raw_request, InfillRequest)
+        request, _ = await added.read(raw_request, InfillRequest)
         gateway = served_models.find(request.model).gateway
         ends = infill_format(gateway.input_processor.tokenizer).ends
         files = [(file.filename, file.text) for file in request.input_extra]
@@ -91,15 +193,15 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return await answer(raw_request, request, [token_ids], False, ends)
 
     async def embedding(raw_request: Request) -> Response:
-        request, _ = await read_request(raw_request, EmbeddingRequest)
+        request, _ = await added.read(raw_request, EmbeddingRequest)
         service = served_models.find(request.model)
         prompts: Any = await prompts_of(request.content, service.gateway, "content")
-        converted = openai.EmbeddingRequest(input=prompts, model=request.model)
+        converted = OpenAIEmbeddingRequest(input=prompts, model=request.model)
         handler = LlamaServerEmbeddingHandler(service, record_of(raw_request.scope), converted)
-        return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
+        return Reply.of(service, handler, ERROR_FORMAT, False)
 
     async def apply_template(raw_request: Request) -> Response:
-        request, size = await read_request(raw_request, TemplateRequest)
+        request, size = await added.read(raw_request, TemplateRequest, media=True)
         service = served_models.find(request.model)
         gateway = service.gateway
         options = template_options(
@@ -110,7 +212,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"prompt": conversation.text})
 
     async def tokenize(raw_request: Request) -> Response:
-        request, _ = await read_request(raw_request, TokenizeRequest)
+        request, _ = await added.read(raw_request, TokenizeRequest)
         gateway = served_models.find(request.model).gateway
         tokens: list[Any] = [*await gateway.encode(request.content, bool(request.add_special))]
         if request.with_pieces:
@@ -119,36 +221,26 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"tokens": tokens})
 
     async def get_props(raw_request: Request) -> Response:
-        return JSONResponse(props(served_models, served_models.find(raw_request.query_params.get("model"))))
+        return JSONResponse(props(served_models.find(raw_request.query_params.get("model"))))
 
     async def change_props(_: Request) -> Response:
         message = "/props: options are chosen where the server is started (penstock serve --help)"
         raise PenstockError(Code.UNSUPPORTED, message)
 
     async def get_slots(raw_request: Request) -> Response:
-        return JSONResponse(slots(served_models, served_models.find(raw_request.query_params.get("model"))))
+        return JSONResponse(slots(served_models.find(raw_request.query_params.get("model"))))
 
     one = reference(Answer, PREFIX)
     whole = {"anyOf": [one, {"type": "array", "items": one}]}
     objects = {"type": "array", "items": OBJECT}
-    for path, endpoint, schema, described, summary in (
-        ("/completion", completion, CompletionRequest, whole, "llama-server's completion"),
-        ("/completions", completion, CompletionRequest, whole, "llama-server's completion"),
-        ("/infill", infill, InfillRequest, one, "llama-server's code between a prefix and a suffix"),
-        ("/embedding", embedding, EmbeddingRequest, objects, "llama-server's embeddings"),
-        ("/apply-template", apply_template, TemplateRequest, OBJECT, "llama-server's prompt of a chat"),
-    ):
-        described = operation(described, OBJECT, reference(schema, PREFIX))
-        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)
-    for path, state, described, summary in (
-        ("/props", get_props, OBJECT, "llama-server's properties of a model"),
-        ("/slots", get_slots, objects, "llama-server's slots"),
-    ):
-        described = operation(described, OBJECT, query=("model",))
-        routes.add(path, state, access=Access.INFERENCE, summary=summary, described=described)
-    summary = "llama-server's change of options, which is refused"
-    change = operation(OBJECT, OBJECT)
-    routes.add("/props", change_props, access=Access.INFERENCE, method="POST", summary=summary, described=change)
+    for path in ("/completion", "/completions"):
+        added.post(path, completion, "llama-server's completion", CompletionRequest, answer=whole)
+    added.post("/infill", infill, "llama-server's code between a prefix and a suffix", InfillRequest, answer=Answer)
+    added.post("/embedding", embedding, "llama-server's embeddings", EmbeddingRequest, answer=objects)
+    added.post("/apply-template", apply_template, "llama-server's prompt of a chat", TemplateRequest)
+    added.add("/props", get_props, "llama-server's properties of a model", query=("model",))
+    added.add("/slots", get_slots, "llama-server's slots", objects, query=("model",))
+    added.post("/props", change_props, "llama-server's change of options, which is refused")
     answer_by_body(routes, served_models, "/tokenize", lambda fields: "content" in fields, tokenize)
 
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.config.options import Configuration
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 from penstock.text.side_files import TOOL_USE
 from penstock.version import __version__
 
-from .handler import settings_of
+RANDOM_SEED = 2**32 - 1
+"""Stands for a seed that is drawn."""
 
 
-def props(served_models: ServedModels, service: ModelService) -> dict[str, Any]:
+def settings_of(sampling: Any) -> dict[str, Any]:
+    """Sampling parameters under llama-server's names."""
+    return {
+        "seed": RANDOM_SEED if sampling.seed is None else sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": max(sampling.top_k, 0),
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": [*sampling.stop],
+        "ignore_eos": sampling.ignore_eos,
+        "n_probs": sampling.logprobs or 0,
+    }
+
+
+def props(service: ServedModel) -> dict[str, Any]:
     processor = service.gateway.input_processor
     tokenizer = processor.tokenizer
     sampling = processor.default_sampling
@@ -26,9 +42,9 @@ def props(served_models: ServedModels, service: ModelService) -> dict[str, Any]:
             "is_processing": False,
             "params": settings_of(sampling) | {"n_predict": -1, "stream": True},
         },
-        "total_slots": _num_slots(served_models, service),
+        "total_slots": service.configuration.engine.max_num_seqs,
         "model_alias": service.name,
-        "model_path": _configuration(served_models, service).engine.model or service.name,
+        "model_path": service.configuration.engine.model or service.name,
         "modalities": {"vision": service.sees_images, "audio": False},
         "chat_template": tokenizer.template_source or "",
         **({"chat_template_tool_use": tokenizer.templates[TOOL_USE]} if TOOL_USE in tokenizer.templates else {}),
@@ -39,19 +55,11 @@ def props(served_models: ServedModels, service: ModelService) -> dict[str, Any]:
     }
 
 
-def slots(served_models: ServedModels, service: ModelService) -> list[dict[str, Any]]:
+def slots(service: ServedModel) -> list[dict[str, Any]]:
     """One for each sequence that may run: so many are busy as there are running, in no order of their own."""
     running = service.gateway.engine_pool.stats.running
     length = service.gateway.engine_pool.require_engine().max_model_len
     return [
         {"id": i, "id_task": -1, "n_ctx": length, "speculative": False, "is_processing": i < running}
-        for i in range(_num_slots(served_models, service))
+        for i in range(service.configuration.engine.max_num_seqs)
     ]
-
-
-def _num_slots(served_models: ServedModels, service: ModelService) -> int:
-    return _configuration(served_models, service).engine.max_num_seqs
-
-
-def _configuration(served_models: ServedModels, service: ModelService) -> Configuration:
-    return next(model for model in served_models.models if model.name == service.name).configuration

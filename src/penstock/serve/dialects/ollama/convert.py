@@ -9,7 +9,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.unknown_fields import UnknownFields
 
-from .requests import ChatRequest, GenerateRequest, OllamaGeneration, OllamaMessage
+from .schema import ChatRequest, GenerateRequest, OllamaGeneration, OllamaMessage
 
 OPTIONS = {
     "temperature": "temperature",

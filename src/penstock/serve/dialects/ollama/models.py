@@ -11,8 +11,7 @@ from penstock import demo
 from penstock.checkpoint.config_json import read_config_json
 from penstock.core import Code, PenstockError
 from penstock.planning.model_size import model_size_of
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 from penstock.text.infill import find_infill_format
 
 LATEST = ":latest"
@@ -24,7 +23,7 @@ class OllamaModels:
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
 
-    def find(self, name: str | None) -> ModelService:
+    def find(self, name: str | None) -> ServedModel:
         """The model of a name, which may end in ``:latest``. Raises ``PenstockError`` (``not_found``)."""
         if not name:
             raise PenstockError(Code.INVALID, "model is required", "model")
@@ -37,11 +36,7 @@ class OllamaModels:
 
     def listed(self) -> list[dict[str, Any]]:
         """All names that requests may have."""
-        return [
-            self._entry(service, name)
-            for service in self._served_models
-            for name in [*service.names, *service.gateway.engine_pool.adapters]
-        ]
+        return [self._entry(service, name) for service in self._served_models for name in service.all_names]
 
     def running(self) -> list[dict[str, Any]]:
         """Those that are in memory, which all are."""
@@ -80,7 +75,7 @@ class OllamaModels:
             "modified_at": entry["modified_at"],
         }
 
-    def _entry(self, service: ModelService, name: str) -> dict[str, Any]:
+    def _entry(self, service: ServedModel, name: str) -> dict[str, Any]:
         config, created = self._config(service), datetime.fromtimestamp(self._served_models.created, UTC)
         family = config.get("model_type", "")
         folder = self._folder(service)
@@ -100,18 +95,15 @@ class OllamaModels:
             },
         }
 
-    def _configuration(self, service: ModelService) -> Any:
-        return next(model for model in self._served_models.models if model.name == service.name).configuration
-
-    def _folder(self, service: ModelService) -> Path:
-        model = self._configuration(service).engine.model
+    def _folder(self, service: ServedModel) -> Path:
+        model = service.configuration.engine.model
         return Path(model) if model else demo.CHAT
 
-    def _quantization(self, service: ModelService) -> str:
-        engine = self._configuration(service).engine
+    def _quantization(self, service: ServedModel) -> str:
+        engine = service.configuration.engine
         return str(engine.dtype if engine.quantization in ("", "none") else engine.quantization)
 
-    def _config(self, service: ModelService) -> dict[str, Any]:
+    def _config(self, service: ServedModel) -> dict[str, Any]:
         try:
             return read_config_json(self._folder(service))
         except PenstockError:

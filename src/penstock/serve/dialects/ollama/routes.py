@@ -2,110 +2,234 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, TypeVar
+import time
+from typing import Any, NamedTuple
 
+import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.core import Code, PenstockError
+from penstock.frontend.outputs import CompletionOutput, RequestOutput, embedding_of
 from penstock.serve.chat.request import ChatRequest as OpenAIChatRequest
+from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.dialects.openai.chat import ChatHandler
 from penstock.serve.dialects.openai.completions import CompletionHandler
-from penstock.serve.dialects.openai.parse import parse
-from penstock.serve.dialects.openai.requests import CompletionRequest
-from penstock.serve.http.access import Access
-from penstock.serve.http.body import convert, read_object
-from penstock.serve.http.openapi import OBJECT, operation, reference
-from penstock.serve.http.reply import Reply
+from penstock.serve.dialects.openai.embeddings import EmbeddingHandler, EmbeddingRequest
+from penstock.serve.dialects.openai.schema import CompletionRequest, TokenLogprob, TopLogprob
+from penstock.serve.generation import GenerationHandler
+from penstock.serve.http.body import convert
+from penstock.serve.http.reply import Json, Reply, encode
 from penstock.serve.http.request_record import RequestRecord, record_of
-from penstock.serve.http.routes import Routes
-from penstock.serve.http.unknown_fields import UnknownFields
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.http.routes import Endpoint, Routes
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .convert import chat_fields, generate_fields
-from .embeddings import OllamaEmbeddingHandler
-from .handler import OllamaHandler, calls_of, chat_pieces, raw_pieces
 from .models import OllamaModels
-from .requests import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, OllamaRequest, ShowRequest
-from .responses import ERROR_FORMAT, MEDIA_TYPE, Answer, AnswerMessage, Embeddings, encode, now
+from .schema import (
+    ERROR_FORMAT,
+    MEDIA_TYPE,
+    NANOSECONDS,
+    Answer,
+    AnswerMessage,
+    ChatRequest,
+    Embeddings,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    OneEmbedding,
+    ShowRequest,
+    finish,
+    now,
+)
 
-T = TypeVar("T", bound=OllamaRequest)
-Answering = Callable[[Request, bytes], Response | Awaitable[Response]]
 SCHEMAS = (ChatRequest, GenerateRequest, EmbedRequest, EmbeddingsRequest, ShowRequest, Answer)
 VERSION = "0.12.6"
 """Version of Ollama whose API this is: clients ask for it to know what they may use."""
 UNSUPPORTED = ("create", "copy", "delete", "push")
 PREFIX = "ollama."
 """Of the schemas' names in the OpenAPI document."""
+WHOLE_CONTEXT = -1
+"""Value of ``truncate_prompt_tokens``: what the model takes."""
+
+
+class Piece(NamedTuple):
+    """What a step added to the answer."""
+
+    text: str = ""
+    thinking: str = ""
+    logprobs: list[TokenLogprob] | None = None
+
+
+class _OllamaHandler(GenerationHandler):
+    """One chat or generation."""
+
+    is_chat = False
+    """Whether the text is a message's content, or else ``response``."""
+    asked = ""
+    """The model as the request names it."""
+
+    def pieces(self, completion: CompletionOutput) -> list[Piece]:
+        """What a step added."""
+        raise NotImplementedError
+
+    def calls(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The tool calls of a finished chat."""
+        return []
+
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        output = outputs[0]
+        pieces = self.pieces(output.outputs[0])
+        whole = Piece(
+            "".join([piece.text for piece in pieces]),
+            "".join([piece.thinking for piece in pieces]),
+            [token for piece in pieces for token in piece.logprobs or ()],
+        )
+        return encode(finish(self._answer(whole, self.calls(output.outputs[0])), output))
+
+    async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
+        completion = output.outputs[0]
+        lines = [self._answer(piece) for piece in self.pieces(completion) if any(piece)]
+        if completion.finished:
+            if calls := self.calls(completion):
+                lines.append(self._answer(Piece(), calls))
+            lines.append(finish(self._answer(Piece()), output))
+        return b"".join([encode(line) + b"\n" for line in lines])
+
+    def format_end(self) -> bytes:
+        return b""
+
+    def _answer(self, piece: Piece, calls: list[dict[str, Any]] | None = None) -> Answer:
+        answer = Answer(model=self.asked, created_at=now(), logprobs=piece.logprobs or UNSET)
+        thinking = piece.thinking or UNSET
+        if self.is_chat:
+            answer.message = AnswerMessage(content=piece.text, thinking=thinking, tool_calls=calls or UNSET)
+        else:
+            answer.response, answer.thinking = piece.text, thinking
+        return answer
+
+
+class OllamaChatHandler(_OllamaHandler, ChatHandler):
+    """A chat, or a prompt that the chat template renders."""
+
+    def pieces(self, completion: CompletionOutput) -> list[Piece]:
+        return [
+            Piece(
+                chunk.delta.content or "",
+                chunk.delta.reasoning or "",
+                chunk.logprobs.content if chunk.logprobs else None,
+            )
+            for chunk in self.added(completion)
+        ]
+
+    def calls(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        found = self.message(completion).tool_calls if self.is_chat else []
+        return [
+            {"function": {"index": i, "name": one.name, "arguments": _object(one.arguments)}}
+            for i, one in enumerate(found)
+        ]
+
+
+class OllamaPromptHandler(_OllamaHandler, CompletionHandler):
+    """A prompt that is continued as it is."""
+
+    def pieces(self, completion: CompletionOutput) -> list[Piece]:
+        if (piece := self.cursors[completion.index].advance(completion)) is None:
+            return []
+        logprobs = None
+        if self.sampling.logprobs is not None:
+            given = self.logprobs_of(completion.index, piece.positions)
+            likeliest = zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True)
+            logprobs = [_token(*each) for each in likeliest]
+        return [Piece(piece.text, "", logprobs)]
+
+
+class OllamaEmbeddingHandler(EmbeddingHandler):
+    """One request for vectors."""
+
+    def __init__(
+        self, service: ServedModel, record: RequestRecord, request: EmbedRequest | EmbeddingsRequest, model: str
+    ) -> None:
+        converted = EmbeddingRequest(input="", model=model, truncate_prompt_tokens=WHOLE_CONTEXT)
+        if isinstance(request, EmbedRequest):
+            converted.input = request.input if isinstance(request.input, str) else [*request.input]
+            converted.dimensions = request.dimensions
+            if request.truncate is False:
+                converted.truncate_prompt_tokens = None
+        else:
+            converted.input = request.prompt
+        super().__init__(service, record, converted)
+        self._asked, self._is_list, self._started = (
+            request.model or model,
+            isinstance(request, EmbedRequest),
+            time.monotonic(),
+        )
+        self.field = "input" if self._is_list else "prompt"
+
+    def response(self, outputs: list[RequestOutput]) -> object:
+        if not self._is_list:
+            return OneEmbedding(embedding=embedding_of(outputs[0]))
+        return Embeddings(
+            model=self._asked,
+            embeddings=[embedding_of(output) for output in outputs],
+            total_duration=int((time.monotonic() - self._started) * NANOSECONDS),
+            prompt_eval_count=sum(len(output.prompt_token_ids) for output in outputs),
+        )
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the paths below ``/api``."""
-    routes.describe(SCHEMAS, PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/api/")
+    added = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=PREFIX)
     models = OllamaModels(served_models)
 
-    async def read(raw_request: Request, schema: type[T]) -> T:
-        unknown = record_of(raw_request.scope).unknown
-        return await served_models.read(raw_request, lambda body: parsed(body, schema, unknown))
-
-    def parsed(body: bytes, schema: type[T], unknown: UnknownFields) -> T:
-        given = {name: value for name, value in read_object(body).items() if value is not None}
-        return convert(given, schema, unknown)
-
-    async def chat(raw_request: Request) -> Response:
-        record = record_of(raw_request.scope)
-        return await served_models.read(
-            raw_request, lambda body: answer_chat(body, record), served_models.max_body_size
-        )
-
-    def answer_chat(body: bytes, record: RequestRecord) -> Response:
-        request = parsed(body, ChatRequest, record.unknown)
+    def chat(request: ChatRequest, record: RequestRecord, size: int) -> Response:
         service = models.find(request.model)
         if not request.messages:
             return _loaded(request, is_chat=True)
-        fields = chat_fields(request, record.unknown)
-        handler = _chat_handler(service, record, models.name_of(request.model or ""), fields, len(body))
-        answer = OllamaHandler(request.model or "", chat_pieces(handler), True, calls_of(handler))
-        return Reply.of(service, answer, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
+        return reply_chat(service, record, request, chat_fields(request, record.unknown), size, is_chat=True)
 
-    async def generate(raw_request: Request) -> Response:
-        record = record_of(raw_request.scope)
-        return await served_models.read(
-            raw_request, lambda body: answer_prompt(body, record), served_models.max_body_size
-        )
-
-    def answer_prompt(body: bytes, record: RequestRecord) -> Response:
-        request = parsed(body, GenerateRequest, record.unknown)
+    def generate(request: GenerateRequest, record: RequestRecord, size: int) -> Response:
         service = models.find(request.model)
         if not request.prompt and not request.suffix and not request.images:
             return _loaded(request, is_chat=False)
         fields = generate_fields(request, record.unknown)
-        if request.raw or request.suffix:
-            longest = service.gateway.engine_pool.require_engine().max_model_len
-            fields = {"max_tokens": longest} | fields | {"model": models.name_of(request.model or "")}
-            pieces = raw_pieces(
-                CompletionHandler(service, record, parse(fields, CompletionRequest, record.unknown, "numbers"))
-            )
-        else:
-            name = models.name_of(request.model or "")
-            pieces = chat_pieces(_chat_handler(service, record, name, fields, len(body)))
-        answer = OllamaHandler(request.model or "", pieces, False)
-        return Reply.of(service, answer, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
+        if not (request.raw or request.suffix):
+            return reply_chat(service, record, request, fields, size, is_chat=False)
+        longest = service.gateway.engine_pool.require_engine().max_model_len
+        fields = {"max_tokens": longest} | fields | {"model": models.name_of(request.model or "")}
+        converted = convert(fields, CompletionRequest, record.unknown, "numbers")
+        return reply(OllamaPromptHandler(service, record, converted), request)
 
-    def embedding(schema: type[EmbedRequest] | type[EmbeddingsRequest]) -> Callable[[Request], Awaitable[Response]]:
+    def reply_chat(
+        service: ServedModel,
+        record: RequestRecord,
+        request: ChatRequest | GenerateRequest,
+        fields: dict[str, Any],
+        size: int,
+        is_chat: bool,
+    ) -> Response:
+        fields["model"] = models.name_of(request.model or "")
+        converted = convert(fields, OpenAIChatRequest, record.unknown, "numbers")
+        handler = OllamaChatHandler(service, record, converted, size)
+        handler.is_chat = is_chat
+        return reply(handler, request)
+
+    def reply(handler: _OllamaHandler, request: ChatRequest | GenerateRequest) -> Response:
+        handler.asked = request.model or ""
+        return Reply.of(handler.service, handler, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
+
+    def embedding(schema: type[EmbedRequest] | type[EmbeddingsRequest]) -> Endpoint:
         async def endpoint(raw_request: Request) -> Response:
-            request = await read(raw_request, schema)
-            service = models.find(request.model)
-            name = models.name_of(request.model or "")
+            request, _ = await added.read(raw_request, schema)
+            service, name = models.find(request.model), models.name_of(request.model or "")
             if isinstance(request, EmbedRequest) and not request.input and isinstance(request.input, list):
-                none = Embeddings(model=request.model or name, embeddings=[], total_duration=0, prompt_eval_count=0)
-                return Response(encode(none), media_type="application/json")
+                return Json(
+                    Embeddings(model=request.model or name, embeddings=[], total_duration=0, prompt_eval_count=0)
+                )
             handler = OllamaEmbeddingHandler(service, record_of(raw_request.scope), request, name)
-            return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
+            return Reply.of(service, handler, ERROR_FORMAT, False)
 
         return endpoint
 
@@ -116,11 +240,11 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"models": models.running()})
 
     async def show(raw_request: Request) -> Response:
-        request = await read(raw_request, ShowRequest)
+        request, _ = await added.read(raw_request, ShowRequest)
         return JSONResponse(models.shown(request.model or request.name))
 
     async def pull(raw_request: Request) -> Response:
-        request = await read(raw_request, ShowRequest)
+        request, _ = await added.read(raw_request, ShowRequest)
         models.find(request.model or request.name)  # what is served is there already
         return Response(encode({"status": "success"}) + b"\n", media_type=MEDIA_TYPE.decode())
 
@@ -131,37 +255,22 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         message = f"{raw_request.url.path}: models are chosen where the server is started (penstock serve --model)"
         raise PenstockError(Code.UNSUPPORTED, message)
 
-    failure: dict[str, Any] = OBJECT
-    add = partial(routes.add, access=Access.INFERENCE)
-    for path, endpoint, schema, answer, summary in (
-        ("chat", chat, ChatRequest, Answer, "Ollama's chat"),
-        ("generate", generate, GenerateRequest, Answer, "Ollama's continuation of a prompt"),
-        ("embed", embedding(EmbedRequest), EmbedRequest, None, "Ollama's embeddings of texts"),
-        ("embeddings", embedding(EmbeddingsRequest), EmbeddingsRequest, None, "Ollama's embedding of one text"),
-        ("show", show, ShowRequest, None, "Ollama's description of a model"),
-        ("pull", pull, ShowRequest, None, "Ollama's download, which finds models that are served"),
-    ):
-        given = reference(answer, PREFIX) if answer else OBJECT
-        described = operation(given, failure, reference(schema, PREFIX))
-        add(f"/api/{path}", endpoint, method="POST", summary=summary, described=described)
-    for path, state, summary in (
-        ("tags", tags, "Ollama's list of models"),
-        ("ps", running, "Ollama's list of loaded models"),
-        ("version", version, "The version of Ollama's API"),
-    ):
-        add(f"/api/{path}", state, summary=summary, described=operation(OBJECT, failure))
-    for path in UNSUPPORTED:
-        method = "DELETE" if path == "delete" else "POST"
-        summary = f"Ollama's {path}, which is refused"
-        described = operation(OBJECT, failure)
-        add(f"/api/{path}", unsupported, method=method, summary=summary, described=described)
-
-
-def _chat_handler(
-    service: ModelService, record: RequestRecord, name: str, fields: dict[str, Any], size: int
-) -> ChatHandler:
-    fields["model"] = name
-    return ChatHandler(service, record, parse(fields, OpenAIChatRequest, record.unknown, "numbers"), size)
+    chat_endpoint = added.answering(ChatRequest, chat, media=True)
+    added.post("/api/chat", chat_endpoint, "Ollama's chat", ChatRequest, answer=Answer)
+    generate_endpoint = added.answering(GenerateRequest, generate, media=True)
+    continuation = "Ollama's continuation of a prompt"
+    added.post("/api/generate", generate_endpoint, continuation, GenerateRequest, answer=Answer)
+    added.post("/api/embed", embedding(EmbedRequest), "Ollama's embeddings of texts", EmbedRequest)
+    one = "Ollama's embedding of one text"
+    added.post("/api/embeddings", embedding(EmbeddingsRequest), one, EmbeddingsRequest)
+    added.post("/api/show", show, "Ollama's description of a model", ShowRequest)
+    added.post("/api/pull", pull, "Ollama's download, which finds models that are served", ShowRequest)
+    added.add("/api/tags", tags, "Ollama's list of models")
+    added.add("/api/ps", running, "Ollama's list of loaded models")
+    added.add("/api/version", version, "The version of Ollama's API")
+    for name in UNSUPPORTED:
+        method = "DELETE" if name == "delete" else "POST"
+        added.add(f"/api/{name}", unsupported, f"Ollama's {name}, which is refused", method=method)
 
 
 def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
@@ -172,4 +281,16 @@ def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
         answer.message = AnswerMessage()
     else:
         answer.response = ""
-    return Response(encode(answer), media_type="application/json")
+    return Json(answer)
+
+
+def _object(arguments: str) -> Any:
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:  # the answer ended within them
+        return {}
+
+
+def _token(token: str, logprob: float | None, top: dict[str, float] | None) -> TokenLogprob:
+    others = [TopLogprob(token=text, logprob=value, bytes=[*text.encode()]) for text, value in (top or {}).items()]
+    return TokenLogprob(token=token, logprob=logprob or 0.0, bytes=[*token.encode()], top_logprobs=others)

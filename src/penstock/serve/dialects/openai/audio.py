@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,11 +18,10 @@ from penstock.frontend.outputs import embedding_of
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.frontend.speech.languages import language_name
 from penstock.serve.generation import generate
-from penstock.serve.http.body import check_supported, convert
+from penstock.serve.http.body import Reading, RequestBody, Unsupported, convert
+from penstock.serve.http.reply import encode, event
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
-
-from .responses import encode, event
+from penstock.serve.models.served_models import ServedModel
 
 if TYPE_CHECKING:  # they import NumPy, which only models that transcribe need
     from penstock.frontend.speech.processor import SpeechProcessor
@@ -37,13 +36,13 @@ LISTS = (
     "languages",
 )
 """Fields that may come several times, also with ``[]`` at the end."""
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "include": ([], "log probabilities of audio are not supported"),
-    "chunking_strategy": (None, "windows are chosen by the model's own time stamps; leave it out"),
-    "known_speaker_names": ([], "speakers are not told apart"),
-    "known_speaker_references": ([], "speakers are not told apart"),
-    "keywords": ([], "give them as prompt"),
-    "languages": ([], "give one as language, or leave it out"),
+UNSUPPORTED = {
+    "include": Unsupported("log probabilities of audio are not supported", ([],)),
+    "chunking_strategy": Unsupported("windows are chosen by the model's own time stamps; leave it out"),
+    "known_speaker_names": Unsupported("speakers are not told apart", ([],)),
+    "known_speaker_references": Unsupported("speakers are not told apart", ([],)),
+    "keywords": Unsupported("give them as prompt", ([],)),
+    "languages": Unsupported("give one as language, or leave it out", ([],)),
 }
 UNFINISHED = "\ufffd "
 """What a text may end with whose last bytes are not all there yet, and spaces, which another text may end with."""
@@ -52,8 +51,10 @@ TOKEN_TIMES = PoolingParams(pooling_type="last", normalize=False)
 NOT_A_TRANSCRIBER = "this model does not transcribe audio; Whisper's do"
 
 
-class TranscriptionRequest(msgspec.Struct, kw_only=True):
+class TranscriptionRequest(RequestBody, kw_only=True):
     """The fields of the form, besides its file."""
+
+    reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     model: str | None = None
     language: str | None = None
@@ -133,10 +134,9 @@ def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool 
     """Convert a form's fields. Raises ``PenstockError`` for wrong values, and for what is not supported."""
     if translate and "language" in fields:
         raise invalid("language", "is English for translations; leave it out")
-    check_supported(fields, UNSUPPORTED)
     if fields.get("response_format") == "diarized_json":
         raise PenstockError(Code.UNSUPPORTED, "response_format: speakers are not told apart", "response_format")
-    request = convert(fields, TranscriptionRequest, record.unknown, "pydantic")
+    request = convert(fields, TranscriptionRequest, record.unknown)
     if translate and "word" in (request.timestamp_granularities or ()):
         words = "timestamp_granularities: words are timed in transcriptions, not in translations"
         raise PenstockError(Code.UNSUPPORTED, words, "timestamp_granularities")
@@ -153,7 +153,7 @@ class TranscriptionHandler:
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: TranscriptionRequest,
         file: bytes,
@@ -213,7 +213,7 @@ class TranscriptionHandler:
             )
             given = TokenizedPrompt(prompt, audio=audio)
             async with aclosing(generate(self._service, self._record, given, sampling)) as outputs:
-                async for output in outputs:
+                async for _, output in outputs:
                     completion = output.outputs[0]
                     if self._request.stream and not completion.finished:
                         yield transcription.text(completion.token_ids).rstrip(UNFINISHED)
@@ -229,7 +229,7 @@ class TranscriptionHandler:
         given = TokenizedPrompt(prompt, audio=audio)
         stream = generate(self._service, self._record, given, NO_GENERATION, pooling=TOKEN_TIMES)
         async with aclosing(stream) as outputs:
-            return [time async for output in outputs if output.finished for time in embedding_of(output)]
+            return [time async for _, output in outputs if output.finished for time in embedding_of(output)]
 
     def _document(self, transcription: Transcription) -> bytes:
         segments = transcription.segments

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-from contextlib import aclosing
 from typing import Annotated, Literal
 
 import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.serve.chat.request import ChatRequest, GenerationRequest
-from penstock.serve.http.body import check_elements, read_object
+from penstock.serve.generation import GenerationHandler
+from penstock.serve.http.body import check_elements, convert, read_object
 from penstock.serve.http.error_format import rename_field
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
 from penstock.serve.http.unexpected import unexpected
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from .chat import ChatHandler
 from .completions import CompletionHandler
-from .embeddings import EmbeddingHandler
-from .parse import parse
-from .requests import CompletionRequest, EmbeddingRequest
-from .responses import CHAT_FIELD_NAMES, FIELD_NAMES, encode, error_of
+from .embeddings import EmbeddingHandler, EmbeddingRequest
+from .schema import CHAT_FIELD_NAMES, FIELD_NAMES, CompletionRequest, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     error: BatchError | None
 
 
-async def answer(service: ModelService, record: RequestRecord, url: str, body: bytes) -> tuple[int, bytes]:
+async def answer(service: ServedModel, record: RequestRecord, url: str, body: bytes) -> tuple[int, bytes]:
     """Answer a request whole.
 
     Args:
@@ -76,8 +75,7 @@ async def answer(service: ModelService, record: RequestRecord, url: str, body: b
     """
     try:
         handler = await service.parser.parse(record.sender, len(body), lambda: _handler(service, record, url, body))
-        async with aclosing(handler.full()) as pieces:
-            return 200, await anext(pieces)
+        return 200, await handler.format_full(await handler.finished())
     except PenstockError as error:
         record.failure = error.failure
     except Exception as error:
@@ -86,20 +84,18 @@ async def answer(service: ModelService, record: RequestRecord, url: str, body: b
     return STATUS[record.failure.code], encode(error_of(rename_field(record.failure, names)))
 
 
-def _handler(
-    service: ModelService, record: RequestRecord, url: str, body: bytes
-) -> ChatHandler | CompletionHandler | EmbeddingHandler:
+def _handler(service: ServedModel, record: RequestRecord, url: str, body: bytes) -> GenerationHandler:
     check_elements(body)
     if url == CHAT:
-        chat = parse(read_object(body), ChatRequest, record.unknown)
+        chat = convert(read_object(body), ChatRequest, record.unknown)
         _refuse_stream(chat)
         return ChatHandler(service, record, chat, len(body))
     if url == COMPLETIONS:
-        request = parse(read_object(body), CompletionRequest, record.unknown)
+        request = convert(read_object(body), CompletionRequest, record.unknown)
         _refuse_stream(request)
         return CompletionHandler(service, record, request)
     if url == EMBEDDINGS:
-        texts = parse(read_object(body), EmbeddingRequest, record.unknown)
+        texts = convert(read_object(body), EmbeddingRequest, record.unknown)
         return EmbeddingHandler(service, record, texts)
     known = ", ".join((CHAT, COMPLETIONS, EMBEDDINGS))
     raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {known} do", "url")

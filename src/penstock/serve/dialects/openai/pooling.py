@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import cast
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -16,71 +16,110 @@ from penstock.frontend.input_processor import NO_GENERATION
 from penstock.frontend.outputs import RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.prompt import truncate
-from penstock.serve.generation import generate, merge_streams
+from penstock.serve.chat.request import PromptRequest
+from penstock.serve.generation import GenerationHandler, Output, merge_streams
+from penstock.serve.http.body import Reading, unsupported
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 from penstock.text.encoding import Texts
 
-from .requests import MAX_PROMPTS, PoolingRequest
-from .responses import EmbeddingUsage, encode
+from .schema import Prompts
 
 Input = str | list[int] | Texts
 
 
-class PoolingHandler:
+class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all embedding and score requests. A field that is null is taken as absent."""
+
+    reading: ClassVar = Reading(
+        unsupported=unsupported(
+            {
+                "additional_data": (),
+                "embed_dtype": ("float32",),
+                "endianness": ("native", "little"),
+                "instruction": ("",),
+                "max_tokens_per_doc": (0,),
+                "max_tokens_per_query": (0,),
+                "messages": (),
+                "mm_processor_kwargs": ({},),
+            }
+        )
+    )
+
+    model: str | None = None
+    """Absent or "default": the one that is served."""
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower runs first, where the server's scheduling_policy is priority."""
+    cache_salt: str | None = None
+    """Share cached prefixes only with requests of the same salt."""
+    user: str | None = None
+    use_activation: bool | None = None
+    """Whether classes and scores are probabilities, and embeddings have length 1; by default as the checkpoint says."""
+
+
+class InputRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    input: Prompts
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class PoolingHandler(GenerationHandler):
     """Base of the handlers: computes one vector per prompt."""
 
     kind = ""
+    """Prefix of the answers' ids."""
+    field = "input"
+    """The request's field that has the prompts, for errors."""
+    pooling: PoolingParams
+    _prompts: Sequence[Input] = ()
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: PoolingRequest) -> None:
-        self._service = service
-        self._record = record
+    def __init__(self, service: ServedModel, record: RequestRecord, request: PoolingRequest) -> None:
+        super().__init__(service, record, request, NO_GENERATION)
         self._request = request
-        self._options = {
-            "priority": request.priority or 0,
-            "cache_salt": request.cache_salt or "",
-            "adapter": service.adapter_of(request.model),
-        }
         self._special = request.add_special_tokens is not False
         self._pooler = service.gateway.input_processor.pooler
         self.id = f"{self.kind}-{record.request_id}"
-        self._model = str(self._options["adapter"]) or service.name
         self._created = int(time.time())
+
+    async def prompts(self) -> list[tuple[str, Input]]:
+        """Each prompt, and the field that it is from."""
+        return [(self.field, prompt) for prompt in self._prompts]
+
+    def response(self, outputs: list[RequestOutput]) -> object:
+        """The answer, from the finished outputs in the order of the prompts."""
+        raise NotImplementedError
+
+    def answer(self, schema: Callable[..., object], data: Sequence[object], outputs: list[RequestOutput]) -> object:
+        """The answer with a list of results."""
+        return schema(id=self.id, created=self._created, model=self.model, data=data, usage=usage(outputs))
+
+    async def outputs(self) -> AsyncGenerator[Output, None]:
+        prompts = await self.prompts()
+        size = sum(len(prompt) for _, prompt in prompts if isinstance(prompt, str | Texts))
+        return merge_streams([self._vector(i, field, prompt, size) for i, (field, prompt) in enumerate(prompts)])
+
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        return await asyncio.to_thread(lambda: encode(self.response(outputs)))  # there may be many numbers
 
     def _classifier(self) -> PoolingParams:
         """Parameters of classes and scores, by the checkpoint and the request."""
         return self._pooler.classifier_params(PoolingParams(use_activation=self._request.use_activation))
 
-    async def _answer(
-        self,
-        prompts: Sequence[tuple[str, Input]],
-        pooling: PoolingParams,
-        response: Callable[[list[RequestOutput]], object],
-    ) -> bytes:
-        """The encoded response to the finished outputs, in the order of ``prompts``: field name (for errors) and
-        prompt."""
-        size = sum(len(prompt) for _, prompt in prompts if isinstance(prompt, str | Texts))
-        streams = [self._vector(field, prompt, size, pooling) for field, prompt in prompts]
-        found: dict[int, RequestOutput] = {}
-        async with aclosing(merge_streams(streams)) as outputs:
-            async for index, output in outputs:
-                found[index] = output
-        ordered = [found[index] for index in range(len(prompts))]
-        return await asyncio.to_thread(lambda: encode(response(ordered)))  # as long as there are many numbers
-
-    async def _vector(
-        self, field: str, prompt: Input, size: int, pooling: PoolingParams
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def _vector(self, index: int, field: str, prompt: Input, size: int) -> AsyncGenerator[Output, None]:
         """The output stream of one prompt; ``size`` is the number of characters of all prompts together."""
         try:
             if isinstance(prompt, str):
                 prompt = Texts(prompt, add_special_tokens=self._special)
             if isinstance(prompt, Texts):
-                tokenized = await self._service.gateway.encode_texts(self._limited(prompt), size)
+                tokenized = await self.service.gateway.encode_texts(self._limited(prompt), size)
             else:
-                tokenized = TokenizedPrompt(truncate(prompt, self._request, self._max_len, "right"))
-            stream = generate(self._service, self._record, tokenized, NO_GENERATION, pooling=pooling, **self._options)
-            async with aclosing(stream) as outputs:
+                tokenized = TokenizedPrompt(truncate(prompt, self._request, self.max_model_len, "right"))
+            async with aclosing(self.generate(tokenized, index, pooling=self.pooling)) as outputs:
                 async for output in outputs:
                     yield output
         except PenstockError as error:
@@ -90,10 +129,6 @@ class PoolingHandler:
             message = failure.message.removeprefix("prompt: ")
             raise PenstockError(failure.code, f"{field}: {message}", field, failure.limit, failure.value) from error
 
-    @property
-    def _max_len(self) -> int:
-        return self._service.gateway.engine_pool.require_engine().max_model_len
-
     def _limited(self, texts: Texts) -> Texts:
         """Texts with the request's ``truncate_prompt_tokens``."""
         limit = self._request.truncate_prompt_tokens
@@ -102,25 +137,9 @@ class PoolingHandler:
         if limit == 0:
             raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what there is room for", 1)
         side = self._request.truncation_side or "right"
-        return msgspec.structs.replace(texts, max_len=self._max_len if limit == -1 else limit, side=side)
+        return msgspec.structs.replace(texts, max_len=self.max_model_len if limit == -1 else limit, side=side)
 
 
 def usage(outputs: Sequence[RequestOutput]) -> EmbeddingUsage:
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-
-
-def inputs(given: str | Sequence[str | int | list[int]]) -> list[str] | list[list[int]]:
-    """One or several: texts, or lists of token ids.
-
-    Raises ``PenstockError`` (``invalid``) where these are mixed.
-    """
-    if isinstance(given, str):
-        return [given]
-    if len({type(entry) for entry in given}) > 1:
-        raise invalid("input", "mixes texts, token ids and lists of token ids")
-    if isinstance(given[0], int):
-        return [cast(list[int], given)]
-    if len(given) > MAX_PROMPTS:
-        raise invalid("input", f"holds {len(given)} inputs, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
-    return cast(list[str], given)

@@ -2,116 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from penstock.core import Failure, SamplingParams
+from penstock.core import SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.chat.messages import messages_of, template_options
 from penstock.serve.chat.request import ChatRequest, PromptRequest
 from penstock.serve.dialects.dispatch import Dialect
+from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.http.access import Access
-from penstock.serve.http.body import read_object
-from penstock.serve.http.error_format import ErrorFormat, rename_field
+from penstock.serve.http.body import RequestBody, convert
 from penstock.serve.http.form import read_form
 from penstock.serve.http.openapi import STRING, operation, reference
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Json, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
-from penstock.serve.http.routes import Routes
+from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .audio import SCHEMAS as AUDIO_SCHEMAS
 from .audio import TranscriptionHandler, TranscriptionResponse, fields_of, read_request
 from .chat import ChatHandler
 from .completions import CompletionHandler
-from .embeddings import EmbeddingHandler, PoolHandler
-from .parse import parse
-from .requests import (
-    REQUESTS,
-    ClassifyRequest,
+from .embeddings import EmbeddingHandler, EmbeddingRequest, EmbeddingResponse, PoolHandler, PoolRequest, PoolResponse
+from .pooling import PoolingHandler
+from .schema import (
+    CHAT_FIELD_NAMES,
+    FIELD_NAMES,
+    ChatCompletion,
+    Completion,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingRequest,
-    LoadAdapterRequest,
-    PoolingRequest,
-    PoolRequest,
-    RerankRequest,
-    ScoreRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
-from .responses import (
-    CHAT_FIELD_NAMES,
-    DONE,
-    FIELD_NAMES,
-    RESPONSES,
-    ChatCompletion,
-    ClassifyResponse,
-    Completion,
     DetokenizeResponse,
-    EmbeddingResponse,
     ErrorResponse,
+    LoadAdapterRequest,
     Model,
     ModelList,
-    PoolResponse,
-    RerankResponse,
-    ScoreResponse,
+    OpenAIErrorFormat,
+    TokenizeRequest,
     TokenizeResponse,
-    encode,
-    error_of,
-    event,
+    UnloadAdapterRequest,
 )
-from .scores import ClassifyHandler, RerankHandler, ScoreHandler
+from .scores import (
+    ClassifyHandler,
+    ClassifyRequest,
+    ClassifyResponse,
+    RerankHandler,
+    RerankRequest,
+    RerankResponse,
+    ScoreHandler,
+    ScoreRequest,
+    ScoreResponse,
+)
 
 TEXT = b"text/plain; charset=utf-8"
-T = TypeVar("T", bound=msgspec.Struct)
-P = TypeVar("P", bound=PoolingRequest)
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class Answering(Protocol):
-    """A handler whose answer is one document."""
-
-    def full(self) -> AsyncGenerator[bytes, None]: ...
-
-
-class OpenAIErrorFormat(ErrorFormat):
-    """OpenAI's error format.
-
-    Args:
-        names: internal field name → the request's.
-    """
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
-
-    def response(self, failure: Failure) -> ErrorResponse:
-        return error_of(rename_field(failure, self._names))
-
-    def error(self, failure: Failure) -> bytes:
-        return encode(self.response(failure))
-
-    def stream_error(self, failure: Failure) -> bytes:
-        return event(self.response(failure)) + DONE
-
+T = TypeVar("T", bound=RequestBody)
 
 ERROR_FORMAT = OpenAIErrorFormat(FIELD_NAMES)
 CHAT_ERROR_FORMAT = OpenAIErrorFormat(CHAT_FIELD_NAMES)
 AUDIO_ERROR_FORMAT = OpenAIErrorFormat({**FIELD_NAMES, "audio": "file"})
-
-
-class Json(Response):
-    """A struct as JSON."""
-
-    def __init__(self, answer: msgspec.Struct) -> None:
-        super().__init__(encode(answer), media_type="application/json")
+POOLING: dict[str, tuple[type[RequestBody], type[PoolingHandler], type, str]] = {
+    "/v1/embeddings": (EmbeddingRequest, EmbeddingHandler, EmbeddingResponse, "Embed texts or token ids"),
+    **{path: (ScoreRequest, ScoreHandler, ScoreResponse, "Score pairs of texts") for path in ("/score", "/v1/score")},
+    **{
+        path: (RerankRequest, RerankHandler, RerankResponse, "Rank documents by their relevance to a query")
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    },
+    "/classify": (ClassifyRequest, ClassifyHandler, ClassifyResponse, "Classify texts"),
+    "/pooling": (PoolRequest, PoolHandler, PoolResponse, "Pooled hidden states of texts"),
+}
+"""By path: request, handler, answer and summary."""
+REQUESTS = (
+    CompletionRequest,
+    ChatRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    RerankRequest,
+    ClassifyRequest,
+    PoolRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
+RESPONSES = (
+    Completion,
+    ChatCompletion,
+    EmbeddingResponse,
+    ScoreResponse,
+    RerankResponse,
+    ClassifyResponse,
+    PoolResponse,
+    ModelList,
+    Model,
+    TokenizeResponse,
+    DetokenizeResponse,
+    ErrorResponse,
+)
 
 
 class OpenAI(Dialect):
@@ -151,11 +142,11 @@ class OpenAI(Dialect):
 
 
 def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
-    """``parse`` with the checks of ``require_model``, and the request's own ``request_id``."""
+    """``convert`` with the checks of ``require_model``, and the request's own ``request_id``."""
     if served_models.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
         raise invalid("model", f"is missing; it is {' or '.join(service.name for service in served_models)}")
     record = record_of(raw_request.scope)
-    request = parse(fields, schema, record.unknown)
+    request = convert(fields, schema, record.unknown)
     if (
         isinstance(request, PromptRequest)
         and request.request_id
@@ -165,30 +156,27 @@ def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: t
     return request
 
 
+class OpenAIRoutes(DialectRoutes):
+    """Reads bodies as ``parse_request`` does."""
+
+    def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
+        return parse_request(self.served_models, fields, schema, raw_request)
+
+
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
     routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # as vLLM; /v2 is KServe's
-    routes.describe(SCHEMAS)
+    schemas = (*REQUESTS, *RESPONSES, *AUDIO_SCHEMAS)
+    added = OpenAIRoutes(routes, served_models, schemas=schemas, failure=ErrorResponse)
 
-    async def read(raw_request: Request, schema: type[T], max_size: int | None = None) -> tuple[T, int]:
-        def parsed(body: bytes) -> tuple[T, int]:
-            return parse_request(served_models, read_object(body), schema, raw_request), len(body)
+    def pooling(schema: type[T], handler: type[PoolingHandler]) -> Endpoint:
+        def endpoint(request: Any, record: RequestRecord, size: int) -> Response:
+            service = served_models.find(request.model)
+            return Reply.of(service, handler(service, record, request), ERROR_FORMAT, False)
 
-        return await served_models.read(raw_request, parsed, max_size)
+        return added.answering(schema, endpoint)
 
-    def pooling(schema: type[P], handler: Callable[[ModelService, RequestRecord, P], Answering]) -> Endpoint:
-        async def endpoint(raw_request: Request) -> Response:
-            def answer(body: bytes) -> Response:
-                request = parse_request(served_models, read_object(body), schema, raw_request)
-                service = served_models.find(request.model)
-                answering = handler(service, record_of(raw_request.scope), request)
-                return Reply(service, answering.full(), ERROR_FORMAT, streamed=False)
-
-            return await served_models.read(raw_request, answer)
-
-        return endpoint
-
-    def model(service: ModelService, name: str) -> Model:
+    def model(service: ServedModel, name: str) -> Model:
         adapter = None if name in service.names else service.gateway.engine_pool.adapters.get(name)
         engine = service.gateway.engine_pool.engine
         return Model(
@@ -200,8 +188,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         )
 
     async def list_models(_: Request) -> Response:
-        named = [(service, [*service.names, *service.gateway.engine_pool.adapters]) for service in served_models]
-        return Json(ModelList(data=[model(service, name) for service, names in named for name in names]))
+        return Json(ModelList(data=[model(each, name) for each in served_models for name in each.all_names]))
 
     async def retrieve_model(raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
@@ -209,7 +196,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Json(model(service, service.name if name == DEFAULT_NAME else name))
 
     async def load_lora_adapter(raw_request: Request) -> Response:
-        request, _ = await read(raw_request, LoadAdapterRequest)
+        request, _ = await added.read(raw_request, LoadAdapterRequest)
         service = served_models.find(request.base_model_name)
         if request.lora_name == DEFAULT_NAME or any(request.lora_name in each.names for each in served_models.models):
             raise invalid("lora_name", f"{request.lora_name!r} is a model's own name")
@@ -219,12 +206,12 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
     async def unload_lora_adapter(raw_request: Request) -> Response:
-        request, _ = await read(raw_request, UnloadAdapterRequest)
+        request, _ = await added.read(raw_request, UnloadAdapterRequest)
         await served_models.find(request.lora_name).gateway.engine_pool.unload_adapter(request.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
     async def tokenize(raw_request: Request) -> Response:
-        request, size = await read(raw_request, TokenizeRequest, served_models.max_body_size)
+        request, size = await added.read(raw_request, TokenizeRequest, media=True)
         service = served_models.find(request.model)
         gateway = service.gateway
         tokenizer = gateway.input_processor.tokenizer
@@ -244,7 +231,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=spelled))
 
     async def detokenize(raw_request: Request) -> Response:
-        request, _ = await read(raw_request, DetokenizeRequest)
+        request, _ = await added.read(raw_request, DetokenizeRequest)
         gateway = served_models.find(request.model).gateway
         if len(request.tokens) > (maximum := gateway.engine_pool.require_engine().max_model_len):
             raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
@@ -274,55 +261,31 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
         return endpoint
 
-    for path, translate, summary in (
-        ("/v1/audio/transcriptions", False, "Transcribe an audio file"),
-        ("/v1/audio/translations", True, "Translate an audio file into English"),
-    ):
-        described = _described(TranscriptionResponse, None)
-        routes.add(path, audio(translate), access=Access.INFERENCE, method="POST", summary=summary, described=described)
-    score, rerank = pooling(ScoreRequest, ScoreHandler), pooling(RerankRequest, RerankHandler)
-    embed, classify = pooling(EmbeddingRequest, EmbeddingHandler), pooling(ClassifyRequest, ClassifyHandler)
-    ranked = "Rank documents by their relevance to a query"
-    for path, endpoint, schema, answer, summary in (
-        ("/v1/embeddings", embed, EmbeddingRequest, EmbeddingResponse, "Embed texts or token ids"),
-        *((path, score, ScoreRequest, ScoreResponse, "Score pairs of texts") for path in ("/score", "/v1/score")),
-        *((path, rerank, RerankRequest, RerankResponse, ranked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        ("/classify", classify, ClassifyRequest, ClassifyResponse, "Classify texts"),
-        ("/pooling", pooling(PoolRequest, PoolHandler), PoolRequest, PoolResponse, "Pooled hidden states of texts"),
-        ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse, "Token ids of a text or a chat"),
-        ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse, "The text of token ids"),
-    ):
-        described = _described(answer, schema)
-        routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=described)
+    for path, (schema, handler, answer, summary) in POOLING.items():
+        added.post(path, pooling(schema, handler), summary, schema, answer=answer)
+    transcript = {"answer": TranscriptionResponse}
+    added.post("/v1/audio/transcriptions", audio(False), "Transcribe an audio file", **transcript)
+    added.post("/v1/audio/translations", audio(True), "Translate an audio file into English", **transcript)
+    text, tokens = "The text of token ids", "Token ids of a text or a chat"
+    added.post("/tokenize", tokenize, tokens, TokenizeRequest, answer=TokenizeResponse)
+    added.post("/detokenize", detokenize, text, DetokenizeRequest, answer=DetokenizeResponse)
     if served_models.options.allow_runtime_lora_updating:
         for path, update, named, summary in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest, "Load a LoRA adapter"),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest, "Unload a LoRA adapter"),
         ):
-            described = _described(None, named)
-            routes.add(path, update, access=Access.CONTROL, method="POST", summary=summary, described=described)
-    add = partial(routes.add, access=Access.INFERENCE)
-    add("/v1/models", list_models, summary="The models and adapters", described=_described(ModelList))
-    add("/v1/models/{name:path}", retrieve_model, summary="A model or adapter", described=_described(Model))
+            described = added.add(path, update, summary, None, named, method="POST", access=Access.CONTROL)
+            described["responses"]["200"]["content"] = {"text/plain": {"schema": STRING}}
+    added.add("/v1/models", list_models, "The models and adapters", ModelList)
+    added.add("/v1/models/{name:path}", retrieve_model, "A model or adapter", Model)
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:
     """Operations of the OpenAPI document for the paths that other dialects share."""
     return {
-        "/v1/completions": _described(Completion, CompletionRequest),
-        "/v1/chat/completions": _described(ChatCompletion, ChatRequest),
+        path: operation(reference(answer), reference(ErrorResponse), reference(request), streamed=True)
+        for path, answer, request in (
+            ("/v1/completions", Completion, CompletionRequest),
+            ("/v1/chat/completions", ChatCompletion, ChatRequest),
+        )
     }
-
-
-SCHEMAS = (*REQUESTS, *RESPONSES, *AUDIO_SCHEMAS)
-
-
-def _described(answer: type | None, request: type | None = None) -> dict[str, Any]:
-    """An operation for the OpenAPI document; without ``answer`` the response is plain text."""
-    streamed = request in (CompletionRequest, ChatRequest)
-    response_schema = reference(answer) if answer else None
-    request_schema = reference(request) if request else None
-    described = operation(response_schema, reference(ErrorResponse), request_schema, streamed)
-    if answer is None:
-        described["responses"]["200"]["content"] = {"text/plain": {"schema": STRING}}
-    return described

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -10,19 +11,100 @@ from penstock.core.errors import invalid
 from penstock.frontend.outputs import RequestOutput, cosine, embedding_of
 from penstock.serve.http.body import require
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
-from .pooling import Input, PoolingHandler, inputs, usage
-from .requests import TEXT_PAIRS, ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
-from .responses import (
-    Classified,
-    ClassifyResponse,
-    RerankDocument,
-    RerankResponse,
-    RerankResult,
-    Score,
-    ScoreResponse,
-)
+from .pooling import EmbeddingUsage, Input, InputRequest, PoolingHandler, PoolingRequest, usage
+from .schema import MAX_PROMPTS, one_or_several
+
+TextOrList = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    """Pairs of texts, or one text and several. The two fields have one of several pairs of names (``TEXT_PAIRS``)."""
+
+    text_1: TextOrList | None = None
+    text_2: TextOrList | None = None
+    queries: TextOrList | None = None
+    documents: TextOrList | None = None
+    items: TextOrList | None = None
+    """With queries, too."""
+    data_1: TextOrList | None = None
+    data_2: TextOrList | None = None
+
+
+class RerankText(msgspec.Struct, kw_only=True):
+    """A document as an object, as Jina and Cohere's older clients send it."""
+
+    text: str
+
+
+class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    query: str
+    documents: Annotated[list[str | RerankText], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+    top_n: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """Number of documents to return; 0 and by default all."""
+    return_documents: bool | None = None
+    """Whether the answer repeats the documents' texts; true by default."""
+    max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """Tokens of a document that are read; 0 and by default all."""
+
+
+RerankRequest.reading = RerankRequest.reading.accepting(RerankRequest)
+
+
+class ClassifyRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Score(msgspec.Struct, kw_only=True):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RerankDocument(msgspec.Struct, kw_only=True):
+    text: str
+
+
+class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    index: int
+    """Of the document in the request."""
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
+class Classified(msgspec.Struct, kw_only=True):
+    index: int
+    label: str
+    """The likeliest class."""
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classified]
+    usage: EmbeddingUsage
 
 
 class _PairHandler(PoolingHandler):
@@ -30,7 +112,7 @@ class _PairHandler(PoolingHandler):
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: PoolingRequest,
         names: tuple[str, str],
@@ -44,17 +126,17 @@ class _PairHandler(PoolingHandler):
         self._max_second_len = max_second_len
         if max_second_len is not None and not self._pooler.scores_pairs:
             raise invalid("max_tokens_per_doc", "is for models that read pairs of texts; give truncate_prompt_tokens")
-        self._pooling = self._classifier() if self._pooler.scores_pairs else self._pooler.embedding_params()
+        self.pooling = self._classifier() if self._pooler.scores_pairs else self._pooler.embedding_params()
 
-    async def _prompts(self) -> list[tuple[str, Input]]:
+    async def prompts(self) -> list[tuple[str, Input]]:
         """Each prompt and the field that it is from."""
         pooler, limit = self._pooler, self._max_second_len
         if not pooler.scores_pairs:
             sides = zip(self._names, (self._first, self._second), strict=True)
             return [(name, pooler.with_prompt(text)) for name, side in sides for text in side]
         first = list(self._first) * (len(self._second) // len(self._first))
-        pairs, client = zip(first, self._second, strict=True), self._record.sender
-        texts = [await self._service.gateway.pair(a, b, client) for a, b in pairs]
+        pairs, client = zip(first, self._second, strict=True), self.record.sender
+        texts = [await self.service.gateway.pair(a, b, client) for a, b in pairs]
         if limit is not None and any(each.pair is None for each in texts):
             raise invalid("max_tokens_per_doc", "is for models that read pairs of texts, without a chat template")
         options = {"add_special_tokens": self._special, "max_second_len": limit}
@@ -73,7 +155,7 @@ class _PairHandler(PoolingHandler):
 class ScoreHandler(_PairHandler):
     kind = "score"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: ScoreRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: ScoreRequest) -> None:
         names = _text_fields(request)
         first, second = (
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
@@ -83,33 +165,22 @@ class ScoreHandler(_PairHandler):
             raise invalid(names[1], message, len(first))
         super().__init__(service, record, request, names, first, second)
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer(await self._prompts(), self._pooling, self._response)
-
-    def _response(self, outputs: list[RequestOutput]) -> ScoreResponse:
-        return ScoreResponse(
-            id=self.id,
-            created=self._created,
-            model=self._model,
-            data=[Score(index=i, score=score) for i, score in enumerate(self._scores(outputs))],
-            usage=usage(outputs),
-        )
+    def response(self, outputs: list[RequestOutput]) -> object:
+        data = [Score(index=i, score=score) for i, score in enumerate(self._scores(outputs))]
+        return self.answer(ScoreResponse, data, outputs)
 
 
 class RerankHandler(_PairHandler):
     kind = "rerank"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: RerankRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: RerankRequest) -> None:
         documents = [each if isinstance(each, str) else each.text for each in request.documents]
         limit = request.max_tokens_per_doc or None
         super().__init__(service, record, request, ("query", "documents"), [request.query], documents, limit)
         self._num_results = request.top_n or len(documents)
         self._with_documents = request.return_documents is not False
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer(await self._prompts(), self._pooling, self._response)
-
-    def _response(self, outputs: list[RequestOutput]) -> RerankResponse:
+    def response(self, outputs: list[RequestOutput]) -> RerankResponse:
         """The likeliest documents first, equal ones in their order."""
         ranked = sorted(enumerate(self._scores(outputs)), key=lambda entry: -entry[1])
         results = [
@@ -120,29 +191,21 @@ class RerankHandler(_PairHandler):
             )
             for index, score in ranked[: self._num_results]
         ]
-        return RerankResponse(id=self.id, model=self._model, usage=usage(outputs), results=results)
+        return RerankResponse(id=self.id, model=self.model, usage=usage(outputs), results=results)
 
 
 class ClassifyHandler(PoolingHandler):
     kind = "classify"
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: ClassifyRequest) -> None:
+    def __init__(self, service: ServedModel, record: RequestRecord, request: ClassifyRequest) -> None:
         super().__init__(service, record, request)
-        self._pooling = self._classifier()
-        given = inputs(request.input)
+        self.pooling = self._classifier()
+        given = one_or_several(request.input, "input", "inputs")
         self._prompts = [self._pooler.folded(prompt) if isinstance(prompt, str) else prompt for prompt in given]
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        yield await self._answer([("input", prompt) for prompt in self._prompts], self._pooling, self._response)
-
-    def _response(self, outputs: list[RequestOutput]) -> ClassifyResponse:
-        return ClassifyResponse(
-            id=self.id,
-            created=self._created,
-            model=self._model,
-            data=[self._classified(index, embedding_of(output)) for index, output in enumerate(outputs)],
-            usage=usage(outputs),
-        )
+    def response(self, outputs: list[RequestOutput]) -> object:
+        data = [self._classified(index, embedding_of(output)) for index, output in enumerate(outputs)]
+        return self.answer(ClassifyResponse, data, outputs)
 
     def _classified(self, index: int, probabilities: list[float]) -> Classified:
         best = max(range(len(probabilities)), key=probabilities.__getitem__)

@@ -1,6 +1,4 @@
 """PaddleNLP's dialect: its own fields on the shared paths, and its gRPC model."""
 
-from .dialect import PaddleNLP
 from .kserve_model import PaddleNLPModel
-
-__all__ = ["PaddleNLP", "PaddleNLPModel"]
+from .routes import PaddleNLP

@@ -8,16 +8,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from penstock.core import Failure, PenstockError
+from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelResponse, Spec, Tensor
 from penstock.serve.http.body import check_elements, decode_json
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.http.reply import encode
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
-from .handler import PaddleNLPHandler
-from .requests import field_names, parse
-from .responses import PaddleNLPErrorFormat, encode
+from .routes import PaddleNLPHandler
+from .schema import PaddleNLPErrorFormat, parse
 
 
 class PaddleNLPModel(Model):
@@ -33,7 +32,7 @@ class PaddleNLPModel(Model):
         self._served_models = served_models
 
     @property
-    def service(self) -> ModelService:
+    def service(self) -> ServedModel:
         return self._served_models.find()
 
     async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
@@ -45,8 +44,7 @@ class PaddleNLPModel(Model):
             nonlocal error_format
             memory = check_elements(raw)
             fields = _request_document(raw)
-            req_id = fields.get("req_id")
-            error_format = PaddleNLPErrorFormat(req_id if isinstance(req_id, str) else "", field_names(fields))
+            error_format = PaddleNLPErrorFormat.of(fields)
             request = parse(fields, call.record.unknown)
             if not call.streamed:
                 request.return_all_tokens = True
@@ -55,14 +53,15 @@ class PaddleNLPModel(Model):
 
         try:
             handler = await self._served_models.parse(call.record, len(raw), read)
-            async with aclosing(handler.pieces()) as pieces:
-                async for piece in pieces:
-                    document = msgspec.to_builtins(piece)
-                    del document["error_msg"], document["error_code"]
-                    yield _response(document, bool(piece.is_end))
+            async with aclosing(await handler.outputs()) as outputs:
+                async for _, output in outputs:
+                    if chunk := handler.chunk(output):
+                        document = msgspec.to_builtins(chunk)
+                        del document["error_msg"], document["error_code"]
+                        yield _response(document, bool(chunk.is_end))
         except PenstockError as error:
             call.record.failure = error.failure
-            yield _response(_error_output(error_format, error.failure), True)
+            yield _response(msgspec.json.decode(error_format.error(error.failure)), True)
 
 
 def _request_document(raw: bytes) -> dict[str, Any]:
@@ -75,8 +74,3 @@ def _request_document(raw: bytes) -> dict[str, Any]:
 
 def _response(document: dict[str, Any], last: bool) -> ModelResponse:
     return ModelResponse([Tensor("OUT", BYTES, (1,), [encode([document])])], last)
-
-
-def _error_output(error_format: PaddleNLPErrorFormat, failure: Failure) -> dict[str, Any]:
-    result: dict[str, Any] = msgspec.to_builtins(error_format.answer(failure))
-    return result

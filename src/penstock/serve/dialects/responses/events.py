@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from penstock.frontend.outputs import RequestOutput
-from penstock.serve.chat.stream_cursor import CallDelta, Delta
+from penstock.serve.chat.generation import CallDelta, Delta
+from penstock.serve.http.reply import named_event
 from penstock.text import TextPart
 
-encode = msgspec.json.Encoder().encode
 Item = dict[str, Any]
 
 
@@ -23,8 +21,7 @@ class Events:
 
     def event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
-        document = {"type": kind, "sequence_number": self._number, **fields}
-        return b"event: " + kind.encode() + b"\ndata: " + encode(document) + b"\n\n"
+        return named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
 
 
 class OutputItemStream:

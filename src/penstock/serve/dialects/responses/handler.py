@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
@@ -13,14 +12,13 @@ import msgspec
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
-from penstock.serve.chat.stream_cursor import StreamCursor
-from penstock.serve.dialects.openai.responses import encode
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
+from .convert import namespaces, to_chat_request
 from .events import Events, OutputItemStream, usage_of
-from .parse import namespaces, to_chat_request
-from .requests import ResponsesRequest, conversation_of
+from .schema import ResponsesRequest, conversation_of
 
 Document = dict[str, Any]
 """A response object."""
@@ -31,7 +29,7 @@ ECHOED_FIELDS = (
 """Fields of the request that the response repeats."""
 
 
-class ResponseHandler:
+class ResponseHandler(ChatGeneration):
     """One request.
 
     Args:
@@ -42,7 +40,7 @@ class ResponseHandler:
 
     def __init__(
         self,
-        service: ModelService,
+        service: ServedModel,
         record: RequestRecord,
         request: ResponsesRequest,
         size: int,
@@ -51,44 +49,41 @@ class ResponseHandler:
         stores: bool = False,
     ) -> None:
         chat = to_chat_request(request, service.template_variables, service.sees_images)
-        self._chat = ChatGeneration(service, record, chat, size, keeps_body=keep is not None)
-        self._namespaces = namespaces(request.tools)
+        super().__init__(service, record, chat, size, keeps_body=keep is not None)
         self._events = events
-        self._request = msgspec.structs.replace(request, input="")
+        self._given = msgspec.structs.replace(request, input="")
         self._name = record.request_id if keep is None else uuid4().hex  # a client may send an id twice
         self._created = int(time.time())
         self._keep = keep
         self._stores = stores
+        self._items = OutputItemStream(self._name, events.event, namespaces(request.tools))
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        document = await self.document()
-        yield encode(await self._kept(document))
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        return encode(await self._kept(self._finished_response(outputs[0])))
 
-    async def document(self) -> Document:
+    async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
+        completion, event, begun = output.outputs[0], self._events.event, b""
+        if completion.index not in self.cursors:
+            empty = self._response([], "in_progress")
+            begun = event("response.created", response=empty) + event("response.in_progress", response=empty)
+        events = begun + self._items.add(self.delta(completion))
+        if not completion.finished:
+            return events
+        status = self._status(output)
+        events += self._items.end(status)
+        document = await self._kept(self._response(self._items.items, status, output))
+        return events + event(f"response.{status}", response=document)
+
+    async def computed(self) -> Document:
         """The finished response. Raises ``PenstockError`` where the request fails."""
-        items = OutputItemStream(self._name, lambda kind, **fields: b"", self._namespaces)
-        last = await self._chat.final()
-        items.add(StreamCursor().delta(self._chat.message(last.outputs[0])))
-        items.end(self._status(last))
-        return self._response(items.items, self._status(last), last)
+        (output,) = await self.finished()
+        return self._finished_response(output)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        event, cursor = self._events.event, StreamCursor()
-        items = OutputItemStream(self._name, event, self._namespaces)
-        started = False
-        async with aclosing(self._chat.deltas(cursor)) as deltas:
-            async for output, delta in deltas:
-                if not started:
-                    started = True
-                    empty = self._response(items.items, "in_progress")
-                    yield event("response.created", response=empty) + event("response.in_progress", response=empty)
-                if events := items.add(delta):
-                    yield events
-                if output.outputs[0].finished:
-                    status = self._status(output)
-                    ended = items.end(status)
-                    document = await self._kept(self._response(items.items, status, output))
-                    yield ended + event(f"response.{status}", response=document)
+    def _finished_response(self, output: RequestOutput) -> Document:
+        status = self._status(output)
+        self._items.add(self.delta(output.outputs[0]))
+        self._items.end(status)
+        return self._response(self._items.items, status, output)
 
     def pending(self, status: str) -> Document:
         """The response before it has any output."""
@@ -109,7 +104,7 @@ class ResponseHandler:
 
     def _response(self, items: list[Document], status: str, output: RequestOutput | None = None) -> Document:
         """The response object; ``output`` is the final output, None before it."""
-        request = self._request
+        request = self._given
         given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
         return {
             "id": f"resp_{self._name}",
@@ -119,7 +114,7 @@ class ResponseHandler:
             "background": request.background is True,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._chat.model,
+            "model": self.model,
             "output": items,
             "usage": usage_of(output) if output else None,
             **given,

@@ -11,7 +11,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .requests import Item
+from .schema import Item
 
 if TYPE_CHECKING:
     from .stored import Stores

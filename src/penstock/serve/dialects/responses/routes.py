@@ -13,24 +13,24 @@ from starlette.responses import Response
 from penstock.core import Failure
 from penstock.core.errors import invalid
 from penstock.serve.chat.prompt import ChatPrompt
-from penstock.serve.dialects.openai.responses import ErrorResponse, encode, error_of
+from penstock.serve.dialects.endpoints import DialectRoutes
+from penstock.serve.dialects.openai.schema import ErrorResponse, error_of
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
-from penstock.serve.http.openapi import OBJECT, operation, reference
+from penstock.serve.http.openapi import reference
 from penstock.serve.http.paging import page_document, page_query
-from penstock.serve.http.reply import Reply
+from penstock.serve.http.reply import Json, Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.http.routes import Routes
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from . import conversations
+from .convert import num_characters, read, to_chat_request
 from .events import Events
-from .handler import Document, ResponseHandler
-from .parse import num_characters, read, to_chat_request
+from .handler import ResponseHandler
 from .references import resolve_references
-from .requests import (
+from .schema import (
     ConversationRequest,
     ConversationUpdate,
     CountTokensRequest,
@@ -70,11 +70,11 @@ class ResponsesErrorFormat(ErrorFormat):
     dialect = "responses"
 
     def __init__(self, names: Mapping[str, str], events: Events) -> None:
-        self._names = names
+        super().__init__(names)
         self._events = events
 
-    def error(self, failure: Failure) -> bytes:
-        return encode(error_of(rename_field(failure, self._names)))
+    def document(self, failure: Failure) -> ErrorResponse:
+        return error_of(failure)
 
     def stream_error(self, failure: Failure) -> bytes:
         error = error_of(rename_field(failure, self._names)).error
@@ -100,28 +100,15 @@ class ResponsesRoutes:
     async def create(self, raw_request: Request) -> Response:
         record, events, stores = record_of(raw_request.scope), Events(), self._stores
         error_format = ResponsesErrorFormat(FIELD_NAMES, events)
-
-        def parse(body: bytes) -> tuple[ResponsesRequest, ModelService, int]:
-            request = read(read_object(body), ResponsesRequest, record.unknown, stores is not None)
-            record.error_format = error_format
-            service = self._served_models.find(request.model)
-            service.gateway.check_characters(num_characters(request))
-            return request, service, len(body)
-
-        largest = self._served_models.max_body_size
-        request, service, size = await self._served_models.read(raw_request, parse, largest)
-        request, size = await self._with_items(request, size, record)
+        request, service, size = await self._read(raw_request, ResponsesRequest, error_format)
         keeper = await self._served_models.parse(record, size, lambda: (0, self._keeper(record, request)))
         stored = keeper is not None and keeper.stores_response
-        if stores:
-            if stored and (request.store or request.background):  # who did not ask for it has the answer anyway
-                await stores.responses.check_room(record.tenant)
-            request, size = await with_conversation(
-                request, size, stores, record.tenant, largest, partial(self._served_models.reserve, record)
-            )
+        if stores and stored and (request.store or request.background):  # others have the answer anyway
+            await stores.responses.check_room(record.tenant)
+        whole, size = await self._with_conversation(request, size, record)
 
         def handle() -> tuple[int, ResponseHandler]:
-            return 0, ResponseHandler(service, record, request, size, events, keeper, stored)
+            return 0, ResponseHandler(service, record, whole, size, events, keeper, stored)
 
         handler = await self._served_models.parse(record, size, handle)
         if not request.background:
@@ -130,43 +117,56 @@ class ResponsesRoutes:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
         if keeper is None or not stored:
             raise invalid("background", "needs a response that is stored; leave store out")
-        return _json(await self.background.start(service, handler, keeper))
+        return Json(await self.background.start(service, handler, keeper))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
-        record, served_models = record_of(raw_request.scope), self._served_models
-        largest = served_models.max_body_size
-
-        def parse(body: bytes) -> tuple[CountTokensRequest, ModelService, int]:
-            request = read(read_object(body), CountTokensRequest, record.unknown, self._stores is not None)
-            service = served_models.find(request.model)
-            service.gateway.check_characters(num_characters(request))
-            return request, service, len(body)
-
-        request, service, size = await served_models.read(raw_request, parse, largest)
-        request, size = await self._with_items(request, size, record)
-        if self._stores:
-            request, size = await with_conversation(
-                request, size, self._stores, record.tenant, largest, partial(served_models.reserve, record)
-            )
+        record = record_of(raw_request.scope)
+        request, service, size = await self._read(raw_request, CountTokensRequest)
+        whole, size = await self._with_conversation(request, size, record)
 
         def prompt_of() -> tuple[int, ChatPrompt]:
-            chat = to_chat_request(request, service.template_variables, service.sees_images)
+            chat = to_chat_request(whole, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
             return 0, ChatPrompt(service, chat, size, record)
 
-        prompt = await served_models.parse(record, size, prompt_of)
-        count = await prompt.count_tokens()
-        return _json({"object": "response.input_tokens", "input_tokens": count})
+        prompt = await self._served_models.parse(record, size, prompt_of)
+        return Json({"object": "response.input_tokens", "input_tokens": await prompt.count_tokens()})
 
-    async def _with_items(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
-        """The request with the items that its input refers to, and about how many characters it has then."""
+    async def _read(
+        self, raw_request: Request, schema: type[T], error_format: ErrorFormat | None = None
+    ) -> tuple[T, ServedModel, int]:
+        """A request with the items that its input refers to, its model, and about how many characters it has.
+
+        Args:
+            error_format: that of the request once its body has been converted.
+        """
+        record = record_of(raw_request.scope)
+
+        def parse(body: bytes) -> tuple[T, ServedModel, int]:
+            request = read(read_object(body), schema, record.unknown, self._stores is not None)
+            record.error_format = error_format
+            service = self._served_models.find(request.model)
+            service.gateway.check_characters(num_characters(request))
+            return request, service, len(body)
+
+        models = self._served_models
+        request, service, size = await models.read(raw_request, parse, models.max_body_size)
         if isinstance(given := request.input, str):
+            return request, service, size
+        reserve = partial(models.reserve, record)
+        items, size = await resolve_references(
+            given, self._stores, record.tenant, "input", size, models.max_body_size, reserve
+        )
+        return msgspec.structs.replace(request, input=items), service, size
+
+    async def _with_conversation(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
+        """The request with the items of its conversation, and about how many characters it has then."""
+        if self._stores is None:
             return request, size
         models = self._served_models
-        items, size = await resolve_references(
-            given, self._stores, record.tenant, "input", size, models.max_body_size, partial(models.reserve, record)
+        return await with_conversation(
+            request, size, self._stores, record.tenant, models.max_body_size, partial(models.reserve, record)
         )
-        return msgspec.structs.replace(request, input=items), size
 
     def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
         """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""
@@ -188,24 +188,24 @@ class StoredRoutes:
         if raw_request.query_params.get("stream") == "true":
             raise invalid("stream", "a stored response is returned whole; leave it out")
         stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
-        return _json(stored)
+        return Json(stored)
 
     async def delete(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
         await self._store.delete(_tenant(raw_request), name)
         self._background.cancel(name)
-        return _json({"id": name, "object": "response", "deleted": True})
+        return Json({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
         stored = await self._store.cancel(_tenant(raw_request), name)
         self._background.cancel(name)
-        return _json(stored)
+        return Json(stored)
 
     async def list_input(self, raw_request: Request) -> Response:
         query = page_query(raw_request, MAX_LISTED)
         found = await self._store.input_page(_tenant(raw_request), raw_request.path_params["name"], query)
-        return _json(page_document(found))
+        return Json(page_document(found))
 
 
 def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | None) -> None:
@@ -214,36 +214,23 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     Args:
         stores: where responses and conversations are kept; None where they are not.
     """
-    routes.describe(SCHEMAS, SCHEMA_PREFIX)
     routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
+    failure = reference(ErrorResponse)
+    added = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=SCHEMA_PREFIX, failure=failure)
     endpoints = ResponsesRoutes(served_models, stores)
-    access = Access.PRIVATE if stores else Access.INFERENCE
-    for path, endpoint, request, summary in (
-        ("/v1/responses", endpoints.create, ResponsesRequest, "Create a response"),
-        (
-            "/v1/responses/input_tokens",
-            endpoints.count_input_tokens,
-            CountTokensRequest,
-            "Count a response's input tokens",
-        ),
-    ):
-        schema = reference(request, SCHEMA_PREFIX)
-        described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
-        routes.add(path, endpoint, access=access, method="POST", summary=summary, described=described)
+    access, path = Access.PRIVATE if stores else Access.INFERENCE, "/v1/responses"
+    added.post(path, endpoints.create, "Create a response", ResponsesRequest, access=access, streamed=True)
+    count = "Count a response's input tokens"
+    added.post(f"{path}/input_tokens", endpoints.count_input_tokens, count, CountTokensRequest, access=access)
     if stores is None:
         return
-    conversations.add_routes(routes, served_models, stores, SCHEMA_PREFIX)
-    stored = StoredRoutes(stores.responses, endpoints.background)
-    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, reference(ErrorResponse)))
-    add("/v1/responses/{name}", stored.retrieve, summary="A stored response")
-    add("/v1/responses/{name}", stored.delete, method="DELETE", summary="Delete a stored response")
-    add("/v1/responses/{name}/cancel", stored.cancel, method="POST", summary="Cancel a background response")
-    add("/v1/responses/{name}/input_items", stored.list_input, summary="The input of a stored response")
+    conversations.add_routes(added, stores)
+    stored, add = StoredRoutes(stores.responses, endpoints.background), partial(added.add, access=Access.PRIVATE)
+    add("/v1/responses/{name}", stored.retrieve, "A stored response")
+    add("/v1/responses/{name}", stored.delete, "Delete a stored response", method="DELETE")
+    add("/v1/responses/{name}/cancel", stored.cancel, "Cancel a background response", method="POST")
+    add("/v1/responses/{name}/input_items", stored.list_input, "The input of a stored response")
 
 
 def _tenant(raw_request: Request) -> str:
     return record_of(raw_request.scope).tenant
-
-
-def _json(document: Document) -> Response:
-    return Response(encode(document), media_type="application/json")

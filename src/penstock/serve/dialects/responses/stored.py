@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from uuid import uuid4
 
 import msgspec
 
@@ -16,8 +17,7 @@ from penstock.serve.http.reply import RequestLimiter
 from penstock.serve.http.unexpected import unexpected
 
 from .handler import Document, ResponseHandler
-from .items import conversation_items
-from .requests import CountTokensRequest, Item, conversation_of
+from .schema import CountTokensRequest, Item, conversation_of
 
 if TYPE_CHECKING:  # what it imports may not be installed
     from penstock.serve.storage.conversations import ConversationStore
@@ -27,6 +27,10 @@ BEAT_INTERVAL = 2.0
 """Seconds between two signs of life of a background response."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=CountTokensRequest)
+
+
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""Of ids, by type."""
 
 
 class Stores(NamedTuple):
@@ -153,7 +157,7 @@ class Background:
         async def compute() -> None:
             with service.admit():
                 if await store.advance(owner, handler.pending("in_progress")):
-                    document = await handler.document()
+                    document = await handler.computed()
                     if await store.advance(owner, document):
                         await keeper.extend(document)
 
@@ -187,3 +191,26 @@ async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
     except PenstockError as error:  # the database may answer again
         logger.warning("a background response goes on: %s", error)
         return True
+
+
+def conversation_items(items: list[Document]) -> list[Document]:
+    """Items with ids of their own, a status, and content in parts.
+
+    Args:
+        items: as they are sent, or the output of a response.
+    """
+    return [_complete(item) for item in items]
+
+
+def _complete(item: Document) -> Document:
+    kind = item.get("type", "message")
+    whole = {**item, "type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{uuid4().hex}"}
+    whole["status"] = item.get("status") or "completed"
+    if kind == "reasoning":
+        whole.setdefault("summary", [])
+    if isinstance(item.get("content"), str):
+        text: Document = {"type": "input_text", "text": item["content"]}
+        if item.get("role") == "assistant":
+            text = {"type": "output_text", "text": item["content"], "annotations": []}
+        whole["content"] = [text]
+    return whole

@@ -10,9 +10,10 @@ from penstock.engine.modes import PauseMode
 from penstock.engine.service.actions import PauseGeneration, ResumeGeneration, Sleep, WakeUp
 
 from ...http.access import Access
-from ...http.openapi import OBJECT, operation, reference
+from ...http.openapi import OBJECT
 from ...http.routes import Routes
-from ..openai.responses import ErrorResponse
+from ..endpoints import DialectRoutes
+from ..openai.schema import ErrorResponse
 from ..operations import Operator
 
 MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
@@ -44,15 +45,14 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         await operator.carry_out(ResumeGeneration(), request)
         return JSONResponse({"status": "resumed"})
 
-    failure = reference(ErrorResponse)
-    for path, endpoint, parameters, summary, answer in (
+    added = DialectRoutes(routes, operator.served_models, failure=ErrorResponse)
+    for path, endpoint, query, summary, answer in (
         ("/sleep", sleep, ("level", "mode"), "Free the KV cache, and with level 2 the weights", None),
         ("/wake_up", wake_up, ("tags",), "Bring back what sleep has freed", None),
         ("/pause", pause, ("mode", "wait_for_inflight_requests", "clear_cache"), "Compute nothing for now", OBJECT),
         ("/resume", resume, (), "Compute again", OBJECT),
     ):
-        described = operation(answer, failure, query=(*parameters, "model"))
-        routes.add(path, endpoint, access=Access.CONTROL, method="POST", summary=summary, described=described)
+        added.post(path, endpoint, summary, answer=answer, access=Access.CONTROL, query=(*query, "model"))
 
 
 def _mode(request: Request) -> PauseMode:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core import Code, Failure, PenstockError, SamplingParams
@@ -16,32 +14,31 @@ from penstock.frontend.outputs import RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 
 from ...chat.prompt import truncate
-from ...chat.request import GenerationRequest
+from ...chat.request import UNSUPPORTED, GenerationRequest
 from ...chat.sampling import sampling_of
-from ...generation import generate
-from ...http.access import Access
-from ...http.body import read_object
+from ...generation import GenerationHandler, Output
+from ...http.body import Reading
 from ...http.error_format import ErrorFormat
-from ...http.openapi import operation, reference
-from ...http.reply import Reply
-from ...http.request_record import RequestRecord, record_of
+from ...http.reply import Reply, encode
+from ...http.request_record import RequestRecord
 from ...http.routes import Routes
-from ...models.served_models import ServedModels
-from ...models.service import ModelService
-from ..openai.parse import parse
-from ..openai.responses import ErrorResponse, encode, error_of
+from ...models.served_models import ServedModel, ServedModels
+from ..endpoints import DialectRoutes
+from ..openai.schema import ErrorResponse, error_of
 
 PATH = "/generate"
 FULL_RATE_BYTES = 2**24
 """Bytes of a stream up to which it has an object for each step: each repeats the prompt and all texts."""
 MIN_GROWTH = 17 / 16
 """By how much an object is larger than the one before it from then on."""
-IGNORED = ("logprobs", "prompt_logprobs")
+IGNORED = frozenset(("logprobs", "prompt_logprobs"))
 """Fields that vLLM accepts and does not answer."""
 
 
 class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """A prompt, and the fields of vLLM's ``SamplingParams``."""
+
+    reading: ClassVar = Reading(unsupported=UNSUPPORTED, ignored=IGNORED)
 
     prompt: str
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -55,9 +52,6 @@ class GenerateResponse(msgspec.Struct):
     """Prompt and output of each sequence, all that there is so far."""
 
 
-SCHEMAS = (GenerateRequest, GenerateResponse)
-
-
 class GenerateErrorFormat(ErrorFormat):
     """OpenAI's errors in a stream of JSON objects, not server-sent events.
 
@@ -66,15 +60,14 @@ class GenerateErrorFormat(ErrorFormat):
     """
 
     dialect = "vllm"
+    stream_start = b""
 
     def __init__(self, end: bytes) -> None:
-        self.end = end
+        super().__init__()
+        self.stream_end = end
 
-    def error(self, failure: Failure) -> bytes:
-        return encode(error_of(failure))
-
-    def stream_error(self, failure: Failure) -> bytes:
-        return self.error(failure) + self.end
+    def document(self, failure: Failure) -> object:
+        return error_of(failure)
 
 
 NEWLINE_DELIMITED = GenerateErrorFormat(b"\n")
@@ -95,81 +88,63 @@ def check(sampling: SamplingParams) -> None:
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add ``/generate``."""
-    routes.describe(SCHEMAS)
     error_format = NUL_DELIMITED if is_ascend(served_models) else NEWLINE_DELIMITED
     routes.error_formats.add(error_format, PATH)
+    added = DialectRoutes(
+        routes, served_models, error_format, (GenerateRequest, GenerateResponse), failure=ErrorResponse
+    )
 
-    async def create(raw_request: Request) -> Response:
-        record = record_of(raw_request.scope)
-        record.error_format = error_format
-        return await served_models.read(raw_request, lambda body: answer(body, record))
-
-    def answer(body: bytes, record: RequestRecord) -> Response:
-        fields = {name: value for name, value in read_object(body).items() if name not in IGNORED}
-        request = parse(fields, GenerateRequest, record.unknown)
+    def create(request: GenerateRequest, record: RequestRecord, size: int) -> Response:
         if request.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
         service = served_models.find(request.model)
-        handler = GenerateHandler(service, record, request, error_format.end)
+        handler = GenerateHandler(service, record, request, error_format.stream_end)
         return Reply.of(service, handler, error_format, request.stream)
 
-    described = operation(reference(GenerateResponse), reference(ErrorResponse), reference(GenerateRequest))
-    routes.add(
-        PATH,
-        create,
-        access=Access.INFERENCE,
-        method="POST",
-        summary="Continue a prompt, in the form of vLLM's demonstration server",
-        described=described,
-    )
+    summary = "Continue a prompt, in the form of vLLM's demonstration server"
+    added.post(PATH, added.answering(GenerateRequest, create), summary, GenerateRequest, answer=GenerateResponse)
 
 
-class GenerateHandler:
-    """One request."""
+class GenerateHandler(GenerationHandler):
+    """One request.
 
-    def __init__(self, service: ModelService, record: RequestRecord, request: GenerateRequest, end: bytes) -> None:
-        self._service = service
-        self._record = record
+    Args:
+        end: terminator of each object of a stream.
+    """
+
+    def __init__(self, service: ServedModel, record: RequestRecord, request: GenerateRequest, end: bytes) -> None:
+        max_tokens = request.max_tokens or service.gateway.input_processor.default_max_tokens
+        super().__init__(service, record, request, sampling_of(request, SamplingParams(), max_tokens=max_tokens))
         self._request = request
         self._end = end
-        self._adapter = service.adapter_of(request.model)
-        max_tokens = request.max_tokens or service.gateway.input_processor.default_max_tokens
-        self._sampling = sampling_of(request, SamplingParams(), max_tokens=max_tokens)
-        check(self._sampling)
+        self._texts: list[str] = []
+        """The texts that were sent last."""
+        self._size = self._sent = 0
+        """Characters of the last object, and bytes of all."""
+        check(self.sampling)
 
-    async def full(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
-                last = output
-        yield encode(self._response(last))
+    async def outputs(self) -> AsyncGenerator[Output, None]:
+        request = self._request
+        prompt = TokenizedPrompt(await self.service.gateway.encode(request.prompt), request.prompt)
+        if request.truncate_prompt_tokens is not None:
+            maximum = self.max_model_len - (self.sampling.max_tokens or 1)
+            prompt = TokenizedPrompt(truncate(prompt.token_ids, request, maximum))
+        return self.generate(prompt)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """All there is so far in each object. Beyond ``FULL_RATE_BYTES`` of them, one is sent only when there is so
-        much more that the rest together remain a small multiple of the last one."""
-        texts: list[str] = []
-        sent = size = 0
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
-                new = [completion.text for completion in output.outputs]
-                grown = sum(map(len, new)) + len(new) * len(self._request.prompt)
-                if new == texts or (sent > FULL_RATE_BYTES and not output.finished and grown < size * MIN_GROWTH):
-                    continue
-                piece = encode(self._response(output)) + self._end
-                yield piece
-                texts, size, sent = new, grown, sent + len(piece)
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        return encode(self._response(outputs[0]))
+
+    async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
+        """All there is so far. Beyond ``FULL_RATE_BYTES`` of a stream, an object is sent only when there is so much
+        more that the rest together remain a small multiple of the last one."""
+        texts = [completion.text for completion in output.outputs]
+        size = sum(map(len, texts)) + len(texts) * len(self._request.prompt)
+        is_slowed = self._sent > FULL_RATE_BYTES and not output.finished
+        if texts == self._texts or (is_slowed and size < self._size * MIN_GROWTH):
+            return b""
+        piece = encode(self._response(output)) + self._end
+        self._texts, self._size, self._sent = texts, size, self._sent + len(piece)
+        return piece
 
     def _response(self, output: RequestOutput) -> GenerateResponse:
         return GenerateResponse([self._request.prompt + completion.text for completion in output.outputs])
-
-    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        request = self._request
-        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
-        gateway = self._service.gateway
-        prompt = TokenizedPrompt(await gateway.encode(request.prompt), request.prompt)
-        if request.truncate_prompt_tokens is not None:
-            maximum = gateway.engine_pool.require_engine().max_model_len - (self._sampling.max_tokens or 1)
-            prompt = TokenizedPrompt(truncate(prompt.token_ids, request, maximum))
-        stream = generate(self._service, self._record, prompt, self._sampling, **options)
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output

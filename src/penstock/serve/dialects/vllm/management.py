@@ -18,28 +18,25 @@ from penstock.version import __version__
 
 from ...chat.request import NonEmptyText
 from ...http.access import Access
-from ...http.body import convert, read_object
-from ...http.openapi import OBJECT, operation, reference
+from ...http.body import RequestBody
 from ...http.request_record import record_of
 from ...http.routes import Routes
 from ...models.served_models import ServedModels
-from ..openai.responses import ErrorResponse
+from ..endpoints import DialectRoutes
+from ..openai.schema import ErrorResponse
 
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
 """Prefixes of response ids, before the request's id."""
 
 
-class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AbortRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """Requests to abort, by the ids of their responses or their own."""
 
     request_ids: NonEmptyText | Annotated[list[NonEmptyText], msgspec.Meta(max_length=4096)]
 
 
-SCHEMAS = (AbortRequest,)
-
-
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    routes.describe(SCHEMAS)
+    added = DialectRoutes(routes, served_models, schemas=(AbortRequest,), failure=ErrorResponse)
 
     async def ping(_: Request) -> Response:
         served_models.check_alive()
@@ -68,36 +65,20 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Response()
 
     async def abort_requests(raw_request: Request) -> Response:
-        unknown = record_of(raw_request.scope).unknown
-        request = await served_models.read(
-            raw_request, lambda body: convert(read_object(body), AbortRequest, unknown, "pydantic")
-        )
+        request, _ = await added.read(raw_request, AbortRequest)
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in served_models:
             service.gateway.cancel(sorted(ids), record_of(raw_request.scope).tenant)
         return Response()
 
-    failure = reference(ErrorResponse)
     for method in ("GET", "POST"):
-        described = operation(None, failure)
-        routes.add("/ping", ping, access=Access.PUBLIC, method=method, summary="The engine serves", described=described)
-    for path, endpoint, access, parameters, summary in (
-        ("/load", load, Access.INFERENCE, (), "How many requests are open"),
-        ("/server_info", server_info, Access.PRIVATE, ("config_format",), "The options, with secrets masked"),
-        ("/tokenizer_info", tokenizer_info, Access.INFERENCE, ("model",), "The tokenizer's options and chat template"),
-    ):
-        described = operation(OBJECT, failure, query=parameters)
-        routes.add(path, endpoint, access=access, summary=summary, described=described)
-    for path, change, access, summary, request_schema in (
-        ("/reset_prefix_cache", reset_prefix_cache, Access.CONTROL, "Forget all cached prefixes", None),
-        (
-            "/abort_requests",
-            abort_requests,
-            Access.PRIVATE,
-            "Cancel requests, whichever process they came to",
-            reference(AbortRequest),
-        ),
-    ):
-        described = operation(None, failure, request_schema)
-        routes.add(path, change, access=access, method="POST", summary=summary, described=described)
+        added.add("/ping", ping, "The engine serves", None, method=method, access=Access.PUBLIC)
+    added.add("/load", load, "How many requests are open")
+    masked, query = "The options, with secrets masked", ("config_format",)
+    added.add("/server_info", server_info, masked, access=Access.PRIVATE, query=query)
+    added.add("/tokenizer_info", tokenizer_info, "The tokenizer's options and chat template", query=("model",))
+    forgets = "Forget all cached prefixes"
+    added.post("/reset_prefix_cache", reset_prefix_cache, forgets, answer=None, access=Access.CONTROL)
+    cancels = "Cancel requests, whichever process they came to"
+    added.post("/abort_requests", abort_requests, cancels, AbortRequest, answer=None, access=Access.PRIVATE)

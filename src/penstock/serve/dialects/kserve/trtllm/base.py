@@ -13,7 +13,7 @@ from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.generation import SequenceCursor, SequenceDelta, generate, merge_streams
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from ..model import Model, ModelCall, ModelResponse
 from ..tensors import BOOL, FP32, INT32, UINT64, Spec, Tensor
@@ -117,7 +117,7 @@ class GenerationModel(Model):
     unsupported_inputs = UNSUPPORTED_INPUTS
     neutral_inputs = NEUTRAL_INPUTS
 
-    def __init__(self, service: ModelService) -> None:
+    def __init__(self, service: ServedModel) -> None:
         self._service = service
         self._tokenizer = service.gateway.input_processor.tokenizer
         self._running = RunningRequests()
@@ -159,7 +159,8 @@ class GenerationModel(Model):
             rows = await self.rows(call)
             await self._check_logits_size(rows)
             streams = [
-                generate(self._service, call.record, row.prompt, row.sampling, priority=call.priority) for row in rows
+                generate(self._service, call.record, row.prompt, row.sampling, i, priority=call.priority)
+                for i, row in enumerate(rows)
             ]
             last: dict[int, RequestOutput] = {}
             left = {(i, k): SequenceCursor() for i, row in enumerate(rows) for k in range(row.sampling.n)}

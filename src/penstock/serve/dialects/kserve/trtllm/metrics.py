@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.config.options import EngineOptions
 from penstock.engine.service.messages import Stats
-from penstock.serve.metrics import EngineStats
+from penstock.serve.engine_metrics import EngineStats
 from penstock.serve.models.served_models import ServedModels
 
 from ..model import VERSION

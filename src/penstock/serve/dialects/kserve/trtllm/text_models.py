@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.core.errors import invalid
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.generation import SequenceDelta
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from ..model import ModelCall
 from ..tensors import BOOL, BYTES, FP32, INT32, Spec, Tensor, text
@@ -39,7 +39,7 @@ class TextModel(GenerationModel):
     )
     outputs = (Spec("text_output", BYTES, (-1,)), *GENERATION_OUTPUTS)
 
-    def __init__(self, service: ModelService, name: str, accumulate: bool = False) -> None:
+    def __init__(self, service: ServedModel, name: str, accumulate: bool = False) -> None:
         super().__init__(service)
         self.name = name
         self._accumulate = accumulate

@@ -15,7 +15,7 @@ from penstock.core.errors import invalid
 from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.generation import SequenceDelta
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 from ..model import Model, ModelCall, ModelResponse
 from ..tensors import BOOL, BYTES, FP32, INT32, MAX_VALUES, Spec, Tensor, text
@@ -161,7 +161,7 @@ class Preprocessing(Model):
         Spec("OUT_PAD_ID", INT32),
     )
 
-    def __init__(self, service: ModelService) -> None:
+    def __init__(self, service: ServedModel) -> None:
         self._service = service
         self._tokenizer = service.gateway.input_processor.tokenizer
 
@@ -243,7 +243,7 @@ class Postprocessing(Model):
         *(Spec(f"OUT_{name}", FP32, (-1,) * size) for name, size in SCORES.items()),
     )
 
-    def __init__(self, service: ModelService) -> None:
+    def __init__(self, service: ServedModel) -> None:
         self._service = service
 
     async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
@@ -297,6 +297,6 @@ def split_words(name: str, tensor: Sequence[Any] | None, vocab_size: int) -> lis
     return words
 
 
-def default_end_id(service: ModelService) -> int:
+def default_end_id(service: ServedModel) -> int:
     """The token that ends the model's turns."""
     return service.gateway.input_processor.eos_token_ids[0]

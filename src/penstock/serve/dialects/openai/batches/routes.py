@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -14,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from penstock.core.errors import invalid
+from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.http.access import Access
-from penstock.serve.http.body import convert, read_object
+from penstock.serve.http.body import RequestBody
 from penstock.serve.http.form import read_form
-from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.paging import page_document, page_query
+from penstock.serve.http.reply import Json
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 
-from ..metadata import Metadata
-from ..responses import ErrorResponse, encode
+from ..schema import ErrorResponse, Metadata
 from .worker import OPEN
 
 if TYPE_CHECKING:  # what it imports may not be installed
@@ -46,7 +46,7 @@ class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: Annotated[int, msgspec.Meta(ge=3600, le=30 * DAY)]
 
 
-class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class BatchRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """A batch of requests, each a line of a file."""
 
     input_file_id: str
@@ -55,9 +55,6 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
     """Of the files of results; at most ``storage_retention``."""
-
-
-SCHEMAS = (BatchRequest,)
 
 
 class FileRoutes:
@@ -75,14 +72,14 @@ class FileRoutes:
                 raise invalid("purpose", "is missing; it is batch for requests")
             name = file.filename or "file"
             stored = await self._files.add(_tenant(raw_request), name, purpose, size, _pieces(file), _lifetime(fields))
-        return _json(stored)
+        return Json(stored)
 
     async def list(self, raw_request: Request) -> Response:
         query, purpose = page_query(raw_request, MAX_LISTED), raw_request.query_params.get("purpose")
-        return _json(page_document(await self._files.page(_tenant(raw_request), query, purpose)))
+        return Json(page_document(await self._files.page(_tenant(raw_request), query, purpose)))
 
     async def retrieve(self, raw_request: Request) -> Response:
-        return _json(await self._get(raw_request))
+        return Json(await self._get(raw_request))
 
     async def content(self, raw_request: Request) -> Response:
         stored = await self._get(raw_request)
@@ -92,7 +89,7 @@ class FileRoutes:
     async def delete(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
         await self._files.delete(_tenant(raw_request), name)
-        return _json({"id": name, "object": "file", "deleted": True})
+        return Json({"id": name, "object": "file", "deleted": True})
 
     async def _get(self, raw_request: Request) -> StoredFile:
         return await self._files.get(_tenant(raw_request), raw_request.path_params["name"])
@@ -101,17 +98,14 @@ class FileRoutes:
 class BatchRoutes:
     """The endpoints of batches."""
 
-    def __init__(self, served_models: ServedModels, files: FileStore, batches: BatchStore, worker: BatchWorker) -> None:
-        self._served_models = served_models
+    def __init__(self, added: DialectRoutes, files: FileStore, batches: BatchStore, worker: BatchWorker) -> None:
+        self._added = added
         self._files = files
         self._batches = batches
         self._worker = worker
 
     async def create(self, raw_request: Request) -> Response:
-        unknown = record_of(raw_request.scope).unknown
-        request = await self._served_models.read(
-            raw_request, lambda body: convert(read_object(body), BatchRequest, unknown, "pydantic")
-        )
+        request, _ = await self._added.read(raw_request, BatchRequest)
         tenant, now = _tenant(raw_request), int(time.time())
         file = await self._files.get(tenant, request.input_file_id, "input_file_id")
         if file.purpose != "batch":
@@ -138,14 +132,14 @@ class BatchRoutes:
         }
         await self._batches.add(tenant, document)
         self._worker.wake()
-        return _json(document)
+        return Json(document)
 
     async def list(self, raw_request: Request) -> Response:
         query = page_query(raw_request, MAX_LISTED)
-        return _json(page_document(await self._batches.page(_tenant(raw_request), query)))
+        return Json(page_document(await self._batches.page(_tenant(raw_request), query)))
 
     async def retrieve(self, raw_request: Request) -> Response:
-        return _json(await self._batches.get(_tenant(raw_request), raw_request.path_params["name"]))
+        return Json(await self._batches.get(_tenant(raw_request), raw_request.path_params["name"]))
 
     async def cancel(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
@@ -158,7 +152,7 @@ class BatchRoutes:
 
         changed = await self._batches.change(name, change)
         self._worker.wake()
-        return _json(changed or {})
+        return Json(changed or {})
 
 
 class Batches(NamedTuple):
@@ -173,21 +167,19 @@ class Batches(NamedTuple):
 
 def add_routes(routes: Routes, served_models: ServedModels, kept: Batches) -> None:
     """Add the endpoints of files and batches."""
-    routes.describe(SCHEMAS)
-    failure = reference(ErrorResponse)
-    add = partial(routes.add, access=Access.PRIVATE, described=operation(OBJECT, failure))
+    added = DialectRoutes(routes, served_models, schemas=(BatchRequest,), failure=ErrorResponse)
+    add = partial(added.add, access=Access.PRIVATE)
     of_files = FileRoutes(kept.files, kept.max_size, served_models.options.client_timeout)
-    add("/v1/files", of_files.upload, method="POST", summary="Upload a file")
-    add("/v1/files", of_files.list, summary="The files")
-    add("/v1/files/{name}", of_files.retrieve, summary="A file")
-    add("/v1/files/{name}", of_files.delete, method="DELETE", summary="Delete a file")
-    add("/v1/files/{name}/content", of_files.content, summary="The contents of a file")
-    of_batches = BatchRoutes(served_models, kept.files, kept.batches, kept.worker)
-    described = operation(OBJECT, failure, reference(BatchRequest))
-    add("/v1/batches", of_batches.create, method="POST", summary="Begin a batch", described=described)
-    add("/v1/batches", of_batches.list, summary="The batches")
-    add("/v1/batches/{name}", of_batches.retrieve, summary="A batch")
-    add("/v1/batches/{name}/cancel", of_batches.cancel, method="POST", summary="Cancel a batch")
+    add("/v1/files", of_files.upload, "Upload a file", method="POST")
+    add("/v1/files", of_files.list, "The files")
+    add("/v1/files/{name}", of_files.retrieve, "A file")
+    add("/v1/files/{name}", of_files.delete, "Delete a file", method="DELETE")
+    add("/v1/files/{name}/content", of_files.content, "The contents of a file")
+    of_batches = BatchRoutes(added, kept.files, kept.batches, kept.worker)
+    add("/v1/batches", of_batches.create, "Begin a batch", request=BatchRequest, method="POST")
+    add("/v1/batches", of_batches.list, "The batches")
+    add("/v1/batches/{name}", of_batches.retrieve, "A batch")
+    add("/v1/batches/{name}/cancel", of_batches.cancel, "Cancel a batch", method="POST")
 
 
 def _lifetime(form: FormData) -> int | None:
@@ -211,7 +203,3 @@ async def _pieces(file: UploadFile) -> AsyncIterator[bytes]:
 
 def _tenant(raw_request: Request) -> str:
     return record_of(raw_request.scope).tenant
-
-
-def _json(document: Any) -> Response:
-    return Response(encode(document), media_type="application/json")

@@ -12,11 +12,12 @@ import msgspec
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, answer
-from penstock.serve.dialects.openai.responses import encode, error_of
+from penstock.serve.dialects.openai.schema import error_of
+from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
 from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel
 
 TRIES = 3
 """Engine deaths after which a request is not tried again, as it may have caused them."""
@@ -42,7 +43,7 @@ class Work:
 
     def __init__(
         self,
-        find: Callable[[BatchLine], ModelService],
+        find: Callable[[BatchLine], ServedModel],
         watch: asyncio.Future[None],
         record: Record,
         tenant: str = "",
@@ -119,7 +120,7 @@ class Work:
             self.tokens += record.facts.get("output", 0)
             return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
 
-    async def _answer(self, service: ModelService, record: RequestRecord, line: BatchLine) -> tuple[int, bytes]:
+    async def _answer(self, service: ServedModel, record: RequestRecord, line: BatchLine) -> tuple[int, bytes]:
         """Raises ``PenstockError`` (``overloaded``) where too many requests are open."""
         with service.admit():
             self._open += 1
@@ -138,7 +139,7 @@ class Work:
                 async with asyncio.timeout(RETRY_INTERVAL):
                     await self._one_ended.wait()
 
-    async def _served(self, line: BatchLine) -> ModelService:
+    async def _served(self, line: BatchLine) -> ServedModel:
         """The model of a line, once it is loaded. Raises ``PenstockError`` where it is not served."""
         while True:
             try:
@@ -148,7 +149,7 @@ class Work:
                     raise
             await asyncio.sleep(LOAD_INTERVAL)
 
-    async def _engine_restarted(self, service: ModelService) -> bool:
+    async def _engine_restarted(self, service: ServedModel) -> bool:
         """Wait for the engine's restart; False where it is gone."""
         ready = asyncio.ensure_future(service.gateway.engine_pool.ready())
         waited: set[asyncio.Future[Any]] = {ready, self._watch}
@@ -157,7 +158,7 @@ class Work:
         return not self._watch.done()
 
 
-def _engines(service: ModelService) -> set[int]:
+def _engines(service: ServedModel) -> set[int]:
     """Process ids of the engines that answer: others once an engine has died."""
     return {report.pid for report in service.gateway.engine_pool.reports}
 

@@ -17,8 +17,7 @@ from penstock.core import PenstockError
 from penstock.core.errors import bounded
 from penstock.core.machine_errors import exhausted
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse
-from penstock.serve.models.served_models import ServedModels
-from penstock.serve.models.service import ModelService
+from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .results import BatchState, Results, open_private, requests, survey
 from .work import Work
@@ -181,7 +180,7 @@ class BatchWorker:
         await self._set(name, end, **made)
         path.unlink(missing_ok=True)
 
-    def _find(self, line: BatchLine) -> ModelService:
+    def _find(self, line: BatchLine) -> ServedModel:
         try:
             model = _model(line.body).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # which its handler will say

@@ -1,0 +1,168 @@
+"""Ollama's requests and answers: documents, or lines of JSON. A field that is null is taken as absent."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core import Failure
+from penstock.frontend.outputs import RequestOutput
+from penstock.serve.dialects.openai.schema import TokenLogprob
+from penstock.serve.http.body import Reading, RequestBody
+from penstock.serve.http.error_format import ErrorFormat
+
+MEDIA_TYPE = b"application/x-ndjson"
+NANOSECONDS = 10**9
+Think = bool | Literal["low", "medium", "high"]
+KeepAlive = str | float
+Format = Literal["", "json"] | dict[str, Any]
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    """In base64."""
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    """Of the call whose result this is, as clients have named it there."""
+
+
+class OllamaRequest(RequestBody, kw_only=True):
+    """Fields of all requests."""
+
+    reading: ClassVar = Reading(lax="", drops_null=True)
+
+    model: str | None = None
+    """One of the served models, with or without ``:latest``."""
+    options: dict[str, Any] | None = None
+    """Sampling parameters under Ollama's names."""
+    keep_alive: KeepAlive | None = None
+    """No effect: models stay loaded."""
+
+
+class ShowRequest(OllamaRequest, kw_only=True):
+    name: str | None = None
+    """Older name of ``model``."""
+    verbose: bool | None = None
+    """No effect."""
+
+
+class OllamaGeneration(OllamaRequest, kw_only=True):
+    """Fields of all requests that generate."""
+
+    stream: bool | None = None
+    """True by default."""
+    format: Format | None = None
+    """``json``, or a JSON Schema of the answer."""
+    think: Think | None = None
+    """Whether the model reasons; a word is passed to the chat template as ``reasoning_effort``."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+class ChatRequest(OllamaGeneration, kw_only=True):
+    messages: list[OllamaMessage] = msgspec.field(default_factory=list)
+    """Without any, the answer is that the model is loaded."""
+    tools: list[dict[str, Any]] | None = None
+
+
+class GenerateRequest(OllamaGeneration, kw_only=True):
+    prompt: str = ""
+    """Without one, the answer is that the model is loaded."""
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool | None = None
+    """Continue the prompt as it is, without the chat template."""
+    suffix: str | None = None
+    """Text after the answer, which fills in the middle."""
+    template: str | None = None
+    context: list[int] | None = None
+
+
+class EmbedRequest(OllamaRequest, kw_only=True):
+    input: str | list[str]
+    truncate: bool | None = None
+    """Whether texts that are too long are cut, true by default; otherwise they are refused."""
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class EmbeddingsRequest(OllamaRequest, kw_only=True):
+    prompt: str
+
+
+class OllamaErrorFormat(ErrorFormat):
+    dialect = "ollama"
+    stream_start, stream_end = b"", b"\n"
+
+    def document(self, failure: Failure) -> object:
+        return {"error": failure.message}
+
+
+ERROR_FORMAT = OllamaErrorFormat()
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """A whole answer, or a line of one."""
+
+    model: str
+    created_at: str
+    message: AnswerMessage | UnsetType = UNSET
+    """Of a chat."""
+    response: str | UnsetType = UNSET
+    """Of a generation."""
+    thinking: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    """Nanoseconds, as all durations."""
+    load_duration: int | UnsetType = UNSET
+    """Time in the queue."""
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class OneEmbedding(msgspec.Struct, kw_only=True):
+    embedding: list[float]
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+def now() -> str:
+    """The time in RFC 3339."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def finish(answer: Answer, output: RequestOutput) -> Answer:
+    """Add what the end of an answer has."""
+    times, completion = output.times, output.outputs[0]
+    answer.done, answer.done_reason = True, completion.finish_reason or "stop"
+    answer.prompt_eval_count = len(output.prompt_token_ids)
+    answer.eval_count = len(completion.token_ids)
+    first, last = times.first_token or times.arrived, times.last_token or times.arrived
+    answer.total_duration = int((last - times.arrived) * NANOSECONDS)
+    answer.load_duration = int(times.queued * NANOSECONDS)
+    answer.prompt_eval_duration = int((first - times.arrived - times.queued) * NANOSECONDS)
+    answer.eval_duration = int((last - first) * NANOSECONDS)
+    return answer

@@ -1,0 +1,186 @@
+"""PaddleNLP's dialect on the shared paths."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+from uuid import uuid4
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.core import Code, FinishReason, PenstockError
+from penstock.core.errors import invalid
+from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.prompts import TokenizedPrompt
+from penstock.serve.chat.messages import messages_of
+from penstock.serve.chat.request import ChatRequest
+from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
+from penstock.serve.generation import GenerationHandler, Output, SequenceCursor
+from penstock.serve.http.error_format import ErrorFormat
+from penstock.serve.http.reply import Reply, encode
+from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.models.served_models import ServedModel, ServedModels
+
+from .schema import (
+    DEFAULT_TIMEOUT,
+    PADDLENLP_FIELDS,
+    SELECTING_FIELDS,
+    FullResponse,
+    PaddleNLPErrorFormat,
+    Request,
+    StreamChunk,
+    Usage,
+    field_value,
+    parse,
+    sampling_of,
+)
+
+NAME = "paddlenlp"
+"""Name of the profile."""
+PROMPTS = frozenset(("prompt", "prompt_token_ids"))
+"""Prompt fields of OpenAI's completions."""
+
+
+class PaddleNLPHandler(GenerationHandler):
+    """One request, over HTTP or gRPC.
+
+    Args:
+        size: of the request, about as many characters.
+
+    Raises ``PenstockError`` where it is wrong.
+    """
+
+    def __init__(self, service: ServedModel, record: RequestRecord, request: Request, size: int) -> None:
+        adapter = request.model if request.model in service.gateway.engine_pool.adapters else None
+        super().__init__(service, record, ChatRequest(messages=[], model=adapter), sampling_of(request))
+        self._request = request
+        self._size = size
+        self._limit = field_value(request, "timeout") or DEFAULT_TIMEOUT
+        self._deadline = record.arrived + self._limit
+        self._cursor = SequenceCursor()
+        self._num_chunks = 0
+        self._messages = messages_of(request.messages or [])
+        has_template = bool(service.gateway.input_processor.tokenizer.template_source)
+        if request.text is not None and service.options.template_text and has_template:
+            self._messages = [{"role": "user", "content": request.text}]
+        if request.system is not None:
+            if not self._messages:
+                given = "input_ids" if request.text is None else "text that is not put into the chat template"
+                raise invalid("system", f"cannot be combined with {given}")
+            self._messages.insert(0, {"role": "system", "content": request.system})
+        self._req_id = request.req_id or uuid4().hex
+        record.facts["req_id"] = self._req_id
+
+    async def format_full(self, outputs: list[RequestOutput]) -> bytes:
+        text, usage = outputs[0].outputs[0].text, self._usage(outputs[0])
+        return encode(FullResponse(req_id=self._req_id, tokens_all=text, result=text, usage=usage))
+
+    async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
+        chunk = self.chunk(output)
+        return encode(chunk) + b"\n" if chunk else b""
+
+    def chunk(self, output: RequestOutput) -> StreamChunk | None:
+        """What a step has added; the last chunk has ``is_end`` 1."""
+        completion = output.outputs[0]
+        if self._request.return_all_tokens and not completion.finished:
+            return None
+        if (new := self._cursor.advance(completion)) is None:
+            return None
+        self._num_chunks += 1
+        return StreamChunk(
+            req_id=self._req_id,
+            token=new.text,
+            token_ids=new.token_ids[:-1] if completion.finish_reason == FinishReason.STOP else new.token_ids,
+            send_idx=self._num_chunks - 1,
+            is_end=int(completion.finished),
+            usage=self._usage(output) if completion.finished else UNSET,
+        )
+
+    def _usage(self, output: RequestOutput) -> Usage | UnsetType:
+        if not self._request.return_usage:
+            return UNSET
+        prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        return Usage(prompt_tokens=prompt, completion_tokens=num_output, total_tokens=prompt + num_output)
+
+    async def outputs(self) -> AsyncGenerator[Output, None]:
+        async with self._limited():
+            prompt = await self._prompt()
+        return self._timed(self.generate(prompt, external_id=self._request.req_id or ""))
+
+    async def _timed(self, stream: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
+        """The outputs. Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has waited too
+        long for a piece of a stream or, with ``timeout``, for an answer in one piece."""
+        request = self._request
+        in_pieces = request.stream and not request.return_all_tokens and not self.service.options.disable_streaming
+        async with aclosing(stream):
+            while True:
+                async with self._limited():
+                    output = await anext(stream, None)
+                if output is None:
+                    return
+                yield output
+                if in_pieces or field_value(request, "timeout") is None:
+                    self._deadline = time.monotonic() + self._limit
+
+    @asynccontextmanager
+    async def _limited(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                yield
+        except TimeoutError as error:
+            message = f"timeout: no output for {self._limit:g} seconds"
+            raise PenstockError(Code.TIMEOUT, message, "timeout", self._limit) from error
+
+    async def _prompt(self) -> TokenizedPrompt:
+        """The prompt in token ids; refused where prompt and ``max_dec_len`` exceed the context."""
+        request, gateway = self._request, self.service.gateway
+        if self._messages:
+            prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self.record.sender)
+        elif request.text is not None:
+            prompt = TokenizedPrompt(await gateway.encode(request.text), request.text)
+        else:
+            prompt = TokenizedPrompt(request.input_ids or [])
+        count, max_dec_len = len(prompt.token_ids), field_value(request, "max_dec_len") or 0
+        maximum = self.max_model_len
+        if max_dec_len and count + max_dec_len > maximum:
+            message = f"{count} tokens of input and {max_dec_len} of output are more than the {maximum} of the context"
+            raise invalid("max_tokens", message, maximum)
+        return prompt
+
+
+class PaddleNLP(Dialect):
+    """Spoken where a request has a field that only PaddleNLP has, and not all that OpenAI's have: a prompt, or messages
+    and a model. So whatever an OpenAI client adds, it gets an answer that it can read. Under PaddleNLP's profile a
+    request that names no model is PaddleNLP's, too."""
+
+    error_format = PaddleNLPErrorFormat()
+
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
+        self._preferred = served_models.options.compat == NAME
+        self.fields = None if self._preferred else PADDLENLP_FIELDS
+
+    def matches(self, raw_request: HttpRequest, fields: dict[str, Any]) -> bool:
+        if not PROMPTS.isdisjoint(fields) or fields.keys() >= {"model", "messages"}:
+            return False
+        dialect_fields = SELECTING_FIELDS if "messages" in fields else PADDLENLP_FIELDS
+        return not dialect_fields.isdisjoint(fields) or (self._preferred and "model" not in fields)
+
+    def error_format_of(self, scope: Scope) -> ErrorFormat | None:
+        """The error format for a request that is not read yet: PaddleNLP's under its profile, else None."""
+        return self.error_format if self._preferred and scope["path"] in (*COMPLETIONS, *CHATS) else None
+
+    def completion(self, raw_request: HttpRequest, fields: dict[str, Any], size: int) -> Response:
+        record = record_of(raw_request.scope)
+        error_format = record.error_format = PaddleNLPErrorFormat.of(fields)
+        request = parse(fields, record.unknown)
+        service = self._served_models.find_or_first(request.model)
+        return Reply.of(service, PaddleNLPHandler(service, record, request, size), error_format, request.stream)
+
+    chat = completion

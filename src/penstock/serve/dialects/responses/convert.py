@@ -1,0 +1,227 @@
+"""Conversion of Responses requests to a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.chat.messages import (
+    content_of,
+    effort_fields,
+    function_call,
+    function_tool,
+    json_schema_format,
+    named_tool,
+    text_of,
+    tool_result,
+)
+from penstock.serve.chat.request import ROLES, ChatRequest
+from penstock.serve.http.body import check_supported, convert, require
+from penstock.serve.http.unknown_fields import UnknownFields
+
+from .schema import (
+    STORED_FIELDS,
+    CountTokensRequest,
+    Format,
+    Item,
+    NamedTool,
+    Part,
+    ResponsesRequest,
+    Tool,
+)
+
+T = TypeVar("T", bound=CountTokensRequest)
+
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Content parts that hold text, each with the field that has it."""
+CHAT_FIELDS = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
+"""Fields that have the same name in chats."""
+LEFT_OUT = ("web_search", "web_search_preview")
+"""Tools of OpenAI's servers that agents name in every request, whatever the server: beside others they are left out."""
+
+
+def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool) -> T:
+    """Parse a request; ``stores``: whether responses are stored. Raises ``PenstockError``: ``unsupported`` or
+    ``invalid``."""
+    if not stores:
+        check_supported(fields, STORED_FIELDS)
+    request = convert(fields, schema, unknown)
+    if request.tools and any(tool.type not in LEFT_OUT for tool in request.tools):
+        for i, tool in enumerate(request.tools):
+            if tool.type in LEFT_OUT:
+                unknown.ignore(f"tools[{i}].", tool.type, ("function", "namespace"), "tools[].")
+        request.tools = [tool for tool in request.tools if tool.type not in LEFT_OUT]
+    return request
+
+
+def num_characters(request: CountTokensRequest) -> int:
+    """Characters of a request's input, images left out."""
+    if not isinstance(request.input, list):
+        return len(request.input or "")
+    contents = [item.content for item in request.input]
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
+        for content in contents
+        if content
+    )
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a function."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def namespaces(tools: list[Tool] | None) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function in a namespace, by the name that the model knows."""
+    return {
+        qualified(tool.name, function.name): (tool.name, function.name)
+        for tool in tools or []
+        if tool.type == "namespace" and tool.name
+        for function in tool.tools or []
+        if function.name
+    }
+
+
+def to_chat_request(request: CountTokensRequest, variables: Collection[str], images: bool = False) -> ChatRequest:
+    """The chat request for a Responses request.
+
+    Args:
+        variables: names that the model's chat template reads.
+        images: whether messages and outputs of functions may have images.
+
+    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text, or an image.
+    """
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    result: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
+    if isinstance(request, ResponsesRequest):
+        result |= {name: getattr(request, name) for name in CHAT_FIELDS} | {"max_tokens": request.max_output_tokens}
+    result["messages"] = messages + _messages(request.input, images)
+    if request.tools:
+        result["tools"] = [
+            function for i, tool in enumerate(request.tools) for function in _functions(tool, f"tools[{i}]")
+        ]
+    if isinstance(request.tool_choice, NamedTool):
+        result["tool_choice"] = named_tool(request.tool_choice.name)
+    else:
+        result["tool_choice"] = request.tool_choice
+    called = result["tool_choice"] not in (None, "auto", "none")  # a forced call has no text to constrain
+    if request.text and request.text.format and not called:
+        result["response_format"] = _format(request.text.format)
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning and (effort := request.reasoning.effort):
+        result |= effort_fields(effort, variables)
+        if "enable_thinking" in variables:
+            kwargs.setdefault("enable_thinking", effort != "none")
+    if kwargs:
+        result["chat_template_kwargs"] = kwargs
+    return msgspec.convert(result, ChatRequest)
+
+
+def check_items(items: list[Item]) -> None:
+    """Check items that are to be kept for later requests. Raises as ``to_chat_request``."""
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        _add(messages, item, f"items[{i}]", images=True)
+
+
+def _messages(items: str | list[Item], images: bool) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        _add(messages, item, f"input[{i}]", images)
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) -> None:
+    """Append an item as a message, or to the assistant's message before it."""
+    if item.type == "message":
+        if item.role not in ROLES:
+            raise invalid(f"{path}.role", f"{item.role!r:.50} is not one of {', '.join(ROLES)}")
+        if item.role == "assistant":
+            _add_answer(messages, _text(item.content, f"{path}.content"))
+        else:
+            messages.append({"role": item.role, "content": _content(item.content, f"{path}.content", images)})
+    elif item.type == "reasoning":
+        parts = item.content if isinstance(item.content, list) else []
+        thought = "".join(part.text or "" for part in parts)
+        if thought and _open(messages) and messages[-1].get("tool_calls"):
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
+        elif thought:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    elif item.type == "function_call":
+        if not _open(messages):
+            messages.append({"role": "assistant", "content": ""})
+        name, arguments = require(item.name, f"{path}.name"), require(item.arguments, f"{path}.arguments")
+        call = function_call(require(item.call_id, f"{path}.call_id"), qualified(item.namespace, name), arguments)
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif item.type == "function_call_output":
+        content = _content(item.output, f"{path}.output", images)
+        messages.append(tool_result(require(item.call_id, f"{path}.call_id"), content))
+    else:
+        raise PenstockError(Code.UNSUPPORTED, f"{path}.type: {item.type[:50]} is not supported", f"{path}.type")
+
+
+def _add_answer(messages: list[dict[str, Any]], text: str) -> None:
+    """Append the assistant's text. Text after reasoning or a call belongs to their message: results of the calls
+    follow it."""
+    last = messages[-1] if _open(messages) else None
+    if last and not last["content"]:
+        last["content"] = text
+    elif last and last.get("tool_calls"):
+        last["content"] += f"\n{text}"
+    else:
+        messages.append({"role": "assistant", "content": text})
+
+
+def _open(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last message is the assistant's, so that further items may belong to it."""
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+def _text(content: str | list[Part] | None, path: str) -> str:
+    if content is None:
+        raise invalid(path, "is missing")
+    return text_of(content, path, TEXT_PARTS)
+
+
+def _content(content: str | list[Part] | None, path: str, images: bool) -> str | list[dict[str, Any]]:
+    if content is None or not images:
+        return _text(content, path)
+    return content_of(content, path, _image, TEXT_PARTS)
+
+
+def _image(part: Part, path: str) -> dict[str, Any] | None:
+    if part.type != "input_image":
+        return None
+    if part.file_id is not None:
+        raise PenstockError(
+            Code.UNSUPPORTED, f"{path}.file_id: no files are kept here; send image_url", f"{path}.file_id"
+        )
+    return {"type": "image_url", "image_url": {"url": require(part.image_url, f"{path}.image_url")}}
+
+
+def _functions(tool: Tool, path: str, namespace: str | None = None) -> list[dict[str, Any]]:
+    """A chat's tools: one, or those of a namespace."""
+    if tool.type == "namespace" and namespace is None:
+        name, functions = require(tool.name, f"{path}.name"), require(tool.tools, f"{path}.tools")
+        return [one for i, each in enumerate(functions) for one in _functions(each, f"{path}.tools[{i}]", name)]
+    if tool.type != "function":
+        message = f"{path}.type: {tool.type[:50]} is not supported, only function is"
+        raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")
+    name = qualified(namespace, require(tool.name, f"{path}.name"))
+    return [function_tool(name, tool.description, tool.parameters, tool.strict)]
+
+
+def _format(text_format: Format) -> dict[str, Any]:
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
+    if text_format.schema is None:
+        raise invalid("text.format.schema", "is missing")
+    return json_schema_format(text_format.schema, text_format.name or "answer")

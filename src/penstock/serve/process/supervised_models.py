@@ -1,0 +1,205 @@
+"""The supervisor's models, and their engine processes: started when a model is loaded, ended when it is unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
+
+import msgspec
+
+from penstock.config.options import Configuration
+from penstock.config.profiles import load
+from penstock.core import Code, PenstockError
+from penstock.engine.service.control import ModelAction, ModelControl
+from penstock.engine.service.instance import Instance
+from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
+from penstock.engine.service.messages import Ready
+
+from ..models.messages import ModelEntry, Models
+from .api_processes import ApiProcesses
+from .instances import Instances
+
+logger = logging.getLogger("penstock")
+
+T = TypeVar("T")
+
+
+class SupervisedModels:
+    """The models by name, and the engine processes of those that are loaded.
+
+    Args:
+        models: all models, loaded or not.
+        fetch: returns a configuration whose ``engine.model`` is a local folder; may download for a long time.
+        api_processes: the API processes, which are sent every change.
+        instances: those that answer requests in place of engines of this server (``--role router``), or compute prompts
+            for them; None where there are none.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelEntry],
+        fetch: Callable[[Configuration], Configuration],
+        api_processes: ApiProcesses,
+        instances: Instances | None = None,
+    ) -> None:
+        self._models = {model.name: model for model in models}
+        self._fetch = fetch
+        self._api_processes = api_processes
+        self._instances = instances
+        self._running: dict[str, EngineProcesses | Instances] = {}
+        self._controls: dict[str, ModelControl] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._locks = {model.name: asyncio.Lock() for model in models}
+        self._starting = asyncio.Lock()
+        """Held while an engine starts, as it sizes its KV cache by the memory that is free then."""
+        self._closing = False
+        self.lost = asyncio.Event()
+        """Set when the last engine has died too often."""
+        api_processes.set_models(Models(tuple(models)))
+
+    @property
+    def serving(self) -> list[ModelEntry]:
+        return [model for model in self._models.values() if model.engine and not model.draining]
+
+    @property
+    def reports(self) -> list[Ready]:
+        """The reports of the engines that run on this host."""
+        return [report for engine in self._running.values() for report in engine.reports]
+
+    async def load(self, name: str) -> Ready | None:
+        """Load a model; returns once all API processes serve it. None where it was loaded already.
+
+        Raises ``PenstockError`` where there is no such model, or it cannot be loaded.
+        """
+        self._check(name)
+        async with self._locks[name]:
+            if self._models[name].engine:
+                return None
+            configuration = await _in_daemon_thread(lambda: self._fetch(self._models[name].configuration))
+            async with self._starting:
+                ready = await self._start(name, configuration)
+            profile = load(configuration.server.compat)
+            if profile and (ready_message := profile.ready_message(ready.num_blocks, configuration.engine)):
+                logger.info(ready_message)
+            return ready
+
+    async def unload(self, name: str) -> None:
+        """Unload a model: drain its requests, then end its engine. Does nothing where it is not loaded.
+
+        Raises ``PenstockError`` where there is no such model.
+        """
+        self._check(name)
+        async with self._locks[name]:
+            if name not in self._running:
+                return
+            engine = self._running[name]
+            self._update(name, required=False, draining=True, reason="it is being unloaded")
+            with contextlib.suppress(TimeoutError):  # an API process may be stopped or hang
+                async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
+                    await self._api_processes.wait_drained(self._models[name].engine)
+            await self._end(name, engine)
+            self._update(name, engines=(), draining=False, reason="unloaded")
+
+    async def operate(self, name: str, operation: ModelAction) -> None:
+        """Carry out an operation on the engines of a model. Raises ``PenstockError`` where it fails."""
+        self._check(name)
+        if (control := self._controls.get(name)) is None:
+            words = "the model is not loaded" if name not in self._running else "a router has no engine: ask instances"
+            raise PenstockError(Code.UNSUPPORTED, words)
+        await control.execute(operation)
+
+    def stop_restarting(self) -> None:
+        """Neither load models nor start engines again, as the server is about to stop."""
+        self._closing = True
+        for engine in self._running.values():
+            if isinstance(engine, EngineProcesses):
+                engine.stop_restarting()
+
+    async def close(self) -> None:
+        self._closing = True
+        await asyncio.gather(*(control.close() for control in self._controls.values()))
+        await asyncio.gather(*(engine.close() for engine in self._running.values()))
+        for task in self._watching.values():
+            task.cancel()
+
+    def kill(self) -> None:
+        """Kill the engines at once."""
+        for engine in self._running.values():
+            engine.kill()
+
+    async def _start(self, name: str, configuration: Configuration) -> Ready:
+        if self._closing:
+            raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
+        engine: EngineProcesses | Instances
+        if self._instances and configuration.engine.role == "router":
+            engine = self._instances
+        else:
+            engine = EngineProcesses(configuration.engine, configuration.log)
+        self._running[name] = engine
+        self._update(name, configuration=configuration, engines=engine.addresses)
+        starting = asyncio.create_task(engine.start())
+        try:
+            ready, _ = await asyncio.gather(starting, self._api_processes.wait_ready(engine.addresses[0]))
+        except BaseException as error:  # also where an API process cannot use the tokenizer
+            starting.cancel()
+            await asyncio.gather(starting, engine.close(), return_exceptions=True)
+            del self._running[name]
+            self._update(name, engines=(), reason=str(error) or "not loaded")
+            raise
+        self._update(name, required=True)
+        if isinstance(engine, EngineProcesses):
+            self._controls[name] = ModelControl(engine)
+        if self._instances and engine is not self._instances:
+            self._instances.begin(ready)
+        self._watching[name] = asyncio.create_task(self._watch(name, engine))
+        return ready
+
+    def set_instances(self, instances: tuple[Instance, ...]) -> None:
+        """Have these instances serve the first model."""
+        self._update(next(iter(self._models)), instances=instances)
+
+    async def _watch(self, name: str, engine: EngineProcesses | Instances) -> None:
+        await engine.watch()
+        async with self._locks[name]:
+            if engine.closing or self._closing:
+                return
+            logger.error("%s is not served any more", name)
+            await self._end(name, engine)
+            self._update(name, required=False, engines=(), reason="its engine has died too often")
+        if not self._running:
+            self.lost.set()
+
+    async def _end(self, name: str, engine: EngineProcesses | Instances) -> None:
+        if control := self._controls.pop(name, None):
+            await control.close()
+        await engine.close()
+        del self._running[name]
+
+    def _check(self, name: str) -> None:
+        if name not in self._models:
+            raise PenstockError(Code.NOT_FOUND, f"there is no model {name!r} to load", "model_name")
+
+    def _update(self, name: str, **changes: object) -> None:
+        """Change a model's state and send it to the API processes."""
+        self._models[name] = msgspec.structs.replace(self._models[name], **changes)
+        self._api_processes.set_models(Models(tuple(self._models.values())))
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a thread that does not keep the process alive: a download may take an hour."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(done)
