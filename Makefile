@@ -85,6 +85,7 @@ reliability-pd: .venv/tools
 lint: .venv/tools
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cc
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -28,9 +28,8 @@ constexpr int64_t kTaskRows = kHasTiles ? kTallest : 24;  // query rows of an at
 // most kTallest rows; rows of x lie `ldx` elements apart, those of sums `lds`, steps of the panel `stride` bytes. Columns
 // are a multiple of 16. With each step of tiles `soon` is asked for. Only while a TileUse lives.
 template <class Step>
-void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride,
-                    int64_t columns, int64_t inputs, typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew,
-                    Soon soon = {});
+void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
+                    int64_t inputs, typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew, Soon soon = {});
 
 // Nothing but products of tiles; returns products and sums made, two for each weight.
 template <class Step>
@@ -184,8 +183,8 @@ void tile_block(const typename Step::X* x, int64_t ldx, int64_t rows, const char
 }
 
 template <class Step>
-void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride,
-                    int64_t columns, int64_t inputs, typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew, Soon soon) {
+void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
+                    int64_t inputs, typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew, Soon soon) {
   lay_out_tiles(int(rows));
   const int64_t asked = inputs / kTileInputs<Step> * soon.lines * 64;
   int64_t c = 0;

@@ -11,16 +11,19 @@ void store(const Store& a, int64_t token) {
 }
 
 void export_kv(const Exchange& a, int64_t task) {
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { a.latent ? exchange_latent<K, true>(a, task) : exchange_tokens<K, true>(a, task); });
+  with_kept(a.type, a.rounded,
+            [&]<class T, class K>() { a.latent ? exchange_latent<K, true>(a, task) : exchange_tokens<K, true>(a, task); });
 }
 
 void import_kv(const Exchange& a, int64_t task) {
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { a.latent ? exchange_latent<K, false>(a, task) : exchange_tokens<K, false>(a, task); });
+  with_kept(a.type, a.rounded,
+            [&]<class T, class K>() { a.latent ? exchange_latent<K, false>(a, task) : exchange_tokens<K, false>(a, task); });
 }
 
 void attention(const Attention& a, int64_t task) {
   const TileUse tiles;
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { a.latent ? latent_task<T, K>(a, task) : attention_task<T, K>(a, task); });
+  with_kept(a.type, a.rounded,
+            [&]<class T, class K>() { a.latent ? latent_task<T, K>(a, task) : attention_task<T, K>(a, task); });
 }
 
 void latent_join(const Attention& a, int64_t task) {

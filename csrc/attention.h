@@ -63,8 +63,7 @@ template <class K>
 inline void place_key(typename K::Element* panel, int64_t position, int64_t size, const typename K::Element* key,
                       int64_t dim) {
   constexpr int n = K::KeyStep::kInputs;
-  for (int64_t d = 0; d < dim; d += n)
-    memcpy(panel + d * size + position * n, key + d, n * sizeof(typename K::Element));
+  for (int64_t d = 0; d < dim; d += n) memcpy(panel + d * size + position * n, key + d, n * sizeof(typename K::Element));
 }
 
 // A value goes into its row, in which some positions lie together for each element.
@@ -88,10 +87,10 @@ inline void place_value(typename K::Element* panel, int64_t position, const type
 
 // The inverse of both.
 template <class K>
-inline void take_key(const typename K::Element* panel, int64_t position, int64_t size, typename K::Element* key, int64_t dim) {
+inline void take_key(const typename K::Element* panel, int64_t position, int64_t size, typename K::Element* key,
+                     int64_t dim) {
   constexpr int n = K::KeyStep::kInputs;
-  for (int64_t d = 0; d < dim; d += n)
-    memcpy(key + d, panel + d * size + position * n, n * sizeof(typename K::Element));
+  for (int64_t d = 0; d < dim; d += n) memcpy(key + d, panel + d * size + position * n, n * sizeof(typename K::Element));
 }
 
 template <class K>
@@ -107,15 +106,14 @@ inline void ask_for_places(const Panel<K>& panel, int64_t position, int64_t size
   using Element = typename K::Element;
   constexpr int n = K::KeyStep::kInputs, m = K::ValueStep::kInputs;
   for (int64_t d = 0; d < dim; d += n) __builtin_prefetch(panel.keys + d * size + position * n, 1);
-  for (int64_t i = 0; i < dim * m; i += 64 / sizeof(Element)) __builtin_prefetch(panel.values + position / m * m * dim + i, 1);
+  for (int64_t i = 0; i < dim * m; i += 64 / sizeof(Element))
+    __builtin_prefetch(panel.values + position / m * m * dim + i, 1);
 }
 
 template <class T, class K>
 void store_token(const Store& a, int64_t token) {
   const int64_t slot = a.slots[token], position = slot % a.panel;
-  auto panel_at = [&](int64_t head) {
-    return Panel<K>(a.cache, slot / a.panel * a.kv_heads + head, a.dim, a.panel);
-  };
+  auto panel_at = [&](int64_t head) { return Panel<K>(a.cache, slot / a.panel * a.kv_heads + head, a.dim, a.panel); };
   ask_for_places(panel_at(0), position, a.panel, a.dim);
   for (int64_t head = 0; head < a.kv_heads; head++) {
     const Panel<K> panel = panel_at(head);
@@ -145,8 +143,8 @@ void exchange_tokens(const Exchange& a, int64_t task) {
   const int64_t first = task * kRowsTogether, end = first + kRowsTogether < a.count ? first + kRowsTogether : a.count;
   for (int64_t i = first; i < end; i++) {
     const int64_t slot = a.slots[a.chosen[i]], position = slot % a.panel, place = a.places[a.chosen[i]];
-    char* keys = a.buffer + place / a.slot_tokens * a.slot_bytes +
-                 (place % a.slot_tokens * a.all_heads + a.first_head) * vector;
+    char* keys =
+        a.buffer + place / a.slot_tokens * a.slot_bytes + (place % a.slot_tokens * a.all_heads + a.first_head) * vector;
     char* values = keys + a.slot_tokens * a.all_heads * vector;
     for (int64_t head = 0; head < a.kv_heads; head++, keys += vector, values += vector) {
       const Panel<K> panel(a.cache, slot / a.panel * a.kv_heads + head, a.dim, a.panel);
@@ -186,13 +184,13 @@ PENSTOCK_INLINE inline void multiply_columns(const typename Step::In* x, int64_t
                                              int64_t columns, int64_t inputs, Soon soon, Begin&& begin, Finish&& finish) {
   auto some = [&]<int G>(int64_t c) PENSTOCK_INLINE {
     typename Step::Sum sums[R][G];
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * kWidth);
+    PENSTOCK_FOR (int r = 0; r < R; r++)
+      PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * kWidth);
     multiply<Step, R, G>(x, ldx, (const char*)panel + c / kWidth * Step::kBytes, width / kWidth * Step::kBytes, inputs, sums,
                          soon);
     soon.at += inputs / Step::kInputs * soon.lines * 64;
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) finish(r, c + g * kWidth, sums[r][g]);
+    PENSTOCK_FOR (int r = 0; r < R; r++)
+      PENSTOCK_FOR (int g = 0; g < G; g++) finish(r, c + g * kWidth, sums[r][g]);
   };
   constexpr int most = groups_of_rows(R), few = 16 / kWidth < most ? 16 / kWidth : most;
   int64_t c = 0;
@@ -214,7 +212,7 @@ struct Rows {
   f32x16 total[kTaskRows];
   float top[kTaskRows + 16];
   int64_t seen[kTaskRows], from[kTaskRows];  // a row sees positions from..seen
-  Rounding rounding[kTaskRows];              // of q
+  Rounding rounding[kTaskRows];  // of q
   // Of those at work, positions a span apart.
   alignas(64) float scores[kTogether * kSpan];
   alignas(64) typename K::ValueStep::In weights[kTogether * kSpan];
@@ -363,7 +361,8 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
         own_scale = relative_scales(m.span.value_scales, m.columns, relative, [&](int64_t p) { return visible(row, p); });
         value_scale = -1.0f;
       } else if (value_scale < 0) {
-        own_scale = value_scale = relative_scales(m.span.value_scales, m.columns, relative, [](int64_t) { return lanes() >= 0; });
+        own_scale = value_scale =
+            relative_scales(m.span.value_scales, m.columns, relative, [](int64_t) { return lanes() >= 0; });
       }
       for (int64_t p = 0; p < m.columns; p += 16) {
         const f32x16 w = exp2<coarse>(fma(load(scores + p), all(power), all(bases[r])));
@@ -434,8 +433,8 @@ PENSTOCK_APART void cap_scores(Meeting<K>& m, int count, float squeeze) {
 }
 
 template <class K>
-void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Panel<K>& next, int64_t dim,
-            int64_t value_dim, int64_t begin, float power, float squeeze = 0) {
+void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Panel<K>& next, int64_t dim, int64_t value_dim,
+            int64_t begin, float power, float squeeze = 0) {
   int64_t last = 0;
   for (int r = 0; r < count; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
@@ -445,8 +444,7 @@ void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Pan
   if constexpr (kByTiles<K>) {
     score_by_tiles(m, count);
     if (squeeze) cap_scores(m, count, squeeze);
-    for (int at = 0; at < count; at += kTileRows)
-      with_rows(count - at, [&]<int R>() { weigh<K, R>(m, at, power); });
+    for (int at = 0; at < count; at += kTileRows) with_rows(count - at, [&]<int R>() { weigh<K, R>(m, at, power); });
     blend_by_tiles(m, count);
   } else {
     with_rows(count, [&]<int R>() {
@@ -520,8 +518,8 @@ void attention_task(const Attention& a, int64_t task) {
   auto go_over = [&](const Panel<K>& span, const Panel<K>& next, int64_t begin) {
     constexpr int together = kByTiles<K> ? kTogether : kTileRows;
     for (int first = 0; first < count; first += together)
-      attend<K>(rows, first, count - first < together ? count - first : together, span, next, dim, dim, begin,
-                power, squeeze);
+      attend<K>(rows, first, count - first < together ? count - first : together, span, next, dim, dim, begin, power,
+                squeeze);
   };
   const int64_t begin = earliest / kSpan * kSpan;
   if (size == kSpan) {

@@ -21,13 +21,13 @@ struct Piece {
 // Sums of a few rows, from zero or from what is kept of them: [rows][kPanel].
 template <class Sum, int R, int G>
 PENSTOCK_INLINE inline void resume(bool anew, const float* kept, Sum (&sums)[R][G]) {
-  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = anew ? Sum{} : load_bits<Sum>(kept + r * kPanel + g * kWidth);
+  PENSTOCK_FOR (int r = 0; r < R; r++)
+    PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] = anew ? Sum{} : load_bits<Sum>(kept + r * kPanel + g * kWidth);
 }
 template <class Sum, int R, int G>
 PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][G], float* kept) {
-  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) store_bits(kept + r * kPanel + g * kWidth, sums[r][g]);
+  PENSTOCK_FOR (int r = 0; r < R; r++)
+    PENSTOCK_FOR (int g = 0; g < G; g++) store_bits(kept + r * kPanel + g * kWidth, sums[r][g]);
 }
 
 // Integers of a group and some columns, from the `at`-th on.
@@ -41,10 +41,10 @@ template <class V, int G>
 PENSTOCK_INLINE inline void load_groups(const OfGroups& from, int64_t at, V (&to)[G]) {
   constexpr int n = kLanesOf<V>;
   if (from.type == GroupType::float16)
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++)
+    PENSTOCK_FOR (int g = 0; g < G; g++)
       to[g] = widen_half(load_bits<Vector<uint16_t, n>>((const uint16_t*)from.at + at + g * n));
   else
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) to[g] = load_bits<V>((const float*)from.at + at + g * n);
+    PENSTOCK_FOR (int g = 0; g < G; g++) to[g] = load_bits<V>((const float*)from.at + at + g * n);
 }
 inline float get_group(const OfGroups& from, int64_t at) {
   if (from.type == GroupType::int8) return ((const int8_t*)from.at)[at];
@@ -129,8 +129,8 @@ struct Rounded {
       if (piece.end < m.in) return keep(sums, kept);
       f32xw out[R][G], scale[G];
       load_groups(m.scales, scales, scale);
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++)
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = as_float(sums[r][g]) * scale[g];
+      PENSTOCK_FOR (int g = 0; g < G; g++)
+        PENSTOCK_FOR (int r = 0; r < R; r++) out[r][g] = as_float(sums[r][g]) * scale[g];
       if (m.offsets.at) add_offsets(a, scales, row, 1, out);
       return keep(out, kept);
     }
@@ -148,8 +148,8 @@ struct Rounded {
       soon.at += m.group / S::kInputs * soon.lines * 64;
       f32xw scale[G];
       load_groups(m.scales, scales, scale);
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++)
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
+      PENSTOCK_FOR (int g = 0; g < G; g++)
+        PENSTOCK_FOR (int r = 0; r < R; r++) {
           const f32xw sum = as_float(sums[r][g]);
           out[r][g] = fma(m.x_in_groups ? sum * a.x_scales[x_sums + r * groups] : sum, scale[g], out[r][g]);
         }
@@ -176,15 +176,15 @@ struct Rounded {
       shift(a, x_sums, stride, sums);
       add(a, row, panel, {begin, end}, soon, sums);
       soon.at += m.group / S::kInputs * soon.lines * 64;
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+      PENSTOCK_FOR (int g = 0; g < G; g++) {
         const u32xw scale = as<u32xw>(load_integers<kWidth>(m.scales, scales + g * kWidth)) & 0xffff;
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = add_pairs(out[r][g], as<u32xw>(sums[r][g]), scale);
+        PENSTOCK_FOR (int r = 0; r < R; r++) out[r][g] = add_pairs(out[r][g], as<u32xw>(sums[r][g]), scale);
       }
     }
     if (piece.end < m.in) return keep(out, kept);
     f32xw found[R][G];
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) found[r][g] = as_float(out[r][g]);
+    PENSTOCK_FOR (int r = 0; r < R; r++)
+      PENSTOCK_FOR (int g = 0; g < G; g++) found[r][g] = as_float(out[r][g]);
     keep(found, kept);
   }
 
@@ -198,8 +198,8 @@ struct Rounded {
   template <int R, int G>
   PENSTOCK_INLINE static void shift(const Linear& a, int64_t x_sums, int64_t stride, typename S::Sum (&sums)[R][G]) {
     if constexpr (kIntegers)
-      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= Zero * x_sum(a, x_sums + r * stride);
+      PENSTOCK_FOR (int r = 0; r < R; r++)
+        PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] -= Zero * x_sum(a, x_sums + r * stride);
   }
 
   template <int R, int G>
@@ -207,10 +207,10 @@ struct Rounded {
                                           f32xw (&out)[R][G]) {
     f32xw offsets[G];
     load_groups(a.matrix.offsets, scales, offsets);
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
+    PENSTOCK_FOR (int r = 0; r < R; r++) {
       const float x_scale = a.matrix.x_in_groups ? a.x_scales[x_sums + r * stride] : 1.0f;
       const auto sum = all<f32xw>(x_sum(a, x_sums + r * stride) * x_scale);
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) out[r][g] = fma(sum, offsets[g], out[r][g]);
+      PENSTOCK_FOR (int g = 0; g < G; g++) out[r][g] = fma(sum, offsets[g], out[r][g]);
     }
   }
 
@@ -305,7 +305,7 @@ struct IntegerScales {
 
   // (q - 8) * s + 128 is q * s + (128 - 8 * s), or of a negative s (15 - q) * -s + (128 + 7 * s): each byte is below 256.
   PENSTOCK_INLINE IntegerScales(const OfGroups& scales, int64_t at) {
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+    PENSTOCK_FOR (int g = 0; g < G; g++) {
       const i32xw scale = load_integers<kWidth>(scales, at + g * kWidth), sign = scale >> 31;
       const i32xw size = (scale ^ sign) - sign;
       flip[g] = as<u32xw>(sign & 0x0f0f0f0f);
@@ -330,8 +330,8 @@ struct IntegerScales {
 #if defined(__AVX512F__)
     return (u32xw)_mm512_shuffle_epi8((__m512i)v, _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
 #else
-    return (u32xw)_mm256_shuffle_epi8((__m256i)v, _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404,
-                                                                     0x08080808, 0x0c0c0c0c));
+    return (u32xw)_mm256_shuffle_epi8(
+        (__m256i)v, _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c));
 #endif
   }
 };
@@ -348,11 +348,11 @@ inline const char* widen_scaled(const Matrix& m, const char* panel, int64_t scal
     const IntegerScales<groups> of_columns(m.scales, scales);
     const int64_t end = begin + of_group < steps ? begin + of_group : steps;
     for (int64_t i = begin; i < end; i++)
-      PENSTOCK_UNROLL for (int g = 0; g < groups; g++) {
+      PENSTOCK_FOR (int g = 0; g < groups; g++) {
         const char* from = panel + (i * groups + g) * OctetStep::kBytes;
         __builtin_prefetch(from + kSoon, 0, 3);
         const u32xw both = load_bits<u32xw>(from);
-        PENSTOCK_UNROLL for (int part = 0; part < 2; part++)
+        PENSTOCK_FOR (int part = 0; part < 2; part++)
           store_bits(to + ((i * 2 + part) * groups + g) * sizeof(u32xw), of_columns.scaled(both >> 4 * part, g));
       }
   }
@@ -372,8 +372,8 @@ struct ScaledW4A8 : Rounded<OctetStep, 4, 8, OctetUnit, 8, 2> {
     i32xw sums[R][G];
     resume(piece.begin == 0, kept, sums);
     if (piece.begin == 0)
-      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= 128 * x_sum(a, (row + r + 1) * stride - 1);
+      PENSTOCK_FOR (int r = 0; r < R; r++)
+        PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] -= 128 * x_sum(a, (row + r + 1) * stride - 1);
     scales += piece.begin / m.group * kPanel;
     for (int64_t begin = piece.begin, end; begin < piece.end; begin = end, scales += kPanel) {
       end = begin + m.group < m.in ? begin + m.group : m.in;
@@ -381,21 +381,21 @@ struct ScaledW4A8 : Rounded<OctetStep, 4, 8, OctetUnit, 8, 2> {
       for (int64_t i = begin; i < end; i += 8) {
         ask_for(soon);
         u32xw weights[2][G];
-        PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+        PENSTOCK_FOR (int g = 0; g < G; g++) {
           const auto both = load_bits<u32xw>(panel + i / 8 * kStride<OctetStep> + g * OctetStep::kBytes);
-          PENSTOCK_UNROLL for (int part = 0; part < 2; part++) weights[part][g] = of_columns.scaled(both >> 4 * part, g);
+          PENSTOCK_FOR (int part = 0; part < 2; part++) weights[part][g] = of_columns.scaled(both >> 4 * part, g);
         }
-        PENSTOCK_UNROLL for (int part = 0; part < 2; part++)
-          PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
+        PENSTOCK_FOR (int part = 0; part < 2; part++)
+          PENSTOCK_FOR (int r = 0; r < R; r++) {
             const u32xw input = QuadStep::input(x + r * width + i + 4 * part);
-            PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = add_quads(sums[r][g], weights[part][g], input);
+            PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] = add_quads(sums[r][g], weights[part][g], input);
           }
       }
     }
     if (piece.end < m.in) return keep(sums, kept);
     f32xw found[R][G];
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) found[r][g] = as_float(sums[r][g]);
+    PENSTOCK_FOR (int r = 0; r < R; r++)
+      PENSTOCK_FOR (int g = 0; g < G; g++) found[r][g] = as_float(sums[r][g]);
     keep(found, kept);
   }
 };

@@ -152,7 +152,8 @@ void Group::exchange(uint64_t place) {
       while (peer.sent < outgoing_.size() && send_some(peer)) moved = true;
       while (behind(peer, place) && receive_some(peer)) moved = true;
       const bool sending = peer.sent < outgoing_.size(), receiving = behind(peer, place);
-      if (sending || receiving) waited.push_back({peer.socket, short((sending ? POLLOUT : 0) | (receiving ? POLLIN : 0)), 0});
+      if (sending || receiving)
+        waited.push_back({peer.socket, short((sending ? POLLOUT : 0) | (receiving ? POLLIN : 0)), 0});
     }
     if (waited.empty()) return;
     if (moved)

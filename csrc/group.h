@@ -55,7 +55,7 @@ class Group {
  private:
   struct alignas(kRankBytes) Rank {
     std::atomic<uint64_t> place;      // first: who watches the ranks reads it
-    std::atomic<uint64_t> failed[2];  // the last even and the last odd step that did: others may still look at the one before
+    std::atomic<uint64_t> failed[2];  // the last even and the last odd step that did: others may look at the one before
     std::atomic<uint32_t> changes;    // of the place: what others sleep on
     std::atomic<uint32_t> sleepers;
   };

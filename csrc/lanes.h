@@ -104,15 +104,15 @@ struct Two {
     return lane < half ? low[lane] : high[lane - half];
   }
 
-#define PENSTOCK_EACH(op)                                                                                            \
-  friend inline auto operator op(const Two& a, const Two& b) { return two(a.low op b.low, a.high op b.high); }       \
-  template <class S, class = std::enable_if_t<std::is_arithmetic_v<S>>>                                              \
-  friend inline auto operator op(const Two& a, S b) {                                                                \
-    return two(a.low op Element<V>(b), a.high op Element<V>(b));                                                     \
-  }                                                                                                                  \
-  template <class S, class = std::enable_if_t<std::is_arithmetic_v<S>>>                                              \
-  friend inline auto operator op(S a, const Two& b) {                                                                \
-    return two(Element<V>(a) op b.low, Element<V>(a) op b.high);                                                     \
+#define PENSTOCK_EACH(op)                                                                                      \
+  friend inline auto operator op(const Two& a, const Two& b) { return two(a.low op b.low, a.high op b.high); } \
+  template <class S, class = std::enable_if_t<std::is_arithmetic_v<S>>>                                        \
+  friend inline auto operator op(const Two& a, S b) {                                                          \
+    return two(a.low op Element<V>(b), a.high op Element<V>(b));                                               \
+  }                                                                                                            \
+  template <class S, class = std::enable_if_t<std::is_arithmetic_v<S>>>                                        \
+  friend inline auto operator op(S a, const Two& b) {                                                          \
+    return two(Element<V>(a) op b.low, Element<V>(a) op b.high);                                               \
   }
   PENSTOCK_EACH(+)
   PENSTOCK_EACH(-)

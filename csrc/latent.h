@@ -67,7 +67,7 @@ inline void lay_out_keys(const typename K::Element* vectors, int64_t dim, uint32
   const int64_t bytes = dim * sizeof(typename K::Element);
   for (int64_t word = 0; word < bytes / 4; word += 4) {
     Four v[4];
-    PENSTOCK_UNROLL for (int i = 0; i < 4; i++) {
+    PENSTOCK_FOR (int i = 0; i < 4; i++) {
       v[i] = load_bits<Four>((const char*)vectors + i * bytes + word * 4);
       if constexpr (K::kRounds) v[i] = v[i] ^ 0x80808080;  // keys have 128 added
     }
@@ -93,8 +93,7 @@ inline void zip(const Vector<uint8_t, 16>& a, const Vector<uint8_t, 16>& b, Vect
 
 // The beginnings of some vectors as a row of a span's values, in which elements of the same number lie together.
 template <class K>
-inline void lay_out_values(const typename K::Element* vectors, int64_t dim, int64_t value_dim,
-                           typename K::Element* values) {
+inline void lay_out_values(const typename K::Element* vectors, int64_t dim, int64_t value_dim, typename K::Element* values) {
   constexpr int n = K::ValueStep::kInputs;
   using Pairs = Vector<uint16_t, 8>;
   if constexpr (n == 1) {
@@ -112,7 +111,7 @@ inline void lay_out_values(const typename K::Element* vectors, int64_t dim, int6
       Pairs first[2], second[2], zipped[2];
       zip(load_bits<Bytes>(vectors + d), load_bits<Bytes>(vectors + dim + d), first);
       zip(load_bits<Bytes>(vectors + 2 * dim + d), load_bits<Bytes>(vectors + 3 * dim + d), second);
-      PENSTOCK_UNROLL for (int half = 0; half < 2; half++) {
+      PENSTOCK_FOR (int half = 0; half < 2; half++) {
         zip(first[half], second[half], zipped);
         store_bits(values + d * 4 + half * 32, zipped[0]);
         store_bits(values + d * 4 + half * 32 + 16, zipped[1]);
@@ -123,8 +122,7 @@ inline void lay_out_values(const typename K::Element* vectors, int64_t dim, int6
 
 // Some positions of a panel, a multiple of four, to those from `at` on of a span.
 template <class K>
-void lay_out(const Panel<K>& span, int64_t at, const LatentPanel<K>& panel, int64_t count, int64_t dim,
-             int64_t value_dim) {
+void lay_out(const Panel<K>& span, int64_t at, const LatentPanel<K>& panel, int64_t count, int64_t dim, int64_t value_dim) {
   constexpr int n = K::ValueStep::kInputs;
   for (int64_t p = 0; p < count; p += 4) lay_out_keys<K>(panel.vectors + p * dim, dim, (uint32_t*)span.keys + at + p);
   for (int64_t p = 0; p < count; p += n)
@@ -147,8 +145,7 @@ PENSTOCK_APART void join_sums(const Sums& sums, const Sums& later, int64_t laten
   if (*later.top == kNever) return;
   const float top = *later.top > *sums.top ? *later.top : *sums.top;
   const f32x16 keep = exp2<false>(all((*sums.top - top) * power)), join = exp2<false>(all((*later.top - top) * power));
-  for (int64_t d = 0; d < latent; d += 16)
-    store(sums.out + d, fma(load(later.out + d), join, load(sums.out + d) * keep));
+  for (int64_t d = 0; d < latent; d += 16) store(sums.out + d, fma(load(later.out + d), join, load(sums.out + d) * keep));
   *sums.total = fma(*later.total, join, *sums.total * keep);
   *sums.top = top;
 }
@@ -181,8 +178,7 @@ void join_parts(const Attention& a, int64_t task) {
   const int64_t count = rows_of_task(a, tile);
   for (int64_t row = 0; row < count; row++) {
     const Sums sums = partial_sums(a, task, row);
-    for (int64_t part = 1; part < tile[3]; part++)
-      join_sums(sums, partial_sums(a, task + part, row), a.latent, power_of(a));
+    for (int64_t part = 1; part < tile[3]; part++) join_sums(sums, partial_sums(a, task + part, row), a.latent, power_of(a));
     finish_row(sums, out + row * a.latent, a.latent);
   }
 }
@@ -211,9 +207,7 @@ struct LatentMemory {
     const int64_t r = row % kTaskRows;
     return {rows.out + r * latent, rows.total + r, rows.top + r};
   }
-  Sums sums(int64_t row, int64_t latent) {
-    return {(float*)before.data() + row * latent, total + row, top + row};
-  }
+  Sums sums(int64_t row, int64_t latent) { return {(float*)before.data() + row * latent, total + row, top + row}; }
 };
 
 inline void copy_sums(const Sums& to, const Sums& from, int64_t latent) {
@@ -224,8 +218,7 @@ inline void copy_sums(const Sums& to, const Sums& from, int64_t latent) {
 
 // Attends to the positions from `begin` to `last`, which are at most a part.
 template <class T, class K>
-void attend_part(const Attention& a, LatentMemory<K>& memory, int64_t sequence, int64_t count, int64_t begin,
-                 int64_t last) {
+void attend_part(const Attention& a, LatentMemory<K>& memory, int64_t sequence, int64_t count, int64_t begin, int64_t last) {
   const int64_t dim = a.dim, latent = a.latent, groups = ceil_div(count, kTaskRows);
   const int64_t size = panel_of(a.block_size), of_block = a.block_size / size;
   auto rows_of = [&](int64_t group) { return int(group + 1 < groups ? kTaskRows : count - group * kTaskRows); };
@@ -270,8 +263,7 @@ void latent_task(const Attention& a, int64_t task) {
   auto end_of = [&](int64_t number) { return last < (number + 1) * kPart ? last : (number + 1) * kPart - 1; };
   if (part >= 0) {  // others take the other parts
     attend_part<T, K>(a, memory, sequence, count, part * kPart, end_of(part));
-    for (int64_t row = 0; row < count; row++)
-      copy_sums(partial_sums(a, task, row), memory.now(row, latent), latent);
+    for (int64_t row = 0; row < count; row++) copy_sums(partial_sums(a, task, row), memory.now(row, latent), latent);
     return;
   }
   T* out = (T*)a.out + (start * a.heads + first_row) * latent;

@@ -36,7 +36,7 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
   walk(a, task, [&](int64_t row, int64_t output, int64_t count, const Outputs& found) {
     f32x16 best = values[row - first];
     i32x16 begin = begins[row - first];
-    PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+    PENSTOCK_FOR (int g = 0; g < kPanel / 16; g++) {
       const f32x16 known = count == kPanel ? found[g] : choose(lanes() + g * 16 < int32_t(count), found[g], best);
       const f32x16 v = if_allowed(l.allowed, row, output + g * 16, known);
       begin = choose(v > best, i32x16{} + int32_t(output + g * 16), begin);
@@ -154,7 +154,7 @@ inline void screen_block(const Screening& s, int64_t task) {
     const int64_t panel = output / kPanel;
     const float off = s.x_lengths[row] * s.off[panel] + s.x_off[row] * s.lengths[panel] + kNothing;
     f32x16 most = values[0];
-    PENSTOCK_UNROLL for (int g = 1; g < kPanel / 16; g++) most = max(values[g], most);
+    PENSTOCK_FOR (int g = 1; g < kPanel / 16; g++) most = max(values[g], most);
     if (!any_reaches(most, least[row] - off)) return;
     for (int g = 0; g * 16 < some; g++) {
       const f32x16 there = choose(lanes() + g * 16 < int32_t(some), values[g], all(kNever));

@@ -40,7 +40,7 @@ int64_t dots(int64_t steps) {
     opaque(input);
     typename Step::Sum sums[n] = {};
     for (int64_t i = 0; i < steps; i++) {
-      PENSTOCK_UNROLL for (int j = 0; j < n; j++) {
+      PENSTOCK_FOR (int j = 0; j < n; j++) {
         opaque(w);  // else what does not depend on sums is computed once
         sums[j] = Step::add(sums[j], input, w);
         opaque(sums[j]);
@@ -54,7 +54,7 @@ inline void read(const Read& a, int64_t task) {
   u32x16 sums[4] = {};
   const char* from = (const char*)a.from + task * a.size;
   for (int64_t i = 0; i < a.size; i += 256) {
-    PENSTOCK_UNROLL for (int j = 0; j < 4; j++) {
+    PENSTOCK_FOR (int j = 0; j < 4; j++) {
       __builtin_prefetch(from + i + j * 64 + kSoon, 0, kHasTiles ? 3 : 2);
       sums[j] += load_bits<u32x16>(from + i + j * 64);
     }

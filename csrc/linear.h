@@ -55,16 +55,15 @@ inline void walk(const Linear& given, int64_t task, Finish&& finish) {
 template <class Out>
 void write_panel(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, Out* out, int64_t stride) {
   auto at = [=](int64_t row, int64_t output) { return out + (row - first) * stride + output - column; };
-  RowSink sink{
-      [&](int64_t row, int64_t output, int64_t count) {  // asked for, which takes as long as the product
-        for (int64_t i = 0; i < count; i += 64 / sizeof(Out)) __builtin_prefetch(at(row, output) + i, 1);
-      },
-      [&](int64_t row, int64_t output, int64_t count, const Outputs& values) {
-        if (count == kPanel)
-          store_all(at(row, output), values);
-        else
-          for (int g = 0; g * 16 < count; g++) store_some(at(row, output) + g * 16, values[g], count - g * 16);
-      }};
+  RowSink sink{[&](int64_t row, int64_t output, int64_t count) {  // asked for, which takes as long as the product
+                 for (int64_t i = 0; i < count; i += 64 / sizeof(Out)) __builtin_prefetch(at(row, output) + i, 1);
+               },
+               [&](int64_t row, int64_t output, int64_t count, const Outputs& values) {
+                 if (count == kPanel)
+                   store_all(at(row, output), values);
+                 else
+                   for (int g = 0; g * 16 < count; g++) store_some(at(row, output) + g * 16, values[g], count - g * 16);
+               }};
   multiply_rows(a, first, end, column, next, sink);
 }
 
@@ -321,7 +320,8 @@ void pack_rounded(const Pack& a, int64_t number) {
       const int64_t at = number * groups_of(m) * kPanel + o;
       auto round = [&](const auto* values) {
         if (!m.output_scales) return round_weights<F>(m, values, to, (float*)m.scales.at + at);
-        round_weights_by_integers<F>(m, values, to, (int8_t*)m.scales.at + at, (float*)m.output_scales + number * kPanel + o);
+        round_weights_by_integers<F>(m, values, to, (int8_t*)m.scales.at + at,
+                                     (float*)m.output_scales + number * kPanel + o);
       };
       if (m.rotation > 1) {
         float* values = rotated(weight, m.in, m.rotation);

@@ -47,6 +47,12 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// An aggregate by its fields, in their order.
+template <class A, class... Fields>
+A fields_of(Fields... fields) {
+  return A{fields...};
+}
+
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
   for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
@@ -157,22 +163,22 @@ using Product = void (*Kernels::*)(const Linear&, int64_t task);
 void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out,
               int64_t out_stride, int64_t outputs, int64_t rows, int out_type, int activation = 0) {
   make({rows, 0}, [=](Size size) {
-    const Linear args{matrix,     at<void>(x), at<float>(x_scales),     at<void>(x_sums), at<void>(out),
-                      out_stride, size.tokens, panels_of_task(outputs), Type(out_type),
-                      Activation(activation)};
+    const auto args =
+        fields_of<Linear>(matrix, at<void>(x), at<float>(x_scales), at<void>(x_sums), at<void>(out), out_stride, size.tokens,
+                          panels_of_task(outputs), Type(out_type), Activation(activation));
     const int64_t tasks = ceil_div(args.rows, kernels->linear_rows) * ceil_div(outputs, kPanel * args.panels);
     pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
   });
 }
 
-void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride,
-            int64_t rows, int out_type) {
+void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride, int64_t rows,
+            int out_type) {
   multiply(&Kernels::linear, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs, rows, out_type);
 }
 
 // Halves of the outputs are whole panels.
-void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride,
-           int64_t rows, int out_type, int activation) {
+void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride, int64_t rows,
+           int out_type, int activation) {
   multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs / 2, rows, out_type, activation);
 }
 
@@ -245,8 +251,8 @@ void add_low_rank(Address x, Address out, const Adapters& adapters, Address slot
       down.push_back({matrix, at<void>(x), ranks, rows, matrix.in, width, count, ceil_div(width, kPanel), 1});
       int64_t rank = 0;
       for (const auto& part : parts) {
-        up.push_back({part.up, ranks + rank * bytes, at<char>(out) + part.first * bytes, rows, width, out_stride,
-                      count, panels_of_task(part.up.outputs), part.scale});
+        up.push_back({part.up, ranks + rank * bytes, at<char>(out) + part.first * bytes, rows, width, out_stride, count,
+                      panels_of_task(part.up.outputs), part.scale});
         rank += part.up.in;
       }
       ranks += count * width * 4;
@@ -287,13 +293,13 @@ void expert_products(Address x, Address x_scales, Address x_sums, const Experts&
     for (const auto& call : calls) blocks += blocks_of(call);
     const int64_t panels = panels_of_task(blocks * ceil_div(outputs, kPanel) * kPanel);
     for (auto& call : calls) call.panels = panels;
-    run_together(kernels->*kernel, calls, [&](const Choices& a) { return blocks_of(a) * ceil_div(outputs, kPanel * panels); });
+    run_together(kernels->*kernel, calls,
+                 [&](const Choices& a) { return blocks_of(a) * ceil_div(outputs, kPanel * panels); });
   });
 }
 
 void route(Address logits, Address bias, Address ids, Address weights, int64_t tokens, int64_t experts, int64_t top_k,
-           int64_t groups, int64_t top_groups, float scale, float least_sum, bool sigmoid, bool best_two,
-           bool renormalize) {
+           int64_t groups, int64_t top_groups, float scale, float least_sum, bool sigmoid, bool best_two, bool renormalize) {
   make_rows(tokens, &Kernels::router,
             Router{at<float>(logits), at<float>(bias), at<int64_t>(ids), at<float>(weights), experts, top_k, groups,
                    top_groups, scale, least_sum, sigmoid, best_two, renormalize});
@@ -336,11 +342,11 @@ bool allows_any(const Allowed& a, int64_t row) {
 }
 
 // Writes to `out` which output of each row is the largest, and to `most` how large it is.
-void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address allowed, Address out,
-               Address most, int64_t rows) {
+void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address allowed, Address out, Address most,
+               int64_t rows) {
   make({rows, 0}, [=](Size size) {
-    const Linear product{matrix,  at<void>(x), at<float>(x_scales),            at<void>(x_sums),
-                         nullptr, 0,           size.tokens, panels_of_task(matrix.outputs), Type::float32};
+    const auto product = fields_of<Linear>(matrix, at<void>(x), at<float>(x_scales), at<void>(x_sums), nullptr, 0,
+                                           size.tokens, panels_of_task(matrix.outputs), Type::float32);
     const int64_t tasks = ceil_div(matrix.outputs, kPanel * product.panels);
     std::vector<float> values(product.rows * tasks);
     std::vector<int64_t> places(product.rows * tasks);
@@ -361,15 +367,16 @@ void sketch(const Sketch& s) {
 
 // What `likeliest` finds, by a sketch; false where that has no bounds, since something is too large or no number, or where
 // too much is left to compute for it to be worth it.
-bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x_sums, const Sketch& sketch,
-                         Address allowed, Address out, Address most, int64_t rows) {
+bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x_sums, const Sketch& sketch, Address allowed,
+                         Address out, Address most, int64_t rows) {
   thread_local std::vector<Candidate> candidates;  // kept, since to get and clear memory would take as long as the rest
   const Matrix& m = sketch.whole;
   const auto threads = pool();
   for (int64_t first = 0; first < rows; first += kernels->linear_rows) {
     const int64_t some = std::min(kernels->linear_rows, rows - first), width = (m.in + 7) / 8 * 8;
-    const Linear product{sketch.rounded, at<int8_t>(rounded) + first * width, at<float>(x_scales) + first,
-                         at<int32_t>(x_sums) + first, nullptr, 0, some, panels_of_task(m.outputs), Type::float32};
+    const auto product =
+        fields_of<Linear>(sketch.rounded, at<int8_t>(rounded) + first * width, at<float>(x_scales) + first,
+                          at<int32_t>(x_sums) + first, nullptr, 0, some, panels_of_task(m.outputs), Type::float32);
     const int64_t tasks = ceil_div(m.outputs, kPanel * product.panels), room = some * product.panels * (kPanel / 16);
     std::vector<float> lengths(some), off(some);
     std::vector<std::atomic<float>> least(some);
@@ -377,12 +384,9 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
     for (auto& each : least) each = -INFINITY;
     with_room(candidates, tasks * room);
     const int64_t bytes = m.in * (m.type == Type::float32 ? 4 : 2);
-    const Screening args{product,        allowed_of(allowed, m, first),
-                         &m,             sketch.off,
-                         sketch.lengths, at<char>(x) + first * bytes,
-                         lengths.data(), off.data(),
-                         least.data(),   candidates.data(),
-                         counts.data()};
+    const auto args = fields_of<Screening>(product, allowed_of(allowed, m, first), &m, sketch.off, sketch.lengths,
+                                           at<char>(x) + first * bytes, lengths.data(), off.data(), least.data(),
+                                           candidates.data(), counts.data());
     threads->run(some, [&](int64_t row) { kernels->measure(args, row); });
     for (int64_t row = 0; row < some; row++)
       if (!std::isfinite(lengths[row]) || !std::isfinite(off[row])) return false;
@@ -514,19 +518,19 @@ void store(Address k, Address v, Address cache, Address slots, int64_t tokens, i
 
 // Tokens whose place is negative are left out. `progress`, an int64 if there is one, is raised once the others are copied.
 template <auto kernel>
-void exchange(Address cache, Address buffer, Address slots, Address places, int64_t tokens, int64_t kv_heads,
-              int64_t dim, int64_t block_size, int64_t all_heads, int64_t first_head, int64_t slot_tokens,
-              int64_t slot_bytes, int64_t offset, int type, bool rounded, bool latent, Address progress) {
+void exchange(Address cache, Address buffer, Address slots, Address places, int64_t tokens, int64_t kv_heads, int64_t dim,
+              int64_t block_size, int64_t all_heads, int64_t first_head, int64_t slot_tokens, int64_t slot_bytes,
+              int64_t offset, int type, bool rounded, bool latent, Address progress) {
   make({tokens, 0}, [=](Size size) {
     thread_local std::vector<int64_t> chosen;
     chosen.clear();
     for (int64_t token = 0; token < size.tokens; token++)
       if (at<int64_t>(places)[token] >= 0) chosen.push_back(token);
     if (chosen.empty()) return;
-    const Exchange args{at<void>(cache), at<char>(buffer) + offset, at<int64_t>(slots), at<int64_t>(places),
-                        chosen.data(),   int64_t(chosen.size()),    kv_heads,           dim,
-                        panel_of(block_size), all_heads,                 first_head,         slot_tokens,
-                        slot_bytes,      Type(type),                rounded,            latent};
+    const auto args =
+        fields_of<Exchange>(at<void>(cache), at<char>(buffer) + offset, at<int64_t>(slots), at<int64_t>(places),
+                            chosen.data(), int64_t(chosen.size()), kv_heads, dim, panel_of(block_size), all_heads,
+                            first_head, slot_tokens, slot_bytes, Type(type), rounded, latent);
     pool()->run(ceil_div(args.count, kRowsTogether), [&](int64_t task) { (kernels->*kernel)(args, task); });
     if (progress) at<std::atomic<int64_t>>(progress)->fetch_add(1, std::memory_order_release);
   });
@@ -544,8 +548,7 @@ struct LatentTasks {
   float* partial;
 };
 
-LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, int64_t heads,
-                         int64_t latent) {
+LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t sequences, int64_t heads, int64_t latent) {
   const int64_t threads = pool()->threads();
   auto tasks = [&](int64_t each, bool split) {
     const int64_t fair = ceil_div(ceil_div(starts[sequences] * heads, kernels->attention_rows), ceil_div(threads, each));
@@ -569,14 +572,15 @@ LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t 
 }
 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
-               int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
-               int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded, float cap,
-               Address sinks, int64_t latent, bool causal, Address key_ends, bool chunked) {
+               int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_width,
+               int64_t window, int64_t out_stride, float scale, int type, bool rounded, float cap, Address sinks,
+               int64_t latent, bool causal, Address key_ends, bool chunked) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
-    Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts, at<int32_t>(lengths),
-                   nullptr, 0, heads, kv_heads, dim, block_size, table_width, window, out_stride, scale, Type(type), rounded,
-                   cap, at<float>(sinks), latent, kernels->attention_rows, nullptr, causal, at<int32_t>(key_ends), chunked};
+    auto args = fields_of<Attention>(at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
+                                     at<int32_t>(lengths), nullptr, 0, heads, kv_heads, dim, block_size, table_width, window,
+                                     out_stride, scale, Type(type), rounded, cap, at<float>(sinks), latent,
+                                     kernels->attention_rows, nullptr, causal, at<int32_t>(key_ends), chunked);
     if (latent) {
       const LatentTasks tasks = latent_tasks(starts, args.lengths, size.sequences, heads, latent);
       args.tiles = tasks.tiles.data(), args.tasks = int64_t(tasks.tiles.size()) / 4;
@@ -600,17 +604,18 @@ void latent_store(Address q, Address k, Address latent, Address out, Address pos
                   Address slots, int64_t tokens, int64_t heads, int64_t rope, int64_t dim, int64_t block_size,
                   int64_t q_stride, int64_t q_head, int64_t k_stride, int64_t latent_stride, int64_t out_stride,
                   int64_t out_head, bool pairs, int type, bool rounded) {
-  make_rows(tokens, &Kernels::latent_store,
-            LatentStore{at<void>(q), at<void>(k), at<void>(latent), at<void>(out), at<int64_t>(positions),
-                        at<float>(table), at<void>(cache), at<int64_t>(slots), heads, rope, dim, panel_of(block_size),
-                        q_stride, q_head, k_stride, latent_stride, out_stride, out_head, pairs, Type(type), rounded});
+  make_rows(
+      tokens, &Kernels::latent_store,
+      fields_of<LatentStore>(at<void>(q), at<void>(k), at<void>(latent), at<void>(out), at<int64_t>(positions),
+                             at<float>(table), at<void>(cache), at<int64_t>(slots), heads, rope, dim, panel_of(block_size),
+                             q_stride, q_head, k_stride, latent_stride, out_stride, out_head, pairs, Type(type), rounded));
 }
 
 void by_head(Address x, const Matrix& matrix, Address out, int64_t x_stride, int64_t x_head, int64_t out_stride,
              int64_t out_head, int64_t rows, int64_t heads, int64_t outputs) {
   make({rows, 0}, [=](Size size) {
-    const ByHead args{matrix, at<void>(x), at<void>(out), x_stride, x_head,  out_stride,
-                      out_head, size.tokens, heads,       outputs,  ceil_div(outputs, kPanel) * kPanel};
+    const auto args = fields_of<ByHead>(matrix, at<void>(x), at<void>(out), x_stride, x_head, out_stride, out_head,
+                                        size.tokens, heads, outputs, ceil_div(outputs, kPanel) * kPanel);
     const int64_t tasks = heads * ceil_div(args.rows, kernels->linear_rows);
     pool()->run(tasks, [&](int64_t task) { kernels->by_head(args, task); });
   });
@@ -659,7 +664,8 @@ double dot_rate(bool integers, int64_t steps) {
 
 NB_MODULE(_kernels, m) {
   using namespace penstock;
-  if (usable().empty()) throw std::runtime_error("kernels for " + listed(names_of(built)) + " only, none of which this processor runs");
+  if (usable().empty())
+    throw std::runtime_error("kernels for " + listed(names_of(built)) + " only, none of which this processor runs");
   kernels = usable().back();
   m.doc() = "CPU kernels. Addresses and sizes are trusted: penstock.ops.cpu is the face to use.";
   m.attr("PANEL") = kPanel;
@@ -672,25 +678,29 @@ NB_MODULE(_kernels, m) {
   m.attr("MACHINE") = sets_of_machine();
   m.attr("SOURCES") = sources;
   m.attr("VERSION") = version;
-  m.def("available", [] { return names_of(usable()); },
-        "Instruction sets that this build has kernels for and this processor runs, the fastest last.");
+  m.def(
+      "available", [] { return names_of(usable()); },
+      "Instruction sets that this build has kernels for and this processor runs, the fastest last.");
   m.def("current", [] { return std::string(kernels->name); });
   m.def("use", &use, nb::arg("name"));
   m.def("threads", [] { return pool()->threads(); });
-  m.def("set_threads", [](int threads) {
-    if (threads < 1) throw std::invalid_argument("at least one thread");
-    std::atomic_store(&shared_pool, std::make_shared<Pool>(threads));
-  }, nb::arg("threads"));
+  m.def(
+      "set_threads",
+      [](int threads) {
+        if (threads < 1) throw std::invalid_argument("at least one thread");
+        std::atomic_store(&shared_pool, std::make_shared<Pool>(threads));
+      },
+      nb::arg("threads"));
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
            [](Matrix* self, Address panels, Address scales, int scale_type, Address offsets, int offset_type,
               Address output_scales, Address bias, Address order, int64_t in, int64_t outputs, int64_t group,
               int64_t rotation, bool x_in_groups, int format, int type) {
-             new (self) Matrix{at<void>(panels),
-                               {at<void>(scales), GroupType(scale_type)},
-                               {at<void>(offsets), GroupType(offset_type)},
-                               at<float>(output_scales), at<float>(bias), at<int32_t>(order), in, outputs, group,
-                               rotation, x_in_groups, Format(format), Type(type)};
+             const OfGroups group_scales{at<void>(scales), GroupType(scale_type)};
+             const OfGroups group_offsets{at<void>(offsets), GroupType(offset_type)};
+             new (self) Matrix(fields_of<Matrix>(at<void>(panels), group_scales, group_offsets, at<float>(output_scales),
+                                                 at<float>(bias), at<int32_t>(order), in, outputs, group, rotation,
+                                                 x_in_groups, Format(format), Type(type)));
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Tape>(m, "Tape")
@@ -700,27 +710,22 @@ NB_MODULE(_kernels, m) {
       .def("run", &Tape::run, nb::call_guard<nb::gil_scoped_release>());
   nb::exception<LinkLost>(m, "LinkLostError", PyExc_ConnectionError);
   nb::class_<Group>(m, "Group")
-      .def("__init__",
-           [](Group* self, Address memory, int rank, int size, int spins, double seconds) {
-             new (self) Group(at<void>(memory), rank, size, spins, seconds);
-           })
+      .def("__init__", [](Group* self, Address memory, int rank, int size, int spins,
+                          double seconds) { new (self) Group(at<void>(memory), rank, size, spins, seconds); })
       .def_ro_static("RANK_BYTES", &Group::kRankBytes)
       .def_ro_static("STEP_BITS", &Group::kStepBits)
       .def("connect", &Group::connect)
       .def("begin", &Group::begin)
       .def("end", &Group::end, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Sketch>(m, "Sketch")
-      .def("__init__",
-           [](Sketch* self, const Matrix& whole, const Matrix& rounded, Address off, Address lengths) {
-             new (self) Sketch{whole, rounded, at<float>(off), at<float>(lengths)};
-           });
+      .def("__init__", [](Sketch* self, const Matrix& whole, const Matrix& rounded, Address off, Address lengths) {
+        new (self) Sketch{whole, rounded, at<float>(off), at<float>(lengths)};
+      });
   nb::class_<Adapters>(m, "Adapters")
       .def("__init__", [](Adapters* self, int64_t slots) { new (self) Adapters{std::vector<Adapters::Adapter>(slots)}; })
       .def("put", [](Adapters* self, int64_t slot, const Matrix& down) { self->slots.at(slot) = {down, {}}; })
-      .def("add",
-           [](Adapters* self, int64_t slot, const Matrix& up, int64_t first, float scale) {
-             self->slots.at(slot).parts.push_back({up, first, scale});
-           })
+      .def("add", [](Adapters* self, int64_t slot, const Matrix& up, int64_t first,
+                     float scale) { self->slots.at(slot).parts.push_back({up, first, scale}); })
       .def("clear", [](Adapters* self, int64_t slot) { self->slots.at(slot) = {}; });
   nb::class_<Experts>(m, "Experts")
       .def("__init__", [](Experts* self, int64_t first) { new (self) Experts{{}, first}; })

@@ -64,7 +64,7 @@ void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column,
   const Matrix& m = a.matrix;
   const int64_t tiles = ceil_div(end - first, F::kRows), tallest = ceil_div(end - first, tiles);
   const int64_t width = F::groups(int(tallest)) * kWidth;  // of a tile
-  const bool lone = tiles == 1 && width == kPanel;         // which reads line after line
+  const bool lone = tiles == 1 && width == kPanel;  // which reads line after line
   const int64_t inputs = inputs_of_piece<F>(m, tiles, !lone);
   const int64_t calls = lone ? 1 : tiles * (kPanel / width), lines = ceil_div(next.step / 64, calls);
   const int64_t count = m.outputs - column < kPanel ? m.outputs - column : kPanel;
@@ -114,7 +114,7 @@ void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column,
 
 constexpr int64_t kTilePiece = 64 << 10;  // bytes of a panel that all rows of a task are multiplied with in turn
 constexpr int64_t kLonePiece = 16 << 10;  // the same where rows are few, and memory is what they wait for
-constexpr int64_t kFewest = 32;           // rows of integers for which tiles are worth it
+constexpr int64_t kFewest = 32;  // rows of integers for which tiles are worth it
 
 // Where sums are rounded, rows that are few must be multiplied as many are; integers need not.
 template <class F>
@@ -127,8 +127,8 @@ inline bool by_tiles(const Matrix& m, int64_t rows) {
 
 // As `multiply_panel`. Of each run of inputs the weights stay near while all rows are multiplied with them.
 template <class F>
-void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
-                             int64_t scales, const char* next, const Sink& sink) {
+void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, int64_t scales,
+                             const char* next, const Sink& sink) {
   using From = typename F::Step;
   using Step = typename Tiled<From>::type;
   using X = typename Step::X;
@@ -153,7 +153,8 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
     const char* weights = from;
     if constexpr (!in_place) weights = widen<From>(from, steps, blocks == 1 ? kSoon : 0);
     Soon soon{last ? next : from + steps * from_stride,
-              ceil_div(steps * from_stride / 64, blocks * ceil_div(piece.end - piece.begin, kTileInputs<Step>)), blocks <= 2};
+              ceil_div(steps * from_stride / 64, blocks * ceil_div(piece.end - piece.begin, kTileInputs<Step>)),
+              blocks <= 2};
     if (blocks == 1) soon = {from + kSoon, in_place ? soon.lines : 0, true};
     for (int64_t row = first; row < end; row += kTallest) {
       const int64_t rows = end - row < kTallest ? end - row : kTallest;
@@ -173,7 +174,7 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
           load_groups(m.scales, scales + group * kPanel, scale);
           if (m.offsets.at) load_groups(m.offsets, scales + group * kPanel, offset);
           for (int64_t r = 0; r < rows; r++)
-            PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+            PENSTOCK_FOR (int g = 0; g < kPanel / 16; g++) {
               auto sum = load_bits<typename Step::Sum>(from + r * kPanel + g * 16);
               if constexpr (F::kIntegers) sum -= F::kZero * F::x_sum(a, (row + r) * groups + group);
               float* out = to + r * kPanel + g * 16;

@@ -260,9 +260,9 @@ struct WideOctets : BrainInputs {
   static Wide wide(const char* at) {
     const u32xw all = load_bits<u32xw>(at);
     Wide found;
-    PENSTOCK_UNROLL for (int n = 0; n < 4; n++)
-      found.of[n] = as<u32xw>(_mm512_permutexvar_epi16((__m512i)((all >> (4 * n)) & 0x000f000f),
-                                                       (__m512i)load_bits<u32xw>(Numbers::kValues)));
+    PENSTOCK_FOR (int n = 0; n < 4; n++)
+      found.of[n] = as<u32xw>(
+          _mm512_permutexvar_epi16((__m512i)((all >> (4 * n)) & 0x000f000f), (__m512i)load_bits<u32xw>(Numbers::kValues)));
     return found;
   }
   template <int part = 0>
@@ -272,11 +272,11 @@ struct WideOctets : BrainInputs {
   template <int part = 0>
   static Wide input(const bf16* x) {
     Wide found;
-    PENSTOCK_UNROLL for (int n = 0; n < 4; n++) found.of[n] = PairStep::input(x + 2 * n);
+    PENSTOCK_FOR (int n = 0; n < 4; n++) found.of[n] = PairStep::input(x + 2 * n);
     return found;
   }
   static f32xw add(f32xw sum, const Wide& x, const Wide& w) {
-    PENSTOCK_UNROLL for (int n = 0; n < 4; n++) sum = PairStep::add(sum, x.of[n], w.of[n]);
+    PENSTOCK_FOR (int n = 0; n < 4; n++) sum = PairStep::add(sum, x.of[n], w.of[n]);
     return sum;
   }
 #else
@@ -286,8 +286,8 @@ struct WideOctets : BrainInputs {
     return Numbers::floats(load_bits<u32xw>(at) >> (part / 2 * 4 + part % 2 * 16));
   }
   static Wide wide(const char* at) {
-    return {{side_by_side(weights<0>(at), weights<1>(at)), side_by_side(weights<2>(at), weights<3>(at)),
-             side_by_side(weights<4>(at), weights<5>(at)), side_by_side(weights<6>(at), weights<7>(at))}};
+    return Wide{side_by_side(weights<0>(at), weights<1>(at)), side_by_side(weights<2>(at), weights<3>(at)),
+                side_by_side(weights<4>(at), weights<5>(at)), side_by_side(weights<6>(at), weights<7>(at))};
   }
 #endif
 };

@@ -130,8 +130,8 @@ struct StepOf<bf16> {
   using Step = PairStep;
 };
 
-// Unrolled before anything else is decided: else sums that fit into registers end up on the stack.
-#define PENSTOCK_UNROLL _Pragma("GCC unroll 32")
+// A loop that is unrolled before anything else is decided: else sums that fit into registers end up on the stack.
+#define PENSTOCK_FOR _Pragma("GCC unroll 32") for
 #define PENSTOCK_INLINE __attribute__((always_inline))
 
 // What will be read before long: with each step its next `lines` are asked for; by two of them, since a line's neighbour
@@ -178,17 +178,17 @@ PENSTOCK_INLINE inline void multiply_part(const typename Step::In* x, int64_t ld
   };
   if constexpr (R < G) {  // whichever is fewer stays in registers
     decltype(Step::template input<part>(x)) inputs[R];
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++) inputs[r] = Step::template input<part>(x + r * ldx);
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+    PENSTOCK_FOR (int r = 0; r < R; r++) inputs[r] = Step::template input<part>(x + r * ldx);
+    PENSTOCK_FOR (int g = 0; g < G; g++) {
       const auto w = weights(g);
-      PENSTOCK_UNROLL for (int r = 0; r < R; r++) sums[r][g] = Step::add(sums[r][g], inputs[r], w);
+      PENSTOCK_FOR (int r = 0; r < R; r++) sums[r][g] = Step::add(sums[r][g], inputs[r], w);
     }
   } else {
     decltype(weights(0)) w[G];
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) w[g] = weights(g);
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
+    PENSTOCK_FOR (int g = 0; g < G; g++) w[g] = weights(g);
+    PENSTOCK_FOR (int r = 0; r < R; r++) {
       const auto input = Step::template input<part>(x + r * ldx);
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, w[g]);
+      PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, w[g]);
     }
   }
 }
@@ -227,8 +227,8 @@ PENSTOCK_INLINE inline void multiply(const typename Step::In* x, int64_t ldx, co
         ask_for(soon);
         multiply_step<Step, false>(x + i * n, ldx, panel + i * stride, words);
       }
-      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] += Step::total(words[r][g]);
+      PENSTOCK_FOR (int r = 0; r < R; r++)
+        PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] += Step::total(words[r][g]);
     }
   } else {
     for (int64_t i = 0; i < steps; i++) {

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from penstock import demo
 from penstock.config.options import ModelOptions
 from penstock.core import PenstockError
-from penstock.frontend.chat_renderer import InlineSteps, run_inline
+from penstock.frontend.chat_renderer import Steps, run_inline
 from penstock.frontend.input_processor import InputProcessor
 
 ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
@@ -258,7 +258,7 @@ def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None
     )
     assert by_name.tokenizer.render(ASKED, documents=documents) == expected
     with pytest.raises(PenstockError, match="tools: this model's chat template has no form for them"):
-        run_inline(by_name.chats.text(ASKED, {"tools": TOOLS}, InlineSteps(by_name.tokenizer)))
+        run_inline(by_name.chats.text(ASKED, {"tools": TOOLS}, Steps()))
     with pytest.raises(PenstockError, match="rage cannot be read"):
         InputProcessor(several_templates, ModelOptions(chat_template="rage"))
 

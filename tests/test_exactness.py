@@ -199,7 +199,7 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
     """As ``answers``; every block is back in the end."""
     found = answers(engine, requests, rng)
     assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
-    assert not engine.scheduler.kv.has_stores
+    assert not (engine.kv_offloading and engine.kv_offloading.has_stores)
     return found
 
 

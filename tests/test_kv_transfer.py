@@ -41,7 +41,8 @@ from penstock.engine.kv_transfer.receiver import Arrived, Broken, Completed, Pul
 from penstock.engine.kv_transfer.sender import Cancelled, Exported, Sender
 from penstock.engine.kv_transfer.shared_memory import RemoteBuffer, address_of
 
-LAYER_ENDS = [32, 64, 96]
+LAYER_OFFSETS = [0, 32, 64, 96]
+NUM_LAYERS = 3
 TIMEOUT = 30.0
 
 
@@ -52,9 +53,9 @@ class KVTransfers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prefill, self.decode = TransferBuffer(4, LAYER_ENDS[-1]), TransferBuffer(3, LAYER_ENDS[-1])
-        self.sender = Sender(self.prefill, LAYER_ENDS, "w", lease=TIMEOUT)
-        self.receiver = Receiver(self.decode, LAYER_ENDS, TIMEOUT)
+        self.prefill, self.decode = TransferBuffer(4, LAYER_OFFSETS), TransferBuffer(3, LAYER_OFFSETS)
+        self.sender = Sender(self.prefill, "w", lease=TIMEOUT)
+        self.receiver = Receiver(self.decode, TIMEOUT)
         self.now = 0.0
         self.to_prefill: list[bytes] = []
         self.to_decode: list[tuple[bytes, bytes]] = []
@@ -101,8 +102,7 @@ class KVTransfers(RuleBasedStateMachine):
         self.receiver.events.clear()
 
     def _bytes(self, arrived: Arrived) -> bytes:
-        begin = LAYER_ENDS[arrived.first_layer - 1] if arrived.first_layer else 0
-        return self.decode.data[arrived.slot, begin : LAYER_ENDS[arrived.last_layer - 1]].tobytes()
+        return bytes(self.decode.layers(arrived.slot, arrived.first_layer, arrived.last_layer))
 
     def _check_complete(self, transfer: bytes) -> None:
         pull, pieces = self.pulling[transfer]
@@ -215,8 +215,8 @@ class KVTransfers(RuleBasedStateMachine):
         assert data == expected, "a slot was written while it was being read"
         pull, pieces = self.pulling[arrived.transfer]
         content = _content(pull.hashes[arrived.index])
-        begin = LAYER_ENDS[arrived.first_layer - 1] if arrived.first_layer else 0
-        assert data == content[begin : LAYER_ENDS[arrived.last_layer - 1]], "wrong keys and values"
+        span = slice(LAYER_OFFSETS[arrived.first_layer], LAYER_OFFSETS[arrived.last_layer])
+        assert data == content[span], "wrong keys and values"
         assert (arrived.index, arrived.first_layer) not in pieces, "a piece came twice"
         pieces[arrived.index, arrived.first_layer] = data
         self.receiver.imported(arrived, self.now)
@@ -245,13 +245,13 @@ class KVTransfers(RuleBasedStateMachine):
             if (allocated := self.prefill.allocate()) is None:
                 return
             exported, first = [Exported(start.first_slot + done, *allocated)], 0
-        last = min(first + layers, len(LAYER_ENDS))
+        last = min(first + layers, NUM_LAYERS)
         for each in exported:
-            begin, end = (LAYER_ENDS[first - 1] if first else 0), LAYER_ENDS[last - 1]
+            begin, end = LAYER_OFFSETS[first], LAYER_OFFSETS[last]
             content = np.frombuffer(_content(hashes[each.index]), np.uint8)
             self.prefill.data[each.slot, begin:end] = content[begin:end]
         self.sender.offer(transfer, exported, first, last, self.now)
-        if last < len(LAYER_ENDS):
+        if last < NUM_LAYERS:
             self.partial[transfer] = exported, last
         elif start.first_slot + done + 1 == len(hashes):
             del self.computing[transfer]
@@ -298,7 +298,7 @@ class KVTransfers(RuleBasedStateMachine):
 
 def _content(slot_hash: bytes) -> bytes:
     """The keys and values of a slot."""
-    return np.random.default_rng(int.from_bytes(slot_hash, "little")).bytes(LAYER_ENDS[-1])
+    return np.random.default_rng(int.from_bytes(slot_hash, "little")).bytes(LAYER_OFFSETS[-1])
 
 
 TestKVTransfers = KVTransfers.TestCase
@@ -310,12 +310,12 @@ TestKVTransfers.settings = settings(max_examples=100, stateful_step_count=20, de
 
 def test_a_slow_connection_is_not_asked_twice() -> None:
     """Pieces come for longer than the timeout, one after the other."""
-    buffer = TransferBuffer(12, LAYER_ENDS[-1])
-    receiver = Receiver(buffer, LAYER_ENDS, timeout=4.0)
+    buffer = TransferBuffer(12, LAYER_OFFSETS)
+    receiver = Receiver(buffer, timeout=4.0)
     pull = _pull(12)
     receiver.start(pull, 0.0)
     pieces = [Piece(i, i, 1, _checksum(pull, i)) for i in range(12)]
-    receiver.receive(Offer(b"t", 0, 0, len(LAYER_ENDS), pieces), 0.0)
+    receiver.receive(Offer(b"t", 0, 0, NUM_LAYERS, pieces), 0.0)
     receiver.receive(Finished(b"t", 1, 0), 0.0)
     jobs, now = list(receiver.jobs), 0.0
     assert len(jobs) == 12
@@ -333,12 +333,12 @@ def test_a_slow_connection_is_not_asked_twice() -> None:
 
 def test_a_lost_piece_is_asked_for_again() -> None:
     """Also while others come."""
-    buffer = TransferBuffer(4, LAYER_ENDS[-1])
-    receiver = Receiver(buffer, LAYER_ENDS, timeout=4.0)
+    buffer = TransferBuffer(4, LAYER_OFFSETS)
+    receiver = Receiver(buffer, timeout=4.0)
     pull = _pull(4)
     receiver.start(pull, 0.0)
     for i in range(4):
-        offer = Offer(b"t", i, 0, len(LAYER_ENDS), [Piece(i, i, 1, _checksum(pull, i))])
+        offer = Offer(b"t", i, 0, NUM_LAYERS, [Piece(i, i, 1, _checksum(pull, i))])
         receiver.receive(offer, i / 10)
     lost, *others = receiver.jobs
     receiver.jobs.clear()
@@ -357,8 +357,8 @@ def _pull(slots: int) -> Pull:
 
 def _checksum(pull: Pull, index: int) -> int:
     """Of a slot of zeros."""
-    checksum = new_checksum(pull.hashes[index], 1, 0, len(LAYER_ENDS))
-    checksum.update(bytes(LAYER_ENDS[-1]))
+    checksum = new_checksum(pull.hashes[index], 1, 0, NUM_LAYERS)
+    checksum.update(bytes(LAYER_OFFSETS[-1]))
     return checksum.intdigest()
 
 
@@ -387,12 +387,11 @@ class Running:
     """An endpoint whose events can be waited for."""
 
     def __init__(self, slots: int, slot_bytes: int, **options: Any) -> None:
-        self.buffer = TransferBuffer(slots, slot_bytes)
+        self.buffer = TransferBuffer(slots, [0, slot_bytes])
         self._woken = threading.Semaphore(0)
         self.endpoint = Endpoint(
             INSTANCE,
             self.buffer,
-            [slot_bytes],
             [(range(1), [0])],
             KVTransferOptions(secret=SECRET, **options),
             self._woken.release,
@@ -474,7 +473,7 @@ def test_strangers_that_say_nothing_keep_nobody_waiting() -> None:
 
 def test_only_buffers_are_opened(tmp_path: Path) -> None:
     """Not every file that a peer names."""
-    buffer = TransferBuffer(1, 64)
+    buffer = TransferBuffer(1, [0, 64])
     copy = tmp_path / "copy"
     copy.write_bytes(Path(buffer.path).read_bytes())
     address = address_of(buffer)

@@ -28,8 +28,8 @@ from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.frontend.fair_queue import FairQueue
 from penstock.serve.http import body_parser
+from penstock.serve.http.body import BodyParser, ElementCount
 from penstock.serve.http.body_memory import MAX_WAITING_OF_CLIENT, BodyMemory, Reservation
-from penstock.serve.http.body_parser import BodyParser, ElementCount
 from penstock.serve.shared_result import SharedResult
 
 A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}

@@ -20,7 +20,7 @@ from penstock.checkpoint.model_config import dense_config
 from penstock.core import PenstockError
 from penstock.layers import AttentionLayer, BuildContext
 from penstock.models import Family, ModelConfig, register
-from penstock.models.decoder import build_decoder
+from penstock.models.decoder import Decoder
 from penstock.models.layer import grouped_query_attention
 from penstock.models.loader import load_model
 from penstock.models.registry import unregister
@@ -59,9 +59,9 @@ def fewer_kv_heads_later(context: BuildContext, config: ModelConfig, layer: int,
 
 @pytest.fixture
 def families() -> Iterator[None]:
-    mixed = partial(build_decoder, attention=fewer_kv_heads_later)
+    mixed = partial(Decoder, attention=fewer_kv_heads_later)
     made = [
-        Family(("WindowedForCausalLM",), every_other_window, build_decoder),
+        Family(("WindowedForCausalLM",), every_other_window),
         Family(("MixedForCausalLM",), dense_config, mixed),
     ]
     for family in made:

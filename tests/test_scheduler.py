@@ -199,8 +199,8 @@ def serve(
 ) -> Iterator[list[TokenDelta]]:
     """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas. Steps
     fail where ``fails`` says so, before they are sent or when they are collected."""
-    under_way = deque[tuple[Plan, StepOutput]]()
-    while scheduler.num_unfinished_requests or under_way or scheduler.kv.has_stores:
+    under_way, offloading = deque[tuple[Plan, StepOutput]](), scheduler.kv.offloading
+    while scheduler.num_unfinished_requests or under_way or (offloading and offloading.has_stores):
         plan = scheduler.schedule() if len(under_way) < depth else Plan()
         if plan:
             check_limits(scheduler, plan)
@@ -505,7 +505,7 @@ def test_who_is_cancelled_leaves_nothing_in_the_queue(policy: str) -> None:
     for name in names:
         assert engine.abort(name)
     assert sequences_of(names) == 0
-    assert engine.request_ids() == ["0", "1"] and engine.num_waiting == 1 and not engine.admission._deadlines
+    assert engine.request_ids() == ["0", "1"] and engine.admission.num_waiting == 1 and not engine.admission._deadlines
     assert form.cancelled() and running
 
 

@@ -111,7 +111,7 @@ def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> 
         (config.speech, f"{model} transcribes audio, and is not quantized here"),
         (head_dim, f"{model} has head_dim {head_dim}; multiples of {PADDED_TO} are quantized"),
         (
-            find_family(family, family).find_stored,
+            find_family(family).find_stored,
             f"checkpoints of {family} {stored}{AT_LOAD}",
         ),
         (

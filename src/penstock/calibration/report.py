@@ -101,7 +101,11 @@ def render(report: Mapping[str, Any]) -> str:
         _table(
             ("layer", "error behind it", *kinds),
             [
-                (str(number), f"{layer['error']:.2e}", *(_number(lines[kind][number]) for kind in kinds))
+                (
+                    str(number),
+                    f"{layer['error']:.2e}",
+                    *("–" if (error := lines[kind][number]) is None else f"{error:.2e}" for kind in kinds),
+                )
                 for number, layer in enumerate(layers)
             ],
         ),
@@ -116,12 +120,7 @@ def _kind(name: str) -> str:
 
 
 def _of_kind(matrices: Mapping[str, float], kind: str) -> float | None:
-    found = [error for name, error in matrices.items() if _kind(name) == kind]
-    return max(found) if found else None
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2e}"
+    return max((error for name, error in matrices.items() if _kind(name) == kind), default=None)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
@@ -151,10 +150,9 @@ def _height(value: float, highest: float) -> float:
 
 
 def _labels(count: int) -> str:
-    step = max(1, count // 16)
     return "".join(
         f"<text x='{_place(index, count):.1f}' y='{HEIGHT - 6}' text-anchor='middle'>{index}</text>"
-        for index in range(0, count, step)
+        for index in range(0, count, max(1, count // 16))
     )
 
 

@@ -146,10 +146,11 @@ def build_stage(
     observer: InputObserver | None = None,
 ) -> Model:
     """The model with one layer alone; with the embedding before the first, norm and head behind the last."""
-    family = find_family(config.architecture, config.architecture)
+    family = find_family(config.architecture)
     layers = range(layer, layer + 1)
     kind = partial(ObservingContext, observer=observer) if observer else BuildContext
-    return family.build(kind(ops, weights, dtype, CPU, max_len, layers=layers), config, 0)
+    model: Model = family.build(kind(ops, weights, dtype, CPU, max_len, layers=layers), config, 0)
+    return model
 
 
 def hidden_states(path: Path, shape: Sequence[int], dtype: torch.dtype, new: bool) -> Tensor:

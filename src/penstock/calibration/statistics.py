@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -72,25 +74,22 @@ class InputStatistics:
             self.hessian /= scales[:, None] * scales
 
 
+@dataclass
 class InputObserver:
-    """Makes statistics of what the matrices of a layer are fed with.
+    """Makes statistics of what the matrices of a layer are fed with."""
 
-    Args:
-        tokens: that there will be in all.
-        with_hessian: as of ``InputStatistics``.
-    """
-
-    def __init__(self, ops: Ops, tokens: int, with_hessian: bool) -> None:
-        self._ops = ops
-        self._tokens = tokens
-        self._with_hessian = with_hessian
-        self._finished = False
-        self.statistics: dict[tuple[str, ...], InputStatistics] = {}
-        """By the names of the matrices that share an input, in the order of the computation."""
+    ops: Ops
+    tokens: int
+    """Number of tokens that there will be in all."""
+    with_hessian: bool
+    """As of ``InputStatistics``."""
+    statistics: dict[tuple[str, ...], InputStatistics] = field(default_factory=dict)
+    """By the names of the matrices that share an input, in the order of the computation."""
+    _finished: bool = False
 
     def register(self, names: tuple[str, ...], inputs: int) -> None:
         """Add matrices that share an input, while the layer is built."""
-        self.statistics[names] = InputStatistics(self._ops, inputs, self._tokens, self._with_hessian)
+        self.statistics[names] = InputStatistics(self.ops, inputs, self.tokens, self.with_hessian)
 
     def observe(self, names: tuple[str, ...], x: Tensor) -> None:
         """Add an input ``[tokens, in]`` of theirs, before they are multiplied with it."""

@@ -24,12 +24,7 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
     remaining = iter(items)
     with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
         while part := list(islice(remaining, threads)):
-            yield from pool.map(partial(_infer, function), part)
-
-
-def _infer(function: Callable[[T], R], item: T) -> R:
-    with torch.inference_mode():
-        return function(item)
+            yield from pool.map(torch.inference_mode()(function), part)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .config_defaults import CLASSIFIER, class_named
@@ -47,6 +48,24 @@ def first_position(config: Mapping[str, Any]) -> int:
     return int(config.get("pad_token_id") or 0) + 1 if encoder_prefix(config) == "roberta" else 0
 
 
-def is_gated(config: Mapping[str, Any]) -> bool:
-    """Whether the feed-forward layers have three matrices, not two."""
-    return encoder_prefix(config) in (None, "model", "gte")
+@dataclass(frozen=True)
+class EncoderConfig:
+    """What an encoder has besides a ``ModelConfig``."""
+
+    prefix: str
+    """What the names of tensors begin with where the model has a head."""
+    type_vocab_size: int
+    """Token types (BERT's first and second text); 0 where the model has none."""
+
+
+def encoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``dense_config`` that encoders name in another way."""
+    prefix = encoder_prefix(raw)
+    assert prefix is not None
+    return {
+        "encoder": EncoderConfig(prefix, int(raw.get("type_vocab_size") or 0)),
+        "max_model_len": max_encoder_len(raw),
+        "tie_word_embeddings": True,
+        "has_lm_head": False,
+        "num_mtp_layers": 0,
+    }

@@ -72,10 +72,15 @@ class ExpertsConfig:
     """Whether the matrix has a bias, which is a part of the logits."""
     input_routing: Routing | None = None
     """As of ``MixtureOfExperts``."""
-    by_modality: bool = False
-    """Whether tokens of images have experts of their own, which no captured forward pass can choose."""
+    vision_intermediate_size: int = 0
+    """Of each expert for tokens of images, where these have as many experts of their own."""
     fused: FusedLayout = field(default_factory=FusedLayout)
     """Of checkpoints that have a projection of all experts in one tensor; others are read whatever it is."""
+
+    @property
+    def by_modality(self) -> bool:
+        """Whether tokens of images have experts of their own, which no captured forward pass can choose."""
+        return self.vision_intermediate_size > 0
 
 
 def read_routing(raw: Mapping[str, Any], num_experts: int, **fields: Any) -> Routing:
@@ -160,3 +165,22 @@ def sparse_layers(config: Mapping[str, Any], layers: int) -> list[int]:
         return [layer for layer in range(layers) if frequency[layer]]
     first = int(config.get("first_k_dense_replace") or 0)
     return [layer for layer in range(first, layers) if layer % int(frequency or 1) == 0]
+
+
+def read_common_experts(raw: Mapping[str, Any]) -> ExpertsConfig | None:
+    """The experts of a model without a family, by the names that most have, as far as sizes need them; None without
+    experts."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    if not (num_experts := next((int(raw[name]) for name in names if raw.get(name)), 0)):
+        return None
+    size, layers = int(raw.get("moe_intermediate_size") or raw["intermediate_size"]), int(raw["num_hidden_layers"])
+    sparse = sparse_layers(raw, layers) if raw.get("n_routed_experts") else None
+    gated = int(raw.get("shared_expert_intermediate_size") or 0)
+    return ExpertsConfig(
+        num_experts,
+        size,
+        Routing(1),
+        dense_layers=dense_layers_by_step(raw) if sparse is None else frozenset(range(layers)).difference(sparse),
+        shared_size=gated or size * int(raw.get("n_shared_experts") or raw.get("moe_num_shared_experts") or 0),
+        shared_gate="shared_expert_gate" if gated else "",
+    )

@@ -10,12 +10,11 @@ from penstock.core import Code, PenstockError
 
 from .config_defaults import CLASSIFIER
 from .decoder_options import DecoderOptions
-from .encoder_config import EncoderConfig
-from .encoders import architecture_name, encoder_prefix, is_classifier, num_labels
+from .encoders import EncoderConfig, architecture_name, encoder_prefix, is_classifier, num_labels
 from .experts_config import ExpertsConfig
 from .latent_config import LatentConfig
 from .rope import max_model_len_of_config, rope_parameters_of
-from .speech_config import SpeechConfig
+from .speech import SpeechConfig
 from .stored_format import quantization_config_of, quantization_of
 
 COUNTED_WEIGHTS = "counted_weights"
@@ -88,8 +87,8 @@ class ModelConfig:
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
-    has_vision: bool = False
-    """Whether it has a vision tower, and prompts may have images."""
+    vision_weights: int = 0
+    """Parameters of the matrices of the vision tower and its projector; 0 without a tower."""
     encoder: EncoderConfig | None = None
     """Of a model that attends in both directions; None for a decoder."""
     speech: SpeechConfig | None = None
@@ -100,6 +99,11 @@ class ModelConfig:
     """Outputs of the classifier; 0 where the checkpoint has none."""
     model_impl: Literal["penstock", "transformers"] = "penstock"
     """What computes it: our implementation, or the modules of transformers."""
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether prompts may have images."""
+        return self.vision_weights > 0
 
     @property
     def rotary_dim(self) -> int:
@@ -140,9 +144,9 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind.
     """
-    vocabulary, hidden, intermediate, heads, layers = (
+    hidden, vocabulary, intermediate, heads, layers = (
         _count(raw, name)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+        for name in ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
     )
     max_position_embeddings, rope = int(raw.get("max_position_embeddings") or 2048), rope_parameters_of(raw)
     bias = bool(raw.get("attention_bias", False))

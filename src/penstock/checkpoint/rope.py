@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.core import Code, PenstockError
+
 from .config_defaults import ConfigClass
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -33,6 +35,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 """Parameters that a type cannot do without."""
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "frequency_factors")
+"""Types that are computed (``layers/rope.py``)."""
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 """Types that read ``original_max_position_embeddings``."""
 MROPE_DEFAULT = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "ernie4_5_vl_moe_text")
@@ -170,3 +174,9 @@ def max_model_len_of(max_position_embeddings: int, rope_parameters: Mapping[str,
             return int(trained * rope_parameters["factor"])
         case _:
             return max_position_embeddings
+
+
+def check_rope_type(kind: str) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for an unknown ``rope_type``."""
+    if kind not in TYPES:
+        raise PenstockError(Code.UNSUPPORTED, f"rope type {kind[:40]!r}; known are {', '.join(TYPES)}", "rope_type")

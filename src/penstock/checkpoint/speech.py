@@ -1,8 +1,9 @@
-"""Models that transcribe speech: their ``config.json``, and their sizes."""
+"""``config.json`` of models that transcribe speech."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 WHISPER = "WhisperForConditionalGeneration"
@@ -28,14 +29,21 @@ def is_speech(config: Mapping[str, Any]) -> bool:
     return WHISPER in (config.get("architectures") or ())
 
 
-def encoder_weights(config: Mapping[str, Any]) -> int:
-    """Parameters of the encoder's matrices, and of the decoder's positions."""
-    size, positions = int(config["d_model"]), int(config["max_source_positions"]) + int(config["max_target_positions"])
-    convolutions = 3 * size * (int(config["num_mel_bins"]) + size)
-    layer = 4 * size**2 + 2 * size * int(config["encoder_ffn_dim"])
-    return convolutions + positions * size + int(config["encoder_layers"]) * layer
+@dataclass(frozen=True)
+class SpeechConfig:
+    """The encoder of audio; it is as wide as the decoder."""
 
+    num_bins: int
+    """Mel bins of a frame."""
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    num_positions: int
+    """Hidden states of a window of audio, one for each two frames."""
+    median_filter_width: int = 7
+    """Hidden states over which attention is smoothed for times of tokens; odd."""
 
-def cross_attention_weights(config: Mapping[str, Any]) -> int:
-    """Parameters of a decoder layer's attention to the audio."""
-    return 4 * int(config["hidden_size"]) ** 2
+    @property
+    def num_frames(self) -> int:
+        """Frames of a window."""
+        return 2 * self.num_positions

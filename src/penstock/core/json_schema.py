@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -59,17 +60,14 @@ def drop_annotations(schema: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+@dataclass(frozen=True)
 class _Cleaner:
-    """Copies the parts of one schema.
+    """Copies the parts of one schema."""
 
-    Args:
-        targets: identities of the objects that a ``$ref`` points to, which may lie within unknown keywords.
-        ignores_evaluation: no keyword of the schema depends on which properties and items others have evaluated.
-    """
-
-    def __init__(self, targets: set[int], ignores_evaluation: bool) -> None:
-        self._targets = targets
-        self._ignores_evaluation = ignores_evaluation
+    targets: set[int]
+    """Identities of the objects that a ``$ref`` points to, which may lie within unknown keywords."""
+    ignores_evaluation: bool
+    """Whether no keyword of the schema depends on which properties and items others have evaluated."""
 
     def schema(self, part: Any) -> Any:
         """A copy of a schema."""
@@ -93,7 +91,7 @@ class _Cleaner:
 
     def _allows_all(self, name: str, value: Any, schema: dict[str, Any]) -> bool:
         """Whether a keyword of a schema allows every instance."""
-        if name in EVALUATING and not self._ignores_evaluation:
+        if name in EVALUATING and not self.ignores_evaluation:
             return False
         match name:
             case "format":
@@ -124,17 +122,17 @@ class _Cleaner:
 
     def _container(self, value: Any) -> Any:
         """A copy of an unknown keyword's value, in which only the targets of references are schemas."""
-        if id(value) in self._targets:
+        if id(value) in self.targets:
             return self.schema(value)
         if isinstance(value, dict):
             return {name: self._container(inner) for name, inner in value.items()}
         return [self._container(inner) for inner in value] if isinstance(value, list) else value
 
     def _has_target(self, value: Any) -> bool:
-        if not self._targets or not isinstance(value, dict | list):
+        if not self.targets or not isinstance(value, dict | list):
             return False
         inner = value.values() if isinstance(value, dict) else value
-        return id(value) in self._targets or any(map(self._has_target, inner))
+        return id(value) in self.targets or any(map(self._has_target, inner))
 
 
 def _values_of(keyword: str, part: Any) -> list[Any]:

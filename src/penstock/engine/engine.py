@@ -32,14 +32,13 @@ from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
 from penstock.models import read_config
 from penstock.planning.kv_size import CachePlan, weight_bytes
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import size_of
 
 from .checks.options import checked_options
 from .checks.requests import check_request
 from .checks.whole_prompts import scratch_blocks
 from .draft_folder import draft_size
-from .executor.base import WorkerLostError
-from .executor.start import start_executor
+from .executor import WorkerLostError, start_executor
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
@@ -112,6 +111,7 @@ class Engine:
         self._expert_load_answer: Future[dict[int, list[int]]] | None = None
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
+        what = "the model"
         try:
             self._load_model(weights)
             self._start_scheduler(scheduling)
@@ -119,10 +119,11 @@ class Engine:
             self.sleeper = SleepManager(self._executor, self.scheduler, self.weights)
             max_loras = options.max_loras if options.enable_lora or lora_modules else 0
             self.adapters = LoRAManager(self._executor, self.scheduler, max_loras)
+            what = "adapters"
             for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
                 self.adapters.wait(loading)
         except WorkerLostError as error:
-            raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
+            raise PenstockError(Code.UNAVAILABLE, f"{what} could not be loaded: {error}") from error
         except BaseException:
             self._executor.close()
             raise
@@ -234,7 +235,7 @@ class Engine:
             "" if info.batch_invariant else "not ",
         )
         redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
-        model_size = model_size_of(self._config.raw).with_redundant_experts(redundant)
+        model_size = size_of(self._config).with_redundant_experts(redundant)
         if on_cpu:
             model_size = model_size.on_cpu()
         weights = weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers))
@@ -355,7 +356,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether there are requests that have not ended, steps in flight, or blocks to store in the host tier."""
         transfers = self.kv_connector is not None and self.kv_connector.busy
-        stores = self.scheduler.kv.has_stores and not self.failure
+        stores = self.kv_offloading is not None and self.kv_offloading.has_stores and not self.failure
         return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight) or transfers or stores
 
     @property
@@ -404,7 +405,7 @@ class Engine:
         except WorkerLostError as error:
             logger.error("the engine has failed: %s", error)
             return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
-        if pending := self.scheduler.pending_prerequisites + self.weights.reading:
+        if pending := self.scheduler.admission.prerequisites.futures + self.weights.reading:
             if self.kv_connector:
                 pending.append(self.kv_connector.activity)
             wait(pending, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)

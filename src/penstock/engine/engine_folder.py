@@ -28,7 +28,7 @@ from penstock.models.output_folder import OutputFolder
 from penstock.models.weights import Checkpoint, EngineOutput
 from penstock.parallel import SingleRank, shard_heads
 from penstock.planning.kv_size import weight_bytes
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 from penstock.version import __version__
 
@@ -89,7 +89,7 @@ def build_engine(
         options = msgspec.structs.replace(options, quantization=model.quantization)
     device, ranks = device_of(options.device), options.tensor_parallel_size
     shard_heads(SingleRank(size=ranks), model.num_heads, model.num_kv_heads)  # refuses what cannot be shared
-    size, asked = model_size_of(model.raw), (options.pipeline_parallel_size, options.pipeline_parallel_layers)
+    size, asked = size_of(model), (options.pipeline_parallel_size, options.pipeline_parallel_layers)
     dtype = compute_dtype(model, None if options.dtype == "auto" else getattr(torch, options.dtype), device)
     config = EngineConfig(
         producer=__version__,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .executor.base import Executor
+from .executor import Executor
 from .scheduling.scheduler import Scheduler
 from .step import LoadLoRA, UnloadLoRA
 
@@ -89,19 +89,18 @@ class LoRAManager:
 
         Returns:
             A future that ``process_pending`` completes once requests may name the adapter, or with a ``PenstockError``.
+
+        Raises ``PenstockError`` where it cannot be loaded.
         """
+        if not self._needs_load(name, path) and name in self._loading:
+            return self._loading[name].done
         future: Future[None] = Future()
-        try:
-            if self._needs_load(name, path):
-                slot = self._free_slots.pop()
-                self._loading[name] = PendingLoad(path, slot, self._executor.call(LoadLoRA(slot, path)), future)
-                self.has_pending = True
-            elif name in self._loading:
-                future = self._loading[name].done
-            else:
-                future.set_result(None)
-        except PenstockError as error:
-            future.set_exception(error)
+        if name in self._loaded:
+            future.set_result(None)
+            return future
+        slot = self._free_slots.pop()
+        self._loading[name] = PendingLoad(path, slot, self._executor.call(LoadLoRA(slot, path)), future)
+        self.has_pending = True
         return future
 
     def unload(self, name: str) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from penstock.core import Code, Failure, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 
-from .executor.base import Executor, WorkerLostError
+from .executor import Executor, WorkerLostError
 from .modes import KV_CACHE, TAGS, WEIGHTS, PauseMode
 from .scheduling.scheduler import Scheduler
 from .step import AllocateCache, FreeMemory
@@ -86,11 +86,11 @@ class SleepManager:
             A future that is done when the memory is free.
         """
         if level not in LEVELS:
-            return _failed(invalid("level", f"is one of 0, 1 and 2, not {level}"))
+            raise invalid("level", f"is one of 0, 1 and 2, not {level}")
         if not level:
             return self.pause(mode)
         if self._weights.is_changing:
-            return _failed(PenstockError(Code.UNAVAILABLE, "weights are being loaded; put it to sleep afterwards"))
+            raise PenstockError(Code.UNAVAILABLE, "weights are being loaded; put it to sleep afterwards")
 
         def then() -> None:
             if mode == "abort":  # what has come while the last step was computed
@@ -111,22 +111,23 @@ class SleepManager:
         Returns:
             A future that is done once they are there. ``PenstockError`` where weights cannot be read again; the engine
             sleeps on.
+
+        Raises ``PenstockError`` where that is impossible.
         """
         if unknown := set(tags or ()) - set(TAGS):
-            return _failed(invalid("tags", f"{min(unknown)!r} is none of {' and '.join(TAGS)}"))
+            raise invalid("tags", f"{min(unknown)!r} is none of {' and '.join(TAGS)}")
         if self._done:
-            return _failed(PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon"))
+            raise PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon")
         wanted = set(TAGS if tags is None else tags) & self.asleep
         if WEIGHTS in wanted and self.forgets_weights:
             if tags is None:
                 words = "the weights in use were given by update_weights and are dropped: give weights, then wake it up"
-                return _failed(PenstockError(Code.UNAVAILABLE, words, "tags"))
+                raise PenstockError(Code.UNAVAILABLE, words, "tags")
             wanted.remove(WEIGHTS)  # update_weights brings them
-        done: Future[None] = Future()
-        self._done, self._wanted, self.has_pending = done, wanted, True
         if WEIGHTS in wanted:
             self._reloading, self._committed = self._weights.load(), False
-        return done
+        self._done, self._wanted, self.has_pending = Future(), wanted, True
+        return self._done
 
     def on_weights(self) -> None:
         """Weights were loaded, whoever asked for it."""
@@ -152,7 +153,7 @@ class SleepManager:
 
     def _stop(self, mode: PauseMode, then: Callable[[], None]) -> Future[None]:
         if self._done:
-            return _failed(PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon"))
+            raise PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon")
         if mode == "abort":
             self._abort_all()
         self.is_paused, self._waits = True, mode == "wait"
@@ -202,9 +203,3 @@ class SleepManager:
             done.set_exception(error)
         else:
             done.set_result(None)
-
-
-def _failed(error: PenstockError) -> Future[None]:
-    future: Future[None] = Future()
-    future.set_exception(error)
-    return future

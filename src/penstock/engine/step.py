@@ -115,7 +115,7 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
             at += 3 + count
 
 
-class StepInput(msgspec.Struct, omit_defaults=True):
+class StepInput(msgspec.Struct, tag=True, omit_defaults=True):
     """A step. Item ``i`` computes tokens ``starts[i]`` to ``starts[i] + lengths[i]`` of row ``rows[i]``, and the draft
     tokens that follow them."""
 

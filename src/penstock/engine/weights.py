@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core import Code, PenstockError
 
-from .executor.base import Executor, WorkerLostError
+from .executor import Executor, WorkerLostError
 from .modes import Running
 from .scheduling.scheduler import Scheduler
 from .step import ChangeWeights, LoadWeights
@@ -71,19 +71,15 @@ class WeightsManager:
         Returns:
             Their version, once all ranks have them; ``commit`` or ``discard`` has to follow. ``PenstockError`` where a
             rank cannot load them; then nothing has changed.
+
+        Raises ``PenstockError`` where there is no room for them, or others are loaded.
         """
-        loaded: Future[str] = Future()
         if self._loaded:
-            loaded.set_exception(PenstockError(Code.UNAVAILABLE, BUSY))
-            return loaded
+            raise PenstockError(Code.UNAVAILABLE, BUSY)
         self._path = path or self.path
-        try:
-            self._reading = self._executor.call(LoadWeights(self._path))
-        except PenstockError as error:
-            loaded.set_exception(error)
-            return loaded
-        self._loaded, self.has_pending = loaded, True
-        return loaded
+        self._reading = self._executor.call(LoadWeights(self._path))
+        self._loaded, self.has_pending = Future(), True
+        return self._loaded
 
     def commit(self, running: Running = "finish") -> Future[str]:
         """Use the weights that were loaded, as soon as no sequence needs the others; new sequences wait until then.

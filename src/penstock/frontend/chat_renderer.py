@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.config.options import ModelOptions
 from penstock.core import Code, PenstockError
@@ -49,47 +49,29 @@ def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
 
-class Steps(Protocol):
-    """Where the slow steps of rendering run."""
+class Steps:
+    """The slow steps of rendering, in the caller's thread. The gateway runs them in threads and processes."""
 
     async def render(
         self, template: Template, messages: Messages, options: Mapping[str, Any], size: int, client: str
     ) -> str:
-        """The text of a chat."""
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text."""
+        """The text of a chat; ``size`` and ``client`` as for ``ChatRenderer.prompt``."""
+        return template.render(messages, **options)
 
     async def load(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """Results of functions that load media."""
-
-    async def prepare(self, size: int, work: Callable[[], T]) -> T:
-        """The result of a function that processes ``size`` characters."""
-
-
-class InlineSteps:
-    """Runs the steps in the caller's thread."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    async def render(
-        self, template: Template, messages: Messages, options: Mapping[str, Any], size: int, client: str
-    ) -> str:
-        return template.render(messages, **options)
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens)
-
-    async def load(self, work: Sequence[Callable[[], T]]) -> list[T]:
         return [each() for each in work]
 
     async def prepare(self, size: int, work: Callable[[], T]) -> T:
+        """The result of a function that processes ``size`` characters."""
         return work()
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit the context, before it is encoded."""
 
 
 def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine over ``InlineSteps``, which waits for nothing."""
+    """The result of a coroutine whose ``Steps`` run in the caller's thread, so that it waits for nothing."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -148,7 +130,9 @@ class ChatRenderer:
         async def encoded(messages: Messages) -> tuple[str, list[int]]:
             """Text and tokens, with a placeholder for each image and video."""
             text = await self.text(messages, options, steps, size, template, client)
-            token_ids = await steps.encode(text, add_special_tokens)
+            steps.check_length(text)
+            encode = partial(self._tokenizer.encode, text, add_special_tokens)
+            token_ids = await steps.prepare(len(text), encode)
             if sources:
                 self._media.check_placeholders(token_ids, sources)
             return text, token_ids

@@ -18,7 +18,7 @@ from penstock.text.encoding import Texts
 from penstock.text.infill import infill_prompt
 from penstock.text.isolated_template import IsolatedTemplate
 
-from .chat_renderer import Template
+from .chat_renderer import Steps, Template
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor
 from .outputs import RequestOutput
@@ -45,7 +45,7 @@ def owned(request_id: str, tenant: str) -> str:
     return f"{tenant}\0{request_id}" if tenant else request_id
 
 
-class Gateway:
+class Gateway(Steps):
     """Sends requests to the engines of a model and streams their outputs. Create and use it in one event loop.
 
     Args:
@@ -101,7 +101,7 @@ class Gateway:
 
         Raises ``PenstockError`` where the prompt is invalid or far too long, or no engine is ready.
         """
-        self._check_length(prompt)
+        self.check_length(prompt)
         return await self.prepare(
             max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
         )
@@ -116,7 +116,7 @@ class Gateway:
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt
-        self._check_length(prompt)
+        self.check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
             size = self._at_once + 1  # images are decoded in a thread
@@ -140,10 +140,10 @@ class Gateway:
 
         Raises ``PenstockError`` (``unsupported``) where the model has no tokens for it, too.
         """
-        self._check_length(prefix)
-        self._check_length(suffix)
+        self.check_length(prefix)
+        self.check_length(suffix)
         for _, text in files:
-            self._check_length(text)
+            self.check_length(text)
         characters = max(
             size, len(prefix) + len(suffix) + sum(FILE_SIZE + len(name) + len(text) for name, text in files)
         )
@@ -153,7 +153,7 @@ class Gateway:
     async def encode_texts(self, texts: Texts, size: int = 0) -> TokenizedPrompt:
         """The prompt of a pair of texts, or of a text within a limit. Arguments and errors as for ``encode``."""
         if texts.max_len is None:
-            self._check_length(texts.text)
+            self.check_length(texts.text)
         return await self.prepare(max(size, len(texts)), lambda: self.input_processor.encode_texts(texts))
 
     async def pair(self, first: str, second: str, client: str = "") -> Texts:
@@ -306,8 +306,7 @@ class Gateway:
             return await template.render_async(messages, size, client, **options)
         return await self.prepare(size, partial(template.render, messages, **options))
 
-    def _check_length(self, prompt: Prompt) -> None:
-        """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""
+    def check_length(self, prompt: Prompt) -> None:
         self.check_characters(len(prompt) if isinstance(prompt, str) else 0)
 
     def check_characters(self, count: int) -> None:

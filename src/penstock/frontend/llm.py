@@ -15,7 +15,7 @@ from penstock.core import Code, LoRARequest, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
-from .chat_renderer import InlineSteps, run_inline
+from .chat_renderer import Steps, run_inline
 from .fastdeploy_outputs import FastDeployOutput
 from .input_processor import InputProcessor
 from .options import read_options
@@ -142,7 +142,7 @@ class LLM(PoolingLLM):
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
-        chats, steps = self._input_processor.chats, InlineSteps(self._input_processor.tokenizer)
+        chats, steps = self._input_processor.chats, Steps()
         prompts = [
             run_inline(chats.prompt(conversation, options, steps, allow_tool_calls=bool(options["tools"])))
             for conversation in several

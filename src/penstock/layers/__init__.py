@@ -12,29 +12,3 @@ from .moe import MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
 from .pooler import PoolerHead
 from .rope import depends_on_length, rope_table
-
-__all__ = [
-    "MLP",
-    "Attention",
-    "AttentionLayer",
-    "BidirectionalAttention",
-    "BuildContext",
-    "ColumnParallelLinear",
-    "Embedding",
-    "ExpertLoad",
-    "GatedMLP",
-    "LatentAttention",
-    "LayerNorm",
-    "LoRALayer",
-    "LoRATarget",
-    "MLPLayer",
-    "MixtureOfExperts",
-    "Norm",
-    "PackedWeights",
-    "PoolerHead",
-    "QKNormLayers",
-    "RMSNorm",
-    "Weights",
-    "depends_on_length",
-    "rope_table",
-]

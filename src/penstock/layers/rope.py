@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core import Code, PenstockError
+from penstock.checkpoint.rope import check_rope_type
 
 
 def rope_table(
@@ -33,12 +33,6 @@ def rope_table(
     frequencies, scale = TYPES[kind](head_dim, max_len, parameters, max_position_embeddings)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
     return (torch.cat((angles.cos(), angles.sin()), -1) * scale).to(device)
-
-
-def check_rope_type(kind: str) -> None:
-    """Raise ``PenstockError`` (``unsupported``) for an unknown ``rope_type``."""
-    if kind not in TYPES:
-        raise PenstockError(Code.UNSUPPORTED, f"rope type {kind[:40]!r}; known are {', '.join(TYPES)}", "rope_type")
 
 
 def depends_on_length(parameters: Mapping[str, Any]) -> bool:

@@ -3,70 +3,48 @@ token types, and a norm after each sum."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
-from penstock.checkpoint.encoder_config import encoder_fields
-from penstock.checkpoint.encoders import SUFFIXES, first_position
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
-from penstock.core import Code, PenstockError
-from penstock.layers import MLP, BidirectionalAttention, BuildContext, LayerNorm, PoolerHead
+from torch import Tensor
+
+from penstock.checkpoint.encoders import first_position
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.layers import MLP, BidirectionalAttention, BuildContext, LayerNorm, MLPLayer, PoolerHead
 from penstock.layers.pooler import dense
 
 from .encoder import Encoder, PostNormLayer, module_name, position_and_type_table
-from .registry import Family
-from .stored import Stored
 
 EMBEDDINGS = "embeddings.word_embeddings"
-PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "o_proj": "output.dense"}
-"""Of attention, by the names that layers ask for."""
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    if raw.get("is_decoder") or raw.get("add_cross_attention"):
-        raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder)", "model")
-    if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
-        raise PenstockError(Code.UNSUPPORTED, f"position_embedding_type {kind!r:.40}; absolute is supported", "model")
-    return read_bert_config(raw)
+def build_encoder(
+    context: BuildContext,
+    config: ModelConfig,
+    norms: tuple[str, str],
+    mlp: Callable[[str], MLPLayer],
+    rope: Tensor | None = None,
+) -> Encoder:
+    """BERT, or an encoder that differs from it in what is given.
 
-
-def read_bert_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The names that BERT and its successors share."""
-    eps = float(raw.get("layer_norm_eps") or 1e-12)
-    return dense_config(raw, **encoder_fields(raw), rms_norm_eps=eps, options=options_of({"hidden_act": "gelu", **raw}))
-
-
-def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``."""
-    parent, _, last = name.rpartition(".")
-    return Stored(f"{parent}.{PROJECTIONS[last]}" if last in PROJECTIONS else name)
-
-
-def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
+    Args:
+        norms: names of the norms after a layer's attention and after its feed-forward layer.
+        mlp: builds the feed-forward layer of the layer of a name.
+        rope: as for ``BidirectionalAttention``; None: learned positions.
+    """
     name = module_name(context, config, EMBEDDINGS)
     size, eps = config.hidden_size, config.rms_norm_eps
 
     def layer(number: int) -> PostNormLayer:
         own = f"{name}encoder.layer.{number}"
+        heads, head_dim = config.num_heads, config.head_dim
         return PostNormLayer(
             context.ops,
             BidirectionalAttention(
-                context,
-                f"{own}.attention",
-                hidden_size=size,
-                num_heads=config.num_heads,
-                head_dim=config.head_dim,
+                context, f"{own}.attention", hidden_size=size, num_heads=heads, head_dim=head_dim, rope=rope
             ),
-            LayerNorm(context, f"{own}.attention.output.LayerNorm", size, eps, bias=True),
-            MLP(
-                context,
-                (f"{own}.intermediate.dense", f"{own}.output.dense"),
-                size,
-                config.intermediate_size,
-                bias=True,
-                activation=config.options.activation,
-            ),
-            LayerNorm(context, f"{own}.output.LayerNorm", size, eps, bias=True),
+            LayerNorm(context, f"{own}.{norms[0]}", size, eps, bias=True),
+            mlp(own),
+            LayerNorm(context, f"{own}.{norms[1]}", size, eps, bias=True),
             last=number == config.num_layers - 1,
         )
 
@@ -76,9 +54,20 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
         embeddings=f"{name}embeddings.word_embeddings",
         embedding_norm=f"{name}embeddings.LayerNorm",
         norm_bias=True,
-        added=position_and_type_table(context, config, f"{name}embeddings", first_position(config.raw)),
+        added=position_and_type_table(context, config, f"{name}embeddings", first_position(config.raw), rope is None),
         layer=layer,
     )
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
+    def mlp(own: str) -> MLP:
+        names, sizes = (
+            (f"{own}.intermediate.dense", f"{own}.output.dense"),
+            (config.hidden_size, config.intermediate_size),
+        )
+        return MLP(context, names, *sizes, bias=True, activation=config.options.activation)
+
+    return build_encoder(context, config, ("attention.output.LayerNorm", "output.LayerNorm"), mlp)
 
 
 def build_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
@@ -89,12 +78,3 @@ def build_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
     if prefix == "roberta":
         first, last = "classifier.dense", "classifier.out_proj"
     return PoolerHead([dense(context, first, size, size, "tanh"), dense(context, last, size, labels)], labels)
-
-
-FAMILY = Family(
-    architectures=tuple(kind + end for kind in ("Bert", "Roberta", "XLMRoberta") for end in SUFFIXES),
-    read_config=read_config,
-    build=build,
-    build_classifier=build_classifier,
-    find_stored=find_stored,
-)

@@ -25,7 +25,8 @@ from penstock.layers import (
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 from penstock.parallel import shard_heads
 
-from .layer import AttentionFactory, DecoderLayer, MLPFactory, feed_forward, grouped_query_attention, make_norm
+from .experts import feed_forward
+from .layer import AttentionFactory, DecoderLayer, MLPFactory, make_attention, make_norm
 from .loading import track_layers
 from .model import DraftHead
 from .mtp import DecoderMTPHead
@@ -44,7 +45,7 @@ class Decoder:
         context: BuildContext,
         config: ModelConfig,
         num_mtp_heads: int = 0,
-        attention: AttentionFactory = grouped_query_attention,
+        attention: AttentionFactory = make_attention,
         mlp: MLPFactory = feed_forward,
     ) -> None:
         self.config = config
@@ -146,15 +147,3 @@ def _keeps_order(options: DecoderOptions) -> bool:
 def _in_layers(names: Iterable[str], layers: Iterable[int]) -> set[str]:
     """Tensor names of one layer as those of other layers."""
     return {re.sub(r"(?<=^model\.layers\.)\d+", str(layer), name) for name in names for layer in layers}
-
-
-def build_decoder(
-    context: BuildContext,
-    config: ModelConfig,
-    num_mtp_heads: int,
-    *,
-    attention: AttentionFactory = grouped_query_attention,
-    mlp: MLPFactory = feed_forward,
-) -> Decoder:
-    """``Family.build`` of decoders; a family binds other factories with ``functools.partial``."""
-    return Decoder(context, config, num_mtp_heads, attention, mlp)

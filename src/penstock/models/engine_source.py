@@ -86,7 +86,7 @@ class EngineSource:
                     weight_cache=weights,
                     rows=rows,
                 )
-                family = find_family(model.architecture, model.architecture)
+                family = find_family(model.architecture)
                 family.build(context, model, model.num_mtp_layers if config.mtp else 0)
             first += count
 

@@ -8,14 +8,14 @@ from penstock.checkpoint.experts_config import ExpertsConfig
 from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import BuildContext, GatedMLP, MixtureOfExperts, MLPLayer
 
-from .layer import gated_mlp
+from .layer import dense_mlp
 
 
-def mixture_of_experts(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """``MLPFactory``: ``MixtureOfExperts`` in layers that have experts, ``GatedMLP`` in others."""
+def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
+    """``MLPFactory``: ``MixtureOfExperts`` in layers that have experts, ``dense_mlp`` in others."""
     experts = config.experts
     if experts is None or layer in experts.dense_layers:
-        return gated_mlp(context, config, layer, name)
+        return dense_mlp(context, config, layer, name)
     name = f"{name.removesuffix('mlp')}{experts.module}"
     shared = None
     if experts.shared_size:

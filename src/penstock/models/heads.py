@@ -29,3 +29,8 @@ def build_heads(context: BuildContext, config: ModelConfig, family: Family, fold
 def _dense(context: BuildContext, module: DenseModule) -> PoolerLayer:
     own = replace(context, weights=Checkpoint(module.folder), output=None)
     return dense(own, "linear", module.inputs, module.outputs, module.function, module.bias)
+
+
+def score_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
+    """The classifier of decoders: a matrix without bias."""
+    return PoolerHead([dense(context, "score", config.hidden_size, config.num_labels, bias=False)], config.num_labels)

@@ -16,6 +16,7 @@ from penstock.layers import (
     AttentionLayer,
     BuildContext,
     GatedMLP,
+    LatentAttention,
     LayerNorm,
     MLPLayer,
     Norm,
@@ -66,6 +67,33 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         softcap=options.attention_softcap,
         sinks=_sinks(context, config, name) if options.attention_sinks else None,
         query_factors=_query_factors(context, config),
+    )
+
+
+def make_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
+    """``AttentionFactory`` by what the configuration has."""
+    make = latent_attention if config.latent else grouped_query_attention
+    return make(context, config, layer, name)
+
+
+def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
+    """``LatentAttention`` with the sizes of the configuration."""
+    latent = config.latent
+    assert latent
+    return LatentAttention(
+        context,
+        name,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        q_rank=latent.q_lora_rank,
+        latent=latent.kv_lora_rank,
+        nope_dim=latent.qk_nope_head_dim,
+        rope_dim=latent.qk_rope_head_dim,
+        value_dim=latent.v_head_dim,
+        rope=context.rope_table(latent.qk_rope_head_dim, config.rope_parameters, config.max_position_embeddings),
+        interleaved=latent.rope_interleave,
+        scale=latent.scale,
+        bias=config.output_bias,
     )
 
 
@@ -121,18 +149,12 @@ def _qk_norm_layers(context: BuildContext, config: ModelConfig, name: str) -> QK
     return QKNormLayers(q, k, options.over == "projection", options.after_rope)
 
 
-def gated_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """``GatedMLP`` with the sizes of the configuration."""
-    activation = config.options.activation
-    return GatedMLP(context, name, config.hidden_size, config.intermediate_size, config.mlp_bias, activation)
-
-
-def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """The MLP that the configuration asks for."""
-    if config.options.gated_mlp:
-        return gated_mlp(context, config, layer, name)
-    names = f"{name}.c_fc", f"{name}.c_proj"
-    return MLP(context, names, config.hidden_size, config.intermediate_size, config.mlp_bias, config.options.activation)
+def dense_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
+    """``MLPFactory``: ``GatedMLP``, or ``MLP`` without ``gated_mlp``."""
+    sizes, options = (config.hidden_size, config.intermediate_size, config.mlp_bias), config.options
+    if options.gated_mlp:
+        return GatedMLP(context, name, *sizes, options.activation)
+    return MLP(context, (f"{name}.c_fc", f"{name}.c_proj"), *sizes, options.activation)
 
 
 class DecoderLayer:

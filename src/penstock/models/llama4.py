@@ -3,70 +3,19 @@ with the position, and experts that read their input times the router's score.""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
-from penstock.core import Code, PenstockError
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import Attention, AttentionLayer, BuildContext, MLPLayer, QKNormLayers
 from penstock.layers.norm import UnweightedRMSNorm
-from penstock.ops import Routing
 
+from . import experts
 from .decoder import Decoder
-from .experts import mixture_of_experts
-from .layer import gated_mlp
-from .registry import Family
-from .stored import Stored
-
-WITH_VISION = "Llama4ForConditionalGeneration"
-"""Its vision tower is not read: a prompt has text alone."""
-
-
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    layers, interval = int(raw["num_hidden_layers"]), int(raw.get("no_rope_layer_interval") or 4)
-    given = raw.get("no_rope_layers")  # where positions are, in spite of the name
-    rope = tuple(map(bool, given)) if given else tuple((layer + 1) % interval != 0 for layer in range(layers))
-    chunk = int(raw.get("attention_chunk_size") or 0)
-    types = raw.get("layer_types")
-    chunked = [kind == "chunked_attention" for kind in types] if types else rope
-    if len(rope) != layers or len(chunked) != layers:
-        raise ValueError(f"no_rope_layers and layer_types have {len(rope)} and {len(chunked)} of {layers} layers")
-    return dense_config(
-        raw,
-        intermediate_size=int(raw["intermediate_size_mlp"]),
-        sliding_windows=tuple(chunk if each else 0 for each in chunked),
-        experts=_read_experts(raw, layers),
-        qk_norm=bool(raw.get("use_qk_norm", True)),
-        options=options_of(raw, rope_interleaved=True, rope_layers=rope),
-    )
-
-
-def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
-    if (top_k := int(raw.get("num_experts_per_tok") or 1)) != 1:
-        raise PenstockError(Code.UNSUPPORTED, f"num_experts_per_tok {top_k} in config.json: Llama 4 has 1", "model")
-    step, size, sparse = (
-        int(raw.get("interleave_moe_layer_step") or 1),
-        int(raw["intermediate_size"]),
-        raw.get("moe_layers"),
-    )
-    sparse = range(step - 1, layers, step) if sparse is None else sparse
-    return ExpertsConfig(
-        num_experts_of(raw),
-        size,
-        Routing(1, renormalize=True),  # the output's weight is 1
-        dense_layers=frozenset(range(layers)).difference(map(int, sparse)),
-        shared_size=size,
-        shared_name="shared_expert",
-        module="feed_forward",
-        router="router",
-        input_routing=Routing(1, "sigmoid"),
-        fused=FusedLayout(transposed=True),
-    )
+from .layer import dense_mlp
 
 
 def query_factors(raw: Mapping[str, Any], max_len: int, head_dim: int) -> Tensor:
@@ -113,17 +62,5 @@ def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: s
     """``MLPFactory`` under Llama 4's names."""
     assert config.experts
     if layer in config.experts.dense_layers:
-        return gated_mlp(context, config, layer, f"{name.removesuffix('mlp')}feed_forward")
-    return mixture_of_experts(context, config, layer, name)
-
-
-def find_stored(config: ModelConfig, name: str) -> Stored:
-    """As ``Family.find_stored``."""
-    return Stored(
-        re.sub(r"^(model|lm_head)\b", r"language_model.\1", name) if config.architecture == WITH_VISION else name
-    )
-
-
-FAMILY = Family(
-    architectures=("Llama4ForCausalLM", WITH_VISION), read_config=read_config, build=build, find_stored=find_stored
-)
+        return dense_mlp(context, config, layer, f"{name.removesuffix('mlp')}feed_forward")
+    return experts.feed_forward(context, config, layer, name)

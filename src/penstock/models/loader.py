@@ -164,7 +164,7 @@ def load_model(
         max_step_tokens=max_step_tokens,
         threads=threads,
     )
-    model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
+    model: Model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
     if model.layers.stop == config.num_layers:
         model.heads = build_heads(context, config, family, folder)
     for (given, wanted), size in context.dequantized_bytes.items():

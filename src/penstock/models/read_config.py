@@ -9,24 +9,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.checkpoint.config_defaults import class_named
 from penstock.checkpoint.config_json import CONFIG, read_config_json, read_plain_config_json
+from penstock.checkpoint.decoder_options import DecoderOptions
 from penstock.checkpoint.encoders import architecture_name, encoder_prefix
-from penstock.checkpoint.model_config import PADDED_TO, ModelConfig, architecture_of, padded_head_dim
-from penstock.checkpoint.rope import rope_parameters_of
+from penstock.checkpoint.experts_config import read_common_experts
+from penstock.checkpoint.latent_config import read_latent_config
+from penstock.checkpoint.model_config import (
+    COUNTED_WEIGHTS,
+    PADDED_TO,
+    ModelConfig,
+    architecture_of,
+    dense_config,
+    padded_head_dim,
+)
+from penstock.checkpoint.rope import check_rope_type, rope_parameters_of
 from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
-from penstock.layers.rope import check_rope_type
-from penstock.quant import read_quantization_config
 
-from .registry import OTHERS as OTHERS_HINT
-from .registry import Family, find_family, has_family
-from .transformers import FAMILY as OTHERS
+from .registry import OTHERS, TRANSFORMERS, Family, find_family, has_family, imported
 from .transformers.library import architectures_of, is_installed, knows, unknown
-from .weights.checkpoint import has_other_pytorch_head
 
 logger = logging.getLogger(__name__)
+has_other_pytorch_head = imported("penstock.models.weights.checkpoint:has_other_pytorch_head")
+read_quantization_config = imported("penstock.quant:read_quantization_config")
 
 ModelImpl = Literal["auto", "penstock", "transformers"]
 """Values of the option ``model_impl``."""
@@ -45,13 +53,13 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     raw, path = read_config_json(folder), folder / CONFIG
     if not raw.get("architectures") and model_impl != "penstock" and is_installed():
         raw = {**raw, "architectures": architectures_of(str(raw.get("model_type")))}
-    if raw.get("tie_word_embeddings") and has_other_pytorch_head(folder):
+    if raw.get("tie_word_embeddings") and any(folder.glob("pytorch_model*.bin")) and has_other_pytorch_head(folder):
         raw = {**raw, "tie_word_embeddings": False}
     architecture, name = architecture_of(raw)[0], architecture_name(raw)
     auto = model_impl == "auto" and is_installed()
     if model_impl == "transformers" or (auto and knows(name) and not has_family(architecture)):
         return _read_for_library(raw, folder)
-    others = unknown() if auto and not has_family(architecture) else OTHERS_HINT
+    others = unknown() if auto and not has_family(architecture) else OTHERS
     family = find_family(architecture, name, others)
     decodes = encoder_prefix(raw) is None
     if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
@@ -75,7 +83,7 @@ def _read_for_library(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
     told = {name: raw[name] for name in ("architectures", "tie_word_embeddings", "dtype") if raw.get(name) is not None}
     given = {name: value for name, value in read_plain_config_json(folder).items() if name != "torch_dtype"}
     with _checked(folder / CONFIG):
-        return OTHERS.read_config({**given, **told})
+        return TRANSFORMERS.read_config({**given, **told})
 
 
 def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -96,6 +104,28 @@ def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig
             raise invalid("model", message)
         _check_rope(config, path)
         return _with_padded_heads(config)
+
+
+def config_of(raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a model of any architecture, as far as its size depends on it: that of its family; where it
+    has none, or asks for what its family does not compute, by the names that most share. Needs no torch.
+
+    Raises ``PenstockError`` (``invalid``) where a value is missing or of the wrong kind.
+    """
+    architecture, known = architecture_of(raw)[0], class_named(raw.get("model_type"))
+    if not has_family(architecture) and known and known.architecture:
+        architecture = known.architecture
+    with _checked(Path(CONFIG)):
+        if has_family(architecture) and COUNTED_WEIGHTS not in raw:
+            try:
+                return _with_padded_heads(find_family(architecture).read_config(raw))
+            except PenstockError as error:
+                if error.failure.code is not Code.UNSUPPORTED:
+                    raise
+        config = dense_config(raw, options=DecoderOptions(), experts=read_common_experts(raw))
+        if raw.get("kv_lora_rank"):
+            return replace(config, latent=read_latent_config(raw, config.rope_parameters, rope_interleave=True))
+        return replace(config, head_dim=padded_head_dim(config.head_dim))
 
 
 def _with_padded_heads(config: ModelConfig) -> ModelConfig:

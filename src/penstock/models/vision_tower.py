@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,26 +18,6 @@ from penstock.parallel import SINGLE_RANK
 
 Embed = Callable[[Tensor], Tensor]
 """``VisionTower.embed``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """What towers read from ``vision_config`` of ``config.json``."""
-
-    depth: int
-    size: int
-    """Of a patch's vector."""
-    intermediate_size: int
-    output_size: int
-    """Of a feature, the language model's hidden size."""
-    heads: int
-    patch_size: int
-    """Pixels of a patch's edge."""
-    temporal_patch_size: int
-    """Frames of a patch; an image is repeated as often."""
-    merge_size: int
-    """Patches of a feature's edge."""
-    theta: float
 
 
 class VisionTower(Protocol):
@@ -65,12 +45,6 @@ class VisionTower(Protocol):
     def rope_rows(self, positions: np.ndarray) -> Tensor:
         """``Batch.positions`` of tokens with positions ``[3, tokens]`` int64 in time, height and width."""
         ...
-
-
-def rope_theta(vision: Mapping[str, Any]) -> float:
-    """Of ``vision_config``, which files of earlier versions of transformers have beside ``rope_parameters``."""
-    given = vision.get("rope_parameters") or {}
-    return float(given.get("rope_theta") or vision.get("rope_theta") or 10_000.0)
 
 
 def tower_context(context: BuildContext) -> BuildContext:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.kv_spec import transfer_layouts
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
-from penstock.checkpoint.speech_config import SpeechConfig
-from penstock.core import Code, PenstockError
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import MLP, BuildContext, Embedding, LayerNorm, LoRATarget, PoolerHead
 from penstock.layers.vision import Linear
 from penstock.ops import Batch, CrossAttention, KVSpec, LayerExport, TransferLayout
 from penstock.quant import PackedMatrix
 
 from .model import DraftHead
-from .registry import Family
 from .vision_tower import VisionTower, tower_context
 from .whisper_encoder import EPS, WhisperEncoder
 
@@ -147,30 +143,3 @@ class _Layer:
         attended = ops.attention(queries, others, cross.attention, self._scale, causal=False)
         normed, x = self._norms[2].add(attention.output(attended), x)
         return ops.add_residual(self._mlp(normed, None), x)
-
-
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    name = str(raw.get("activation_function") or "gelu")
-    if name != "gelu":
-        raise PenstockError(Code.UNSUPPORTED, f"the encoder has the activation {name[:40]!r}; known is gelu", "model")
-    speech = SpeechConfig(
-        num_bins=int(raw["num_mel_bins"]),
-        num_layers=int(raw["encoder_layers"]),
-        num_heads=int(raw["encoder_attention_heads"]),
-        intermediate_size=int(raw["encoder_ffn_dim"]),
-        num_positions=int(raw["max_source_positions"]),
-        median_filter_width=int(raw.get("median_filter_width", 7)),
-    )
-    config = dense_config(raw, options=options_of({"hidden_act": name}))
-    if config.hidden_size % speech.num_heads:
-        raise ValueError(f"encoder_attention_heads is {speech.num_heads}, and d_model is {config.hidden_size}")
-    if speech.median_filter_width < 1 or speech.median_filter_width % 2 == 0:
-        raise ValueError(f"median_filter_width is {speech.median_filter_width}, and must be odd")
-    return replace(config, speech=speech, has_lm_head=True)
-
-
-FAMILY = Family(
-    ("WhisperForConditionalGeneration",),
-    read_config=read_config,
-    build=lambda context, config, num_mtp_heads: Whisper(context, config),
-)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.checkpoint.speech_config import SpeechConfig
+from penstock.checkpoint.speech import SpeechConfig
 from penstock.layers import BuildContext, LayerNorm
 from penstock.layers.vision import HeadThreads, Linear
 from penstock.quant import PackedMatrix

@@ -22,26 +22,6 @@ from .quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "UNQUANTIZED",
-    "AttentionMetadata",
-    "Batch",
-    "CaptureOptions",
-    "CrossAttention",
-    "Format",
-    "ForwardFn",
-    "KVSpec",
-    "LayerExport",
-    "LoRAWeights",
-    "Ops",
-    "QKNorms",
-    "QuantizedWeight",
-    "Routing",
-    "TransferLayout",
-    "backend",
-    "reference",
-]
-
 
 class Ops(Protocol):
     """A backend: a module with these functions, its own or imported. This is the only list of them; mypy checks each

@@ -2,15 +2,3 @@
 
 from .group import SINGLE_RANK, Group, RankFailedError, Shard, SingleRank, shard_heads, shard_outputs
 from .pipeline import SINGLE_STAGE, PipelineStage
-
-__all__ = [
-    "SINGLE_RANK",
-    "SINGLE_STAGE",
-    "Group",
-    "PipelineStage",
-    "RankFailedError",
-    "Shard",
-    "SingleRank",
-    "shard_heads",
-    "shard_outputs",
-]

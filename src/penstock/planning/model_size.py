@@ -1,31 +1,24 @@
-"""The size of a model, from its ``config.json``: parameters of its matrices, and what a token keeps in the KV cache.
+"""The size of a model, from its configuration: parameters of its matrices, and what a token keeps in the KV cache.
 
-No torch, so that memory can be planned where no model runs. The engine reads ``config.json`` by family
-(``checkpoint/model_config.py``); here, architectures that it does not run yet are understood, too.
+No torch, so that memory can be planned where no model runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.checkpoint.encoders import encoder_prefix, is_gated, max_encoder_len
-from penstock.checkpoint.experts_config import sparse_layers
 from penstock.checkpoint.gguf_file import TYPES
-from penstock.checkpoint.model_config import COUNTED_WEIGHTS, padded_head_dim
-from penstock.checkpoint.rope import max_model_len_of_config
-from penstock.checkpoint.speech import cross_attention_weights, encoder_weights, is_speech
-from penstock.checkpoint.stored_format import quantization_config_of, quantization_of, stored_format
-from penstock.core.errors import invalid
+from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig
+from penstock.checkpoint.stored_format import quantization_config_of, stored_format
 from penstock.core.quantization import UNQUANTIZED, Format
-
-from .vision_size import vision_weights
+from penstock.models.read_config import config_of
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a decoder. Numbers are counts of parameters or vector elements, not bytes."""
+    """Sizes of a model. Numbers are counts of parameters or vector elements, not bytes."""
 
     architecture: str
     max_model_len: int
@@ -80,78 +73,95 @@ class ModelSize:
         return replace(self, stored=UNQUANTIZED) if self.stored.floating and not self.stored.is_mxfp4 else self
 
 
-def model_size_of(config: Mapping[str, Any]) -> ModelSize:
-    """Read a ``config.json``. Raises ``PenstockError`` (``invalid``) where it lacks a size."""
-    try:
-        size = _model_size(config)
-        return replace(size, **config[COUNTED_WEIGHTS]) if COUNTED_WEIGHTS in config else size
-    except KeyError as error:
-        raise invalid("model", f"config.json lacks {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise invalid("model", f"config.json has a value of the wrong kind: {error}") from error
+def model_size_of(raw: Mapping[str, Any]) -> ModelSize:
+    """The size of a model of any architecture, from its ``config.json``.
+
+    Raises ``PenstockError`` (``invalid``) where that lacks a size.
+    """
+    return size_of(config_of(raw))
 
 
-def _model_size(config: Mapping[str, Any]) -> ModelSize:
-    hidden, heads, layers = (int(config[k]) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    vocabulary, latent = int(config["vocab_size"]), int(config.get("kv_lora_rank") or 0)
-    kv_heads = 1 if latent else int(config.get("num_key_value_heads") or heads)
-    head_dim = padded_head_dim(int(config.get("head_dim") or hidden // heads))
+def size_of(config: ModelConfig) -> ModelSize:
+    """The size of a model."""
+    hidden, layers, latent, raw = config.hidden_size, config.num_layers, config.latent, config.raw
+    attention, absorbed = _attention(config)
+    kv_heads, kv_dim = config.num_kv_heads, config.head_dim
     if latent:
-        attention, absorbed, kv_dim = _latent_attention(config, hidden, heads)
-    else:
-        attention = 2 * hidden * head_dim * (heads + kv_heads)
-        absorbed, kv_dim = 0, head_dim
-    speech = is_speech(config)
-    if speech:
-        attention += cross_attention_weights(config)
-    matrices = 2 if speech or config.get("model_type") == "starcoder2" or not is_gated(config) else 3  # without a gate
-    dense = matrices * hidden * int(config.get("intermediate_size_mlp") or config["intermediate_size"])  # of Llama 4
-    sparse, of_expert = _experts(config, hidden), 3 * hidden * _expert_size(config)
-    plain = layers - _num_sparse_layers(config, layers) if sparse else layers
-    mtp = int(config.get("num_nextn_predict_layers") or 0)
-    encoder = encoder_prefix(config) is not None
-    longest = max_encoder_len(config) if encoder else max_model_len_of_config(config)
-    embeddings = vocabulary * hidden * (1 if encoder or config.get("tie_word_embeddings") else 2)
-    if encoder:
-        embeddings += _added_weights(config, longest) * hidden
-    stored, layer_weights = stored_format(quantization_config_of(config)), layers * attention + plain * dense
-    layer_weights += (layers - plain) * sparse
-    shares = _gguf_shares(config, "layers")
+        kv_heads, kv_dim = 1, latent.kv_lora_rank + latent.qk_rope_head_dim
+    matrices = 3 if config.options.gated_mlp else 2
+    dense = matrices * hidden * config.intermediate_size
+    sparse = routers = expert = 0
+    dense_layers: Collection[int] = range(layers + config.num_mtp_layers)
+    if experts := config.experts:
+        dense_layers, kinds = experts.dense_layers, 2 if experts.vision_intermediate_size else 1
+        expert = 3 * hidden * (experts.intermediate_size + experts.vision_intermediate_size)
+        routers = (kinds * experts.num_experts + bool(experts.shared_gate)) * hidden
+        sparse = routers + experts.num_experts * expert + 3 * hidden * experts.shared_size
+    plain = sum(layer in dense_layers for layer in range(layers))
+    layer_weights = layers * attention + plain * dense + (layers - plain) * sparse
+    stored, shares = stored_format(quantization_config_of(raw)), _gguf_shares(raw, "layers")
     if stored.is_mxfp4:
-        share = (layers - plain) * (sparse - _num_experts(config) * hidden) / layer_weights  # without routers
+        share = (layers - plain) * (sparse - routers) / layer_weights
         shares = {stored: share, UNQUANTIZED: 1 - share}
-    of_mtp_layer = dense if config.get("moe_num_experts") else sparse or dense  # ERNIE's has no experts
-    return ModelSize(
-        architecture=str(next(iter(config.get("architectures") or ["unknown"]))),
-        max_model_len=longest,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+    mtp = dense if layers in dense_layers else sparse
+    head = config.vocab_size * hidden
+    size = ModelSize(
+        architecture=str(next(iter(raw.get("architectures") or ["unknown"]))),
+        max_model_len=config.max_model_len,
+        dtype=config.dtype,
         num_layers=layers,
         layer_weights=layer_weights,
         hidden_size=hidden,
-        embedding_weights=embeddings,
-        head_weights=vocabulary * hidden,
+        embedding_weights=head * (1 if config.tie_word_embeddings else 2) + _position_weights(config),
+        head_weights=head,
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
-        latent=latent,
-        mtp_weights=mtp * (attention + of_mtp_layer + 2 * hidden * hidden),
-        num_mtp_layers=mtp,
-        quantization=quantization_of(config) or "none",
+        latent=latent.kv_lora_rank if latent else 0,
+        mtp_weights=config.num_mtp_layers * (attention + mtp + 2 * hidden * hidden),
+        num_mtp_layers=config.num_mtp_layers,
+        quantization=config.quantization,
         stored=stored,
         gguf_layers=shares,
-        gguf_head=_gguf_shares(config, "head"),
+        gguf_head=_gguf_shares(raw, "head"),
         unquantized_weights=layers * absorbed,
-        value_weights=layers * hidden * (kv_dim if latent else head_dim * kv_heads),
+        value_weights=layers * hidden * kv_dim * kv_heads,
         down_weights=plain * dense // matrices + (layers - plain) * sparse // 3,
-        expert_weights=(layers - plain) * of_expert,
-        vision_weights=encoder_weights(config) if speech else vision_weights(config),
-        encoder=encoder,
+        expert_weights=(layers - plain) * expert,
+        vision_weights=_speech_weights(config) if config.speech else config.vision_weights,
+        encoder=config.encoder is not None,
     )
+    return replace(size, **raw.get(COUNTED_WEIGHTS, {}))
 
 
-def _added_weights(config: Mapping[str, Any], max_len: int) -> int:
-    """Rows of the table of positions and token types that an encoder adds to its embedding (``models/encoder.py``)."""
-    types = 0 if encoder_prefix(config) == "model" else int(config.get("type_vocab_size") or 0)
-    return max_len * max(types, 1 if encoder_prefix(config) in ("bert", "roberta") else 0)
+def _attention(config: ModelConfig) -> tuple[int, int]:
+    """Parameters of a layer's attention, and those among them of the matrix that makes keys and values of latent
+    vectors (DeepSeek-V2, section 2.1)."""
+    hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
+    if latent is None:
+        cross = 4 * hidden**2 if config.speech else 0
+        return 2 * hidden * config.head_dim * (heads + config.num_kv_heads) + cross, 0
+    queries, rank = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim), latent.kv_lora_rank
+    q = latent.q_lora_rank * (hidden + queries) if latent.q_lora_rank else hidden * queries
+    absorbed = rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    outputs = heads * latent.v_head_dim * hidden
+    return q + hidden * (rank + latent.qk_rope_head_dim) + absorbed + outputs, absorbed
+
+
+def _position_weights(config: ModelConfig) -> int:
+    """Parameters of the table of positions and token types that an encoder adds to its embedding."""
+    if config.encoder is None or config.encoder.prefix == "model":
+        return 0
+    rows = max(config.encoder.type_vocab_size, 1 if config.encoder.prefix in ("bert", "roberta") else 0)
+    return config.max_model_len * rows * config.hidden_size
+
+
+def _speech_weights(config: ModelConfig) -> int:
+    """Parameters of the encoder of audio, and of the decoder's positions."""
+    size, speech = config.hidden_size, config.speech
+    assert speech
+    convolutions = 3 * size * (speech.num_bins + size)
+    layer = 4 * size**2 + 2 * size * speech.intermediate_size
+    return convolutions + (speech.num_positions + config.max_position_embeddings) * size + speech.num_layers * layer
 
 
 def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:
@@ -163,67 +173,3 @@ def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:
     for name, count in counts.items():
         shares[formats[name]] = shares.get(formats[name], 0.0) + count / sum(counts.values())
     return shares
-
-
-def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
-    """Parameters of a layer's latent attention (DeepSeek-V2, section 2.1), those among them of the matrix that makes
-    keys and values of latent vectors, and elements of a token's latent vector."""
-    rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
-    rank, value, queries = int(config["kv_lora_rank"]), int(config["v_head_dim"]), heads * (nope + rope)
-    low = int(config.get("q_lora_rank") or 0)
-    q = low * (hidden + queries) if low else hidden * queries
-    absorbed = rank * heads * (nope + value)
-    return q + hidden * (rank + rope) + absorbed + heads * value * hidden, absorbed, rank + rope
-
-
-def _experts(config: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of a layer's experts and their router; 0 where the model has none."""
-    if not (routed := _num_experts(config)):
-        return 0
-    given = config.get("moe_intermediate_size") or config["intermediate_size"]
-    if isinstance(given, list) and "moe_topk" not in config:  # ERNIE 4.5 VL: as many experts for text and for images
-        routers, shared = 2 * routed * hidden, int(given[0]) * int(config.get("moe_num_shared_experts") or 0)
-        return routers + 3 * hidden * (routed * sum(map(int, given)) + shared)
-    size = _first(given)
-    shared = size * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
-    if config.get("intermediate_size_mlp"):  # Llama 4
-        shared = size
-    if "moe_topk" in config:  # Hunyuan
-        shared = size * _first(config.get("num_shared_expert") or 1)
-    gated = int(config.get("shared_expert_intermediate_size") or 0)  # by a matrix of one output
-    return (routed + bool(gated)) * hidden + 3 * hidden * (routed * size + (gated or shared))
-
-
-def _num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer that a router chooses from; 0 where the model has none."""
-    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    return next((_first(config[name]) for name in names if config.get(name)), 0)
-
-
-def _first(value: Any) -> int:
-    """A number, or that of the first layer where each has one."""
-    return int(value[0] if isinstance(value, list) else value)
-
-
-def _expert_size(config: Mapping[str, Any]) -> int:
-    """Intermediate size of an expert, of a model that has any; of several kinds their sum."""
-    given = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return sum(map(int, given)) if isinstance(given, list) else int(given)
-
-
-def _num_sparse_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers with experts, of a model that has any."""
-    if config.get("moe_num_experts") and (kinds := config.get("mlp_layer_types")):
-        return list(kinds).count("sparse")
-    if isinstance(config.get("moe_intermediate_size"), list) and "moe_topk" not in config:  # ERNIE 4.5 VL
-        return layers - 1
-    if (given := config.get("moe_layers")) is not None:
-        return len(given)
-    if config.get("n_routed_experts"):
-        return len(sparse_layers(config, layers))
-    dense = config.get("mlp_only_layers") or ()
-    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
-    first = int(config.get("moe_layer_start_index") or 0)
-    end, interval = int(config.get("moe_layer_end_index") or -1), int(config.get("moe_layer_interval") or 1)
-    numbers = range(first, layers if end < 0 else min(end + 1, layers))
-    return sum(number not in dense and (number + 1) % step == 0 == (number + 1) % interval for number in numbers)

@@ -27,6 +27,7 @@ DEEPSEEK_V3 = model_size_of(
         "intermediate_size": 18432,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "num_hidden_layers": 61,

@@ -5,13 +5,3 @@ from .checkpoint_format import CheckpointFormat, TensorSource
 from .experts import ExpertMatrices
 from .matrix import Matrix, PackedMatrix, StackedMatrix
 from .quantization_config import read_quantization_config
-
-__all__ = [
-    "CheckpointFormat",
-    "ExpertMatrices",
-    "Matrix",
-    "PackedMatrix",
-    "StackedMatrix",
-    "TensorSource",
-    "read_quantization_config",
-]

@@ -7,5 +7,3 @@ except ImportError as error:
     raise ImportError(f"penstock.ray needs Ray Serve ({error}); try pip install 'penstock-llm[ray]'") from error
 
 from .application import Arguments, app
-
-__all__ = ["Arguments", "app"]

@@ -43,7 +43,6 @@ from .dialects.vllm import development, management
 from .dialects.vllm import generate as vllm
 from .http import unknown_fields
 from .http.access import Access, OriginPolicy, origins_of
-from .http.error_formats import ErrorFormats
 from .http.middleware import (
     WEIGHTS_HEADER,
     ApiKeyMiddleware,
@@ -59,7 +58,7 @@ from .http.middleware import (
 from .http.openapi import components
 from .http.reply import refuse
 from .http.request_record import record_of
-from .http.routes import Route, Routes
+from .http.routes import ErrorFormats, Route, Routes
 from .http.unexpected import INTERNAL
 from .models.served_models import ServedModels
 from .web import PAGE_PATHS

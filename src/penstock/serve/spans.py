@@ -24,11 +24,8 @@ INTERNAL = Failure(Code.INTERNAL, "an internal error; the log has its traceback"
 
 
 @contextmanager
-def logged(span: Span | None) -> Iterator[None]:
+def logged(span: Span) -> Iterator[None]:
     """Lines of the log name the trace meanwhile."""
-    if span is None:
-        yield
-        return
     token = TRACE.set(span.log_facts)
     try:
         yield

@@ -64,15 +64,11 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 _environment = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
 )
 _environment.filters["tojson"] = _tojson
-_environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
+_environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
 
 
 def template_variables(source: str) -> frozenset[str]:

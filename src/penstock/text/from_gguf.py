@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tokenizers.processors import TemplateProcessing
-
 from penstock.checkpoint.gguf_file import GGUFFile
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
@@ -223,14 +221,18 @@ class GGUFTokenizer:
         }
 
     def _post_processor(self, config: dict[str, Any]) -> dict[str, Any] | None:
-        before, after = ([config[f"{role}_token"]] if config[f"add_{role}_token"] else [] for role in ("bos", "eos"))
+        before, after = (config[f"{role}_token"] if config[f"add_{role}_token"] else None for role in ("bos", "eos"))
         if not before and not after:
             return None
-        ids = [(token, self._tokens.index(token)) for token in {*before, *after}]
-        single = [*before, "$A:0", *after]
-        processor = TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=ids)
-        result: dict[str, Any] = json.loads(processor.__getstate__())
-        return result
+        ids = {token: self._tokens.index(token) for token in (before, after) if token}
+
+        def special(token: str | None) -> list[dict[str, Any]]:
+            return [{"SpecialToken": {"id": token, "type_id": 0}}] if token else []
+
+        single = [*special(before), {"Sequence": {"id": "A", "type_id": 0}}, *special(after)]
+        tokens = {token: {"id": token, "ids": [token_id], "tokens": [token]} for token, token_id in ids.items()}
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
 
     # --- SentencePiece ------------------------------------------------------------------------------------------------
 

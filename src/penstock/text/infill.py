@@ -55,7 +55,7 @@ SPELLINGS = (
 
 
 class InfillFormat(NamedTuple):
-    """How a model's prompts for the middle of a text are composed; token ids."""
+    """How a model's prompts for the middle of a text are composed: a ``Spelling`` as token ids."""
 
     prefix: int
     suffix: int
@@ -67,14 +67,12 @@ class InfillFormat(NamedTuple):
 
 def find_infill_format(tokenizer: Tokenizer) -> InfillFormat | None:
     """The model's format; None where its vocabulary has none of the tokens."""
+    find = tokenizer.token_to_id
     for spelling in SPELLINGS:
-        prefix, suffix = (tokenizer.token_to_id(token) for token in (spelling.prefix, spelling.suffix))
-        middle = tokenizer.token_to_id(spelling.middle) if spelling.middle else None
-        if prefix is None or suffix is None or (spelling.middle and middle is None):
-            continue
-        ends = tuple(token_id for end in spelling.ends if (token_id := tokenizer.token_to_id(end)) is not None)
-        repository, file = (tokenizer.token_to_id(token) for token in (spelling.repository, spelling.file))
-        return InfillFormat(prefix, suffix, middle, ends, repository, file)
+        prefix, suffix, middle = (find(token) if token else None for token in spelling[:3])
+        if prefix is not None and suffix is not None and (middle is not None or not spelling.middle):
+            ends = tuple(token_id for end in spelling.ends if (token_id := find(end)) is not None)
+            return InfillFormat(prefix, suffix, middle, ends, find(spelling.repository), find(spelling.file))
     return None
 
 

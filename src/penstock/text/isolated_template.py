@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -129,24 +130,22 @@ class TemplatePool:
         return result
 
 
+@dataclass
 class IsolatedTemplate:
-    """A chat template that a process with limits renders.
+    """A chat template that a process with limits renders."""
 
-    Args:
-        source, special: as for ``ChatTemplate``.
-        field: the field that errors name: ``messages`` for a model's template, ``chat_template`` for a request's.
-    """
-
-    def __init__(self, source: str, special: Mapping[str, str], pool: TemplatePool, field: str = "messages") -> None:
-        self._source = source
-        self._special = dict(special)
-        self._pool = pool
-        self._field = field
+    source: str
+    """As for ``ChatTemplate``."""
+    special: Mapping[str, str]
+    """As for ``ChatTemplate``."""
+    pool: TemplatePool
+    field: str = "messages"
+    """The field that errors name: ``messages`` for a model's template, ``chat_template`` for a request's."""
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the template reads."""
-        return template_variables(self._source)
+        return template_variables(self.source)
 
     def start(self) -> None:
         """Start a process and compile the template there, so that the first chat does not wait for it."""
@@ -156,7 +155,7 @@ class IsolatedTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render a chat, see ``ChatTemplate.render``. Raises ``PenstockError`` (``invalid``) where it takes too long or
         too much memory, too."""
-        return self._text(self._pool.render(self._request(messages, options)))
+        return self._text(self.pool.render(self._request(messages, options)))
 
     async def render_async(
         self, messages: Sequence[Mapping[str, Any]], size: int, client: str, /, **options: Any
@@ -167,10 +166,10 @@ class IsolatedTemplate:
             size: about how many characters the messages and options have.
             client: whose chat it is; clients take turns.
         """
-        return self._text(await self._pool.render_async(self._request(messages, options), size, client))
+        return self._text(await self.pool.render_async(self._request(messages, options), size, client))
 
     def _request(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> RenderRequest:
-        return RenderRequest(self._source, self._special, list(messages), options, RENDER_TIME)
+        return RenderRequest(self.source, dict(self.special), list(messages), options, RENDER_TIME)
 
     def _text(self, result: RenderResult) -> str:
         if result.exceeded:
@@ -178,7 +177,7 @@ class IsolatedTemplate:
                 f"the chat template takes longer than {RENDER_TIME:g} seconds of processor time, "
                 f"or more than {MAX_MEMORY / 2**30:g} GiB of memory"
             )
-            raise invalid(self._field, reason, RENDER_TIME)
+            raise invalid(self.field, reason, RENDER_TIME)
         if result.failure:
             raise PenstockError.of(result.failure)
         return result.text

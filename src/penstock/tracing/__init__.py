@@ -12,8 +12,6 @@ from penstock.core.errors import invalid
 if TYPE_CHECKING:
     from .tracer import Span, Tracer
 
-__all__ = ["Span", "Tracer", "check", "start_tracer"]
-
 
 def check(options: LogOptions) -> None:
     """Raise ``PenstockError`` (``invalid``) where traces are asked for and cannot be sent."""

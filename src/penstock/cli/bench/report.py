@@ -45,11 +45,6 @@ def token_rate(samples: Sequence[Sample], width: float) -> np.ndarray:
     return rates
 
 
-def meets_goodput(sample: Sample, goodput: Mapping[str, float]) -> bool:
-    """Whether a request met all its service level objectives: ``goodput`` has milliseconds by metric."""
-    return all(getattr(sample, metric) * 1e3 <= limit for metric, limit in goodput.items())
-
-
 def compute_results(
     samples: Sequence[Sample], percentiles: Sequence[float], metrics: Sequence[str], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -83,7 +78,9 @@ def compute_results(
         "p99_send_lag_ms": float(np.percentile([(s.sent - s.due) * 1e3 for s in samples], 99)),
     }
     if goodput:
-        result["request_goodput"] = sum(meets_goodput(sample, goodput) for sample in good) / seconds
+        limits = goodput.items()
+        within = (all(getattr(sample, metric) * 1e3 <= limit for metric, limit in limits) for sample in good)
+        result["request_goodput"] = sum(within) / seconds
     for metric in metrics:
         result |= _summary(metric, latencies(good, metric), percentiles)
     return result

@@ -12,6 +12,7 @@ import msgspec
 from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
 
 from .tools import ToolCall
 
@@ -121,10 +122,8 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Go on with saved messages; raises ``PenstockError`` (``invalid``) where there are none."""
         try:
-            messages = msgspec.json.decode(path.read_bytes(), type=list[Message])
-        except OSError as error:
-            raise invalid("load", f"{path} cannot be read: {error.strerror}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            messages = msgspec.convert(read_json_file(path, "load"), list[Message])
+        except msgspec.ValidationError as error:
             raise invalid("load", f"{path} holds no messages: {error}") from error
         self.clear()
         first = messages[0]["content"] if messages and messages[0]["role"] == "system" else None

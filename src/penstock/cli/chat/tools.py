@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.json_files import read_json_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,7 @@ def load_tools(path: Path) -> list[dict[str, Any]]:
 
     Raises ``PenstockError`` (``invalid``) where it has none.
     """
-    try:
-        given = json.loads(path.read_bytes())
-    except OSError as error:
-        raise invalid("tools", f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise invalid("tools", f"{path} is not JSON: {error}") from error
+    given = read_json_file(path, "tools")
     entries = given if isinstance(given, list) else [given]
     wrapped = [{"function": one} if isinstance(one, dict) and "function" not in one else one for one in entries]
     try:

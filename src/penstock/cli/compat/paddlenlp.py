@@ -14,6 +14,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from penstock.config.options import ServerOptions
@@ -119,7 +120,9 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
     if name := os.environ.get(MODEL_NAME):
         folder = Path(os.environ.get("MODEL_DIR") or MODELS, name)
-        if not (folder / "config.json").exists() or _is_incomplete(folder):
+        from penstock.frontend.downloads import missing_files
+
+        if not (folder / "config.json").exists() or missing_files(folder):
             _fetch(name, folder)
         command += ["--model", str(folder)]
     log_name = "console" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server"
@@ -127,17 +130,17 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
         log_name += f"-node{engine.node_rank}"
     file = Path("log", f"{log_name}.log").resolve()
     file.parent.mkdir(exist_ok=True)
+    read_log = partial(file.read_text, encoding="utf-8", errors="replace")
     with file.open("wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     print(f"Starting, with the log in {file}", flush=True)
     with _registered(server):
-        while not (_node_ready(file) if engine.node_rank else _ready(options)):
+        while not (NODE_READY in read_log() if engine.node_rank else _ready(options)):
             try:
                 status = server.wait(0.1)
             except subprocess.TimeoutExpired:
                 continue
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            print("\n".join(["The server has ended:", *lines[-LAST_LINES:]]), file=sys.stderr)
+            print("\n".join(["The server has ended:", *read_log().splitlines()[-LAST_LINES:]]), file=sys.stderr)
             return status or 1
     if engine.node_rank:
         print(f"Ready: process {server.pid}, node {engine.node_rank} of {engine.nnodes}")
@@ -182,11 +185,6 @@ def _check_ports(options: ServerOptions) -> None:
             socket.create_server((options.host, port)).close()
         except OSError as error:
             raise invalid(old, f"{port} is not available ({error.strerror}); set another port") from error
-
-
-def _node_ready(log: Path) -> bool:
-    """Whether a node without a server has loaded its part of the model, as its log says."""
-    return NODE_READY in log.read_text(encoding="utf-8", errors="replace")
 
 
 def _ready(options: ServerOptions) -> bool:
@@ -257,12 +255,6 @@ def _download(args: argparse.Namespace) -> int:
     _fetch(args.model_name, folder)
     print(folder.resolve())
     return 0
-
-
-def _is_incomplete(folder: Path) -> bool:
-    from penstock.frontend.downloads import missing_files
-
-    return bool(missing_files(folder))
 
 
 def _fetch(name: str, folder: Path) -> None:

@@ -84,6 +84,11 @@ def named(names: str, alias: Alias) -> dict[str, Alias]:
     return dict.fromkeys(names.split(), alias)
 
 
+def all_ignored(why: str, names: str, switches: str = "") -> dict[str, Alias]:
+    """Part of a table: names without effect, separated by spaces, with a value and without."""
+    return named(names, ignored(why)) | named(switches, ignored(why, switch=True))
+
+
 COMBINED = Alias(read=lambda text: {})
 """A name that ``Profile.together`` evaluates in combination with others."""
 

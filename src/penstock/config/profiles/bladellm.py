@@ -13,7 +13,7 @@ from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, named, o
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """``--decode_algo`` → the drafter: a draft model, or n-grams."""
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
-PROMPT_CACHE_SWAP = 4.0
+PROMPT_CACHE_SWAP = {"kv_offloading_size": 4.0}
 """Host memory of ``--prompt_cache_enable_swap``, GiB."""
 CACHES = {"no_quant": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3"}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
@@ -54,10 +54,6 @@ def _speculative(given: Mapping[str, str]) -> Settings:
     yield "speculative_config", json.dumps(result), "--decode_algo"
 
 
-def _prompt_cache_swap(text: str) -> Mapping[str, Any]:
-    return {"kv_offloading_size": PROMPT_CACHE_SWAP} if on(text) else {}
-
-
 PROFILE = Profile(
     name="bladellm",
     title="BladeLLM",
@@ -75,7 +71,7 @@ PROFILE = Profile(
         "gamma": COMBINED,
         "draft.model": COMBINED,
         "disable_prompt_cache": Alias("enable_prefix_caching", lambda text: not on(text), switch=True),
-        "prompt_cache_enable_swap": Alias(read=_prompt_cache_swap, switch=True),
+        "prompt_cache_enable_swap": Alias(read=lambda text: PROMPT_CACHE_SWAP if on(text) else {}, switch=True),
         "dtype": Alias("dtype", one_of(DTYPES)),
         "kv_cache_quant": Alias("kv_cache_dtype", one_of(CACHES)),
         "log_level": Alias("log_level", str.lower),

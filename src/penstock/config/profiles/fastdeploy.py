@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from penstock.config.addresses import own_index
@@ -118,16 +119,6 @@ def _host_memory(given: Mapping[str, str]) -> Settings:
             yield "preemption_mode", "swap", "--swap_space"
 
 
-def _together(given: Mapping[str, str]) -> Settings:
-    yield from _engine_address(given)
-    yield from _host_memory(given)
-
-
-def _graph_optimization(text: str) -> Mapping[str, Any]:
-    """CUDA graphs; models have no static graph that ``graph_opt_level`` could ask for."""
-    return cuda_graphs.read_json(text, "use_cudagraph", ("false",))
-
-
 def _ready_message(blocks: int, options: EngineOptions) -> str:
     admitting = int(blocks * options.kv_cache_ratio)
     return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
@@ -166,7 +157,8 @@ PROFILE = Profile(
         "enable_chunked_prefill": Alias("enable_chunked_prefill", on, switch=True),
         "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
         "use_cudagraph": Alias("enforce_eager", lambda text: not on(text), switch=True),
-        "graph_optimization_config": Alias(read=_graph_optimization),
+        # models have no static graph that graph_opt_level could ask for
+        "graph_optimization_config": Alias(read=lambda text: cuda_graphs.read_json(text, "use_cudagraph", ("false",))),
         "splitwise_role": Alias("role", one_of({name: name for name in ("mixed", "prefill", "decode")})),
         "innode_prefill_ports": Alias("prefill_instances", _prefill_ports),
         "pd_comm_port": Alias("kv_port", _first_port),
@@ -191,7 +183,7 @@ PROFILE = Profile(
     variables=VARIABLES,
     prefixes=PREFIXES,
     defaults_for=_defaults,
-    together=_together,
+    together=lambda given: chain(_engine_address(given), _host_memory(given)),
     metrics={
         "fastdeploy:batch_size": "num_requests_running",
         "fastdeploy:max_batch_size": DerivedMetric(

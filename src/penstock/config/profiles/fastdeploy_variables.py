@@ -13,22 +13,14 @@ NO_STATISTICS = "no usage statistics are sent"
 TRACES = "--otlp-endpoint sends traces to OpenTelemetry"
 
 
-def _keys(text: str) -> tuple[str, ...]:
-    return tuple(key for key in text.split(",") if key)
-
-
 def _hub(text: str) -> str:
     if text.upper() == "AISTUDIO":
         raise ValueError("AI Studio is not supported; HUGGINGFACE and MODELSCOPE are")
     return str(one_of({"huggingface": "huggingface", "modelscope": "modelscope"})(text))
 
 
-def _level(text: str) -> Mapping[str, str]:
-    return {"log_level": "debug"} if text not in ("0", "") else {}
-
-
 VARIABLES: Mapping[str, Alias] = {
-    "FD_API_KEY": Alias("api_key", _keys, secret=True),
+    "FD_API_KEY": Alias("api_key", lambda text: tuple(filter(None, text.split(","))), secret=True),
     "FD_PLUGINS": refused("loading code is not supported"),
     "FD_ENABLE_INTERNAL_ADAPTER": refused("the engine is reached by HTTP only", unless=("0",)),
     **named(
@@ -40,7 +32,7 @@ VARIABLES: Mapping[str, Alias] = {
     "FD_MODEL_CACHE": Alias("download_dir"),
     "FD_LOG_DIR": Alias("log_file", lambda text: f"{text.rstrip('/')}/fastdeploy.log"),
     "FD_LOG_LEVEL": Alias("log_level", one_of(LEVELS)),
-    "FD_DEBUG": Alias(read=_level),
+    "FD_DEBUG": Alias(read=lambda text: {"log_level": "debug"} if text not in ("0", "") else {}),
     "FD_GUIDANCE_DISABLE_ADDITIONAL": Alias("guided_decoding_disable_additional_properties", one_of(ON)),
     **named("FD_USAGE_STATS_SERVER FD_USAGE_SOURCE DO_NOT_TRACK", ignored(NO_STATISTICS)),
     **named("FD_LOG_REQUESTS FD_LOG_REQUESTS_LEVEL FD_LOG_MAX_LEN", ignored("the log never has a request's text")),

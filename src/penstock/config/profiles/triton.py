@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, Profile, Settings, ignored, named, one_of, only_value, refused
+from . import COMBINED, Alias, Profile, Settings, all_ignored, ignored, named, one_of, only_value, refused
 
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 OFF = tuple(word for word, is_on in WORDS.items() if not is_on)
@@ -98,8 +98,9 @@ PROFILE = Profile(
         "allow_cpu_metrics": ignored("CPU metrics are not supported"),
         "metrics_interval_ms": ignored("metrics are computed when they are requested"),
         "metrics_config": ignored("the buckets of histograms are fixed"),
-        "http_thread_count": ignored("--api-server-count sets the number of API processes"),
-        "grpc_infer_thread_count": ignored("--api-server-count sets the number of API processes"),
+        **all_ignored(
+            "--api-server-count sets the number of API processes", "http_thread_count grpc_infer_thread_count"
+        ),
         "grpc_infer_response_compression_level": ignored("clients choose the compression"),
         "log_info": CHECKED_SWITCH,
         "log_warning": CHECKED_SWITCH,
@@ -119,13 +120,12 @@ PROFILE = Profile(
             "inputs and outputs of a model do not depend on its config.pbtxt", True
         ),
         "strict_model_config": ignored(OWN_SHAPES),
-        "backend_directory": ignored(NO_BACKENDS),
-        "backend_config": ignored(NO_BACKENDS),
+        **all_ignored(NO_BACKENDS, "backend_directory backend_config"),
         "cuda_memory_pool_byte_size": ignored("there are no memory pools"),
         "pinned_memory_pool_byte_size": ignored("there are no memory pools"),
         "buffer_manager_thread_count": ignored("there are no memory pools"),
         "model_load_thread_count": ignored(ONE_ENGINE),
-        "min_supported_compute_capability": ignored("--device selects the device"),
+        **all_ignored("--device selects the device", "min_supported_compute_capability enable_peer_access"),
         "rate_limit": only_value("off", "requests wait in one queue (--max-waiting)"),
         "trace_config": refused(OLD_TRACE),
         **named("trace_file trace_level trace_rate trace_count trace_log_frequency", refused(OLD_TRACE)),
@@ -156,21 +156,17 @@ PROFILE = Profile(
         "model_config_name": refused("a model's configuration is its config.pbtxt"),
         "model_load_retry_count": ignored("a model that cannot be loaded stops the start"),
         "model_namespacing": refused("model names are unique in a repository", unless=OFF),
-        "enable_peer_access": ignored("--device selects the device"),
         **named("host_policy model_load_gpu_limit", ignored("--device and --gpu-memory-utilization limit it")),
         "cuda_virtual_address_size": ignored("there are no memory pools"),
         "rate_limit_resource": ignored("requests wait in one queue (--max-waiting)"),
         "multimodal_gpu0_cuda_mem_pool_bytes": ignored("there are no memory pools"),
-        "allow_run_as_root": ignored("MPI is not used", True),
+        **all_ignored("MPI is not used", "", switches="allow_run_as_root trtllm_llmapi_launch oversubscribe no_mpi"),
         "world_size": only_value("1", ENGINE_SAYS),
         "tritonserver": ignored("this is the server"),
         "force": ignored("several servers may run at the same time, each on its own ports", True, "-f"),
         "disable_spawn_processes": ignored("the server starts the processes of its models itself", True),
-        "trtllm_llmapi_launch": ignored("MPI is not used", True),
         "multi_model": ignored("all models of a repository are served", True),
         "tensorrt_llm_model_name": only_value("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
-        "oversubscribe": ignored("MPI is not used", True),
-        "no_mpi": ignored("MPI is not used", True),
         "exit_timeout": Alias("drain_timeout"),
     },
     prefixes=("TRTLLM_", "TLLM_"),

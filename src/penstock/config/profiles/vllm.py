@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from penstock.core.errors import invalid
@@ -24,6 +24,7 @@ OF_BACKENDS = {
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
 }
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+PARSERS = {"ernie45": "ernie"}
 LENGTHS = "CUDA graphs are captured for sequences of any length"
 KV_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 KV_SETTINGS = {
@@ -216,11 +217,6 @@ def _eplb(text: str) -> Mapping[str, Any]:
     return {names[name]: value for name, value in given.items()}
 
 
-def _also(table: Mapping[str, str]) -> Callable[[str], str]:
-    """A reader with other names for some values; the setting checks the rest."""
-    return lambda text: table.get(text, text)
-
-
 SPECULATIVE = {
     "speculative_model": "model",
     "spec_model": "model",
@@ -243,8 +239,8 @@ FLAGS: Mapping[str, Alias] = {
     "max_model_len": Alias("max_model_len", _length),
     "max_num_batched_tokens": Alias("max_num_batched_tokens", size),
     "kv_cache_memory_bytes": Alias("kv_cache_memory_bytes", size),
-    "tool_call_parser": Alias("tool_call_parser", _also({"ernie45": "ernie"})),
-    "reasoning_parser": Alias("reasoning_parser", _also({"ernie45": "ernie"})),
+    "tool_call_parser": Alias("tool_call_parser", lambda text: PARSERS.get(text, text)),
+    "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
     "override_generation_config": Alias(read=_generation),
     "guided_decoding_backend": Alias(read=_backend),
     "structured_outputs_config": Alias(read=_structured),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import Alias, ignored, named, only_value, refused
+from . import Alias, all_ignored, ignored, named, only_value, refused
 
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 LOGGED = "the log has a line for each request, and never its text"
@@ -112,17 +112,14 @@ IGNORED: Mapping[str, Alias] = {
     "skip_tokenizer_init": ignored("prompts may be token ids on every server", switch=True),
     "ignore_patterns": ignored("only files that are read are downloaded", several=True),
     "disable_sliding_window": ignored("sliding windows are the model's; --max-model-len limits the context", True),
-    **named(
+    **all_ignored(
+        BATCHES,
         "scheduler_delay_factor num_scheduler_steps num_lookahead_slots max_num_scheduled_tokens watermark "
-        "prefill_schedule_interval optimization_level performance_mode",
-        ignored(BATCHES),
+        "prefill_schedule_interval optimization_level performance_mode ubatch_size dbo_decode_token_threshold "
+        "dbo_prefill_token_threshold",
+        switches="disable_async_output_proc multi_step_stream_outputs scheduler_reserve_full_isl "
+        "disable_chunked_mm_input enable_dbo kv_sharing_fast_prefill",
     ),
-    **named(
-        "disable_async_output_proc multi_step_stream_outputs scheduler_reserve_full_isl disable_chunked_mm_input "
-        "enable_dbo kv_sharing_fast_prefill",
-        ignored(BATCHES, switch=True),
-    ),
-    **named("ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold", ignored(BATCHES)),
     **named(
         "speculative_max_model_len speculative_disable_by_batch_size",
         ignored("drafting adapts to the load, within the draft model's context; results do not depend on it"),
@@ -131,7 +128,14 @@ IGNORED: Mapping[str, Alias] = {
         "a draft model has the ranks of its model", short="-spec-draft-tp"
     ),
     "speculative_model_quantization": ignored("a draft model's config.json says how it is quantized"),
-    "speculative_disable_mqa_scorer": ignored(KERNELS, switch=True),
+    **all_ignored(
+        KERNELS,
+        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_tp_mode mm_encoder_fp8_scale_path "
+        "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin attention_backend moe_backend "
+        "linear_backend mamba_backend gdn_prefill_backend kda_prefill_backend ir_op_priority kernel_config",
+        switches="speculative_disable_mqa_scorer disable_cascade_attn enable_flashinfer_autotune "
+        "enable_bf16x3_router_gemm use_fp64_gumbel enable_flash_late_interaction",
+    ),
     "disable_logprobs_during_spec_decoding": ignored("log probabilities are always computed", switch=True),
     **named(
         "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha",
@@ -144,32 +148,18 @@ IGNORED: Mapping[str, Alias] = {
         "ray_workers_use_nsight worker_use_ray engine_use_ray",
         ignored("--distributed-executor-backend ray computes on a Ray cluster", switch=True),
     ),
-    **named(
+    **all_ignored(
+        IMAGES,
         "image_input_type image_token_id image_input_shape image_feature_size image_processor_revision "
         "mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_hasher_algorithm mm_tensor_ipc "
         "mm_processor_device mm_ipc_gpu_memory_gb video_pruning_method",
-        ignored(IMAGES),
-    ),
-    **named(
-        "interleave_mm_strings skip_mm_profiling mm_device_do_normalize enable_mm_processor_stats "
+        switches="interleave_mm_strings skip_mm_profiling mm_device_do_normalize enable_mm_processor_stats "
         "disable_mm_preprocessor_cache",
-        ignored(IMAGES, switch=True),
     ),
     "mm_processor_cache_gb": ignored(
         "images are preprocessed again, and their features are cached (encoder_cache_size)"
     ),
-    **named(
-        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_tp_mode mm_encoder_fp8_scale_path "
-        "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin attention_backend moe_backend linear_backend "
-        "mamba_backend gdn_prefill_backend kda_prefill_backend ir_op_priority kernel_config",
-        ignored(KERNELS),
-    ),
     "attention_config": ignored(KERNELS, short="-ac"),
-    **named(
-        "disable_cascade_attn enable_flashinfer_autotune enable_bf16x3_router_gemm use_fp64_gumbel "
-        "enable_flash_late_interaction",
-        ignored(KERNELS, switch=True),
-    ),
     **named(
         "mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype mamba_ssu_algorithm "
         "mamba_cache_philox_rounds replayssm_buffer_len",
@@ -205,16 +195,13 @@ IGNORED: Mapping[str, Alias] = {
         "dp_supervisor_probe_failure_threshold",
         ignored(ONE_MACHINE),
     ),
-    **named(
+    **all_ignored(
+        COLLECTIVES,
         "all2all_backend dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size",
-        ignored(COLLECTIVES),
+        switches="disable_custom_all_reduce fully_sharded_loras disable_nccl_for_dp_synchronization "
+        "enable_ep_weight_filter",
     ),
-    **named(
-        "disable_custom_all_reduce fully_sharded_loras disable_nccl_for_dp_synchronization enable_ep_weight_filter",
-        ignored(COLLECTIVES, switch=True),
-    ),
-    "enable_fault_tolerance": ignored("engines are always restarted", switch=True),
-    "fault_tolerance_config": ignored("engines are always restarted"),
+    **all_ignored("engines are always restarted", "fault_tolerance_config", switches="enable_fault_tolerance"),
     "prefix_caching_hash_algo": ignored("prefix hashes have 128 bits or more"),
     "prefix_match_unit": ignored("prefixes are matched by --block-size"),
     **named(
@@ -238,8 +225,7 @@ IGNORED: Mapping[str, Alias] = {
     "log_config_file": ignored("--log-level, --log-format and --log-file configure the log"),
     "log_error_stack": ignored("an error's traceback is in the log where it is a bug", switch=True),
     **named("fingerprint_mode fingerprint_value", ignored("system_fingerprint names the kernels")),
-    "cohere_format": ignored("Cohere's API is not served"),
-    "cohere_is_reasoning_model": ignored("Cohere's API is not served", switch=True),
+    **all_ignored("Cohere's API is not served", "cohere_format", switches="cohere_is_reasoning_model"),
     "fail_on_environ_validation": ignored("unknown variables are in the log", switch=True),
 }
 """Flags without effect here."""

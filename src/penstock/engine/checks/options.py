@@ -13,7 +13,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.expert_placement import check_sizes, read_placement
 from penstock.models import ModelConfig
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
 from .speech import speech_options
@@ -71,7 +71,7 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         if options.node_rank:
             raise invalid("node_rank", "is 0 for an engine; on other nodes run penstock serve --node-rank", 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
-        split_layers(model_size_of(config.raw), options.pipeline_parallel_size, options.pipeline_parallel_layers)
+        split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
     ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
     if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
         words = f"is {ranks}, the ranks of tensor_parallel_size, with enable_expert_parallel; or 0"

@@ -10,11 +10,13 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
 from .layout import RankInfo, meeting_point
-from .messages import PeerSocket
+from .messages import PeerSocket, Start
 from .poller import Poller
-from .rank_process import RING_BYTES, RankProcess
+from .rank_process import RankProcess
 from .ring import Descriptors
 
+RING_BYTES = 16 * 2**20
+"""Capacity of a ring. Longer messages are passed on in parts."""
 CLOSE_TIMEOUT = 5.0
 """Seconds that workers have to end after ``Close`` before they are killed."""
 NO_LINKS: Mapping[int, Sequence[PeerSocket]] = {}
@@ -66,11 +68,19 @@ class LocalRanks:
                     rings[info.world_rank] = Descriptors.create(RING_BYTES)
             for info in ranks:
                 following = next((rings[other.world_rank] for other in ranks if info.precedes(other)), None)
-                pipeline = rings.get(info.world_rank), following
-                sockets = tuple(links.get(info.world_rank, ()))
-                self.processes.append(
-                    RankProcess(options, logs, info, self._memory, self.poller, *pipeline, sockets=sockets)
+                start = Start(
+                    options,
+                    logs,
+                    inbox=Descriptors.create(RING_BYTES),
+                    outbox=Descriptors.create(RING_BYTES),
+                    parent=os.getpid(),
+                    rank_info=info,
+                    memory=self._memory,
+                    previous=rings.get(info.world_rank),
+                    following=following,
+                    sockets=tuple(links.get(info.world_rank, ())),
                 )
+                self.processes.append(RankProcess(start, self.poller))
         except BaseException:
             self.close()
             raise

@@ -43,14 +43,8 @@ class Start(msgspec.Struct, frozen=True):
     """Connections to ranks of other nodes: of the same stage, or the stages before and after."""
 
 
-class ExecuteStep(msgspec.Struct, tag=True):
-    """``Executor.submit``, answered with ``StepReply``; ``GrammarBitmask`` follows where the step has one."""
-
-    step: StepInput
-
-
 class GrammarBitmask(msgspec.Struct, tag=True):
-    """The grammar bitmask of the ``ExecuteStep`` sent just before, in the form of ``Executor.submit``."""
+    """The grammar bitmask of the ``StepInput`` sent just before, in the form of ``Executor.submit``."""
 
     bitmask: np.ndarray
 
@@ -75,7 +69,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class StepReply(msgspec.Struct, tag=True):
-    """A step's output, or ``failed``."""
+    """The answer to ``StepInput``: its output, or ``failed``."""
 
     output: StepOutput | None = None
     failed: Failed | None = None
@@ -90,7 +84,7 @@ class CallReply(msgspec.Struct, tag=True):
     failed: Failed | None = None
 
 
-ToWorker = ExecuteStep | GrammarBitmask | Call | Close
+ToWorker = StepInput | GrammarBitmask | Call | Close
 FromWorker = StepReply | CallReply
 to_worker: msgspec.msgpack.Decoder[Any] = decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[Any] = decoder(FromWorker)

@@ -39,12 +39,11 @@ from .local_ranks import CLOSE_TIMEOUT, LocalRanks
 from .messages import (
     Call,
     CallReply,
-    ExecuteStep,
     Failed,
-    FromWorker,
     GrammarBitmask,
     StepReply,
     ToWorker,
+    from_worker,
 )
 from .poller import PeerLostError
 from .rank_process import RankProcess
@@ -132,7 +131,7 @@ class MultiprocExecutor(Executor):
         tokens = int(step.lengths.sum()) + len(step.draft_token_ids)
         tokens += sum(image.num_patches for image in step.encoded_images)
         tokens += sum(new.audio.length for new in step.updates.new if new.audio)
-        self._send(ExecuteStep(step))
+        self._send(step)
         self._steps.append((tokens, time.monotonic()))
         if step.has_grammar_bitmask:
             assert grammar_bitmask is not None
@@ -213,7 +212,10 @@ class MultiprocExecutor(Executor):
             raise
 
     def _receive(self, rank: RankProcess | RemoteRank, deadline: float) -> None:
-        message = self._next(rank, deadline)
+        try:
+            message = from_worker.decode(rank.receive(deadline))
+        except (TimeoutError, PeerLostError) as error:
+            self._lost(error, rank)
         if isinstance(message, StepReply):
             if self._num_abandoned:
                 self._num_abandoned -= 1
@@ -262,12 +264,6 @@ class MultiprocExecutor(Executor):
                 words = f"{rank} computes otherwise than rank 0: {', '.join(differences)}"
                 raise PenstockError(Code.UNAVAILABLE, words)
         return info
-
-    def _next(self, rank: RankProcess | RemoteRank, deadline: float) -> FromWorker:
-        try:
-            return rank.receive(deadline)
-        except (TimeoutError, PeerLostError) as error:
-            self._lost(error, rank)
 
     def _lost(self, error: Exception, awaited: RankProcess | RemoteRank | RemoteNode) -> NoReturn:
         """Kill all workers, and raise ``WorkerLostError`` that names who has ended, or is the slowest."""

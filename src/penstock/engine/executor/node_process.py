@@ -245,7 +245,7 @@ class _Relay:
         passed_on = False
         while process.has_message():
             passed_on = True
-            self._link.send(process.receive_bytes(float("inf")), process.rank)
+            self._link.send(process.receive(float("inf")), process.rank)
             self._loading -= 1
             if not self._loading:
                 logger.info(self._ready)

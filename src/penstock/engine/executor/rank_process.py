@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import time
-
-from penstock.config.options import EngineOptions, LogOptions
 
 from ..exit_status import exit_reason
 from ..step import encoder
 from .fork_server import fork_worker
-from .layout import RankInfo
-from .messages import Close, FromWorker, PeerSocket, Start, from_worker
+from .messages import Close, Start
 from .poller import PeerLostError, Poller
-from .ring import Descriptors, Reader, Writer
-
-RING_BYTES = 16 * 2**20
-"""Capacity of a ring. Longer messages are passed on in parts."""
+from .ring import Reader, Writer
 
 
 class RankProcess:
     """The process and the two rings that connect it.
 
     Args:
-        logs: how the worker sets up its log; None leaves logging alone.
-        memory: descriptor of what ranks share, of ``penstock.parallel.shared_memory``; None for a single one.
+        start: with the rings, which are this object's from now on.
         poller: of all ranks' processes.
-        previous, following: rings from and to the pipeline stages before and after.
-        sockets: connections to ranks of other nodes.
     """
 
-    def __init__(
-        self,
-        options: EngineOptions,
-        logs: LogOptions | None,
-        rank_info: RankInfo,
-        memory: int | None,
-        poller: Poller,
-        previous: Descriptors | None = None,
-        following: Descriptors | None = None,
-        sockets: tuple[PeerSocket, ...] = (),
-    ) -> None:
-        self.rank = rank_info.world_rank
-        self._rings = inbox, outbox = Descriptors.create(RING_BYTES), Descriptors.create(RING_BYTES)
-        start = Start(options, logs, inbox, outbox, os.getpid(), rank_info, memory, previous, following, sockets)
-        rings = [ring for ring in (inbox, outbox, previous, following) if ring]
+    def __init__(self, start: Start, poller: Poller) -> None:
+        self.rank = start.rank_info.world_rank
+        self._rings = start.inbox, start.outbox
+        rings = [ring for ring in (*self._rings, start.previous, start.following) if ring]
         inherited = [descriptor for ring in rings for descriptor in ring.all]
-        inherited += [each.descriptor for each in sockets]
-        if memory is not None:
-            inherited.append(memory)
+        inherited += [each.descriptor for each in start.sockets]
+        if start.memory is not None:
+            inherited.append(start.memory)
         try:
-            self._writer = Writer(inbox, poller)
-            self._reader = Reader(outbox, poller)
+            self._writer = Writer(start.inbox, poller)
+            self._reader = Reader(start.outbox, poller)
             self._process = fork_worker(start, inherited)
         except BaseException:
             for ring in self._rings:
@@ -88,13 +67,8 @@ class RankProcess:
         """Whether it has sent something, be it a part of a message."""
         return self._reader.has_message()
 
-    def receive(self, deadline: float) -> FromWorker:
-        """Its next message. Raises as ``send``."""
-        message: FromWorker = from_worker.decode(self.receive_bytes(deadline))
-        return message
-
-    def receive_bytes(self, deadline: float) -> bytes:
-        """The same, encoded."""
+    def receive(self, deadline: float) -> bytes:
+        """Its next message, encoded. Raises as ``send``."""
         return self._reader.receive(deadline)
 
     def kill(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ..step import encoder
 from .layout import RankInfo
-from .messages import Close, FromWorker, from_worker
+from .messages import Close
 from .node_link import ALL_RANKS, NODE, NodeLink, NodeLostError
 from .node_messages import GetPlaces, Join, Places, RankEnded, decode, encode
 from .poller import PeerLostError, Poller
@@ -137,13 +138,13 @@ class RemoteNode:
                 self._places = places
 
 
+@dataclass(frozen=True)
 class RemoteRank:
     """A rank of another node, with the methods of ``RankProcess``."""
 
-    def __init__(self, node: RemoteNode, rank: int, pid: int) -> None:
-        self.node = node
-        self.rank = rank
-        self.pid = pid
+    node: RemoteNode
+    rank: int
+    pid: int
 
     def __str__(self) -> str:
         return f"the worker of rank {self.rank} (process {self.pid}) of {self.node.name}"
@@ -151,6 +152,5 @@ class RemoteRank:
     def has_message(self) -> bool:
         return self.node.has_message(self.rank)
 
-    def receive(self, deadline: float) -> FromWorker:
-        message: FromWorker = from_worker.decode(self.node.receive(self.rank, deadline))
-        return message
+    def receive(self, deadline: float) -> bytes:
+        return self.node.receive(self.rank, deadline)

@@ -29,24 +29,17 @@ class UniProcExecutor(Executor):
         self._worker = Worker(options)
         self._max_in_flight = max_in_flight
         self._thread: ThreadPoolExecutor | None = None
-        self._steps: deque[Future[StepOutput] | Callable[[], StepOutput] | Exception] = deque()
+        self._steps: deque[Callable[[], StepOutput]] = deque()
+        """Steps that were not collected: functions that wait for them."""
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         if self._thread:
-            self._steps.append(self._thread.submit(self._worker.execute, step, grammar_bitmask))
-            return
-        try:
+            self._steps.append(self._thread.submit(self._worker.execute, step, grammar_bitmask).result)
+        else:
             self._steps.append(self._worker.submit(step, grammar_bitmask))
-        except Exception as error:
-            self._steps.append(error)
 
     def collect(self) -> StepOutput:
-        step = self._steps.popleft()
-        if isinstance(step, Future):
-            return step.result()
-        if isinstance(step, Exception):
-            raise step
-        return step()
+        return self._steps.popleft()()
 
     def call(self, call: WorkerCall) -> Future[Any]:
         if self._thread:

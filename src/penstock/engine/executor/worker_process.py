@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -33,7 +32,6 @@ from .messages import (
     Call,
     CallReply,
     Close,
-    ExecuteStep,
     Failed,
     FromWorker,
     GrammarBitmask,
@@ -91,7 +89,7 @@ class WorkerProcess:
                 if not self._reader.has_message() and self._parent_ended():
                     return
             message = to_worker.decode(self._reader.receive())
-            while self._running and not isinstance(message, ExecuteStep):
+            while self._running and not isinstance(message, StepInput):
                 self._answer_step()
             if isinstance(message, Close):
                 return
@@ -101,8 +99,8 @@ class WorkerProcess:
 
     def _answer(self, message: ToWorker) -> None:
         match message:
-            case ExecuteStep(step):
-                self._running.append(self._submit(step))
+            case StepInput():
+                self._running.append(self._submit(message))
             case Call(number, call):
                 try:
                     future = self._worker.call(call)
@@ -121,13 +119,10 @@ class WorkerProcess:
     def _submit(self, step: StepInput) -> Callable[[], StepOutput]:
         """Submit a step. Returns the function that waits for its output, or raises its error."""
         grammar_bitmask = _IncomingBitmask(self._reader) if step.has_grammar_bitmask else None
-        try:
-            return self._worker.submit(step, grammar_bitmask)
-        except Exception as error:
-            return partial(_raise, error)
-        finally:
-            if grammar_bitmask:
-                grammar_bitmask.result()  # a step that failed before reading it must not leave it in the ring
+        submitted = self._worker.submit(step, grammar_bitmask)
+        if grammar_bitmask:
+            grammar_bitmask.result()  # a step that failed before reading it must not leave it in the ring
+        return submitted
 
     def _answer_step(self) -> None:
         """Wait for the oldest submitted step, and answer it if this rank does."""
@@ -210,10 +205,6 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     return options, DeviceGroup(
         group, torch.device(device or "cpu"), meeting_point(start.memory, start.parent, rank_info.stage)
     )
-
-
-def _raise(error: Exception) -> StepOutput:
-    raise error
 
 
 def gpu_of_rank(device: str, rank_info: RankInfo) -> str | None:

@@ -8,5 +8,3 @@ the unsupported part.
 from .backend import Grammar, Guide
 from .bitmask import BitmaskBuilder
 from .compiler import GrammarCompiler
-
-__all__ = ["BitmaskBuilder", "Grammar", "GrammarCompiler", "Guide"]

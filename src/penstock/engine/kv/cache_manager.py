@@ -11,7 +11,7 @@ from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest
 from penstock.core.errors import invalid
 
-from ..sequence.plan import OffloadedBlock, Plan
+from ..sequence.plan import OffloadedBlock
 from ..sequence.sequence import Sequence, State
 from .block_hash import extend_block_hashes, root_hash
 from .block_pool import BlockPool
@@ -60,7 +60,6 @@ class KVCacheManager:
     Args:
         host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
-        offloading: lower tiers of the prefix cache; None where there are none.
 
     Raises ``PenstockError`` (``invalid``) where the device cannot hold a single sequence of ``max_model_len``.
     """
@@ -85,7 +84,8 @@ class KVCacheManager:
         self._device_pool = device_pool
         self._host_pool = host_pool
         self._weights = weights
-        self._offloading = offloading
+        self.offloading = offloading
+        """Lower tiers of the prefix cache; None where there are none."""
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
         self.generation = 0
         """Number of times that the contents of blocks were forgotten."""
@@ -138,7 +138,7 @@ class KVCacheManager:
         size = self._device_pool.block_size
         hashes = sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
         blocks = self._device_pool.find_longest_hit(hashes)
-        num_loaded = self._offloading.count(hashes[len(blocks) :]) if self._offloading else 0
+        num_loaded = self.offloading.count(hashes[len(blocks) :]) if self.offloading else 0
         return CacheHit((len(blocks) + num_loaded) * size, blocks, num_loaded)
 
     def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> list[OffloadedBlock] | None:
@@ -160,11 +160,11 @@ class KVCacheManager:
             return None
         loaded = range(len(hit.blocks), len(hit.blocks) + hit.num_loaded)
         slots: list[int] = []
-        if self._offloading and sequence.state is not State.SWAPPED and sequence not in self._imported:
-            slots = self._offloading.hold(sequence.block_hashes[loaded.start : loaded.stop])
+        if self.offloading and sequence.state is not State.SWAPPED and sequence not in self._imported:
+            slots = self.offloading.hold(sequence.block_hashes[loaded.start : loaded.stop])
             if len(slots) < len(loaded):  # one was evicted meanwhile
                 return None
-            self._offloading.num_queries += len(sequence.tokens) // pool.block_size - len(hit.blocks)
+            self.offloading.num_queries += len(sequence.tokens) // pool.block_size - len(hit.blocks)
         pool.incref(hit.blocks)
         if sequence in self._imported:
             self._drop(sequence)
@@ -245,51 +245,31 @@ class KVCacheManager:
             blocks, hashes = sequence.blocks[filled], sequence.block_hashes[filled]
             for block, block_hash in zip(blocks, hashes, strict=True):
                 self._device_pool.cache_block(block, block_hash)
-            if self._offloading:
-                self._offloading.store(blocks, hashes)
+            if self.offloading:
+                self.offloading.store(blocks, hashes)
 
     def uncache(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their keys and values are wrong."""
         self._device_pool.uncache(sequence.blocks)
-        if self._offloading:
-            self._offloading.forget(sequence.block_hashes)
+        if self.offloading:
+            self.offloading.forget(sequence.block_hashes)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, on the device and in the host tier; files of the disk tier stay."""
         self._device_pool.clear_cache()
-        if self._offloading:
-            self._offloading.clear()
+        if self.offloading:
+            self.offloading.clear()
 
     # --- Keys and values move between tiers of the prefix cache -------------------------------------------------------
-
-    @property
-    def has_stores(self) -> bool:
-        """Whether the next step has something to store in the host tier, though nothing may be computed."""
-        return self._offloading is not None and self._offloading.has_stores
-
-    def take_stores(self) -> list[OffloadedBlock]:
-        """Copies to the host tier that the next step has to make (``Plan.stores``); to be called before it is
-        planned."""
-        return self._offloading.take_stores() if self._offloading else []
-
-    def confirm_offloading(self, plan: Plan) -> None:
-        """A step was computed, and has made its copies between the tiers."""
-        if self._offloading and (plan.stores or plan.loads):
-            self._offloading.confirm(plan.stores, plan.loads)
-
-    def cancel_offloading(self, plan: Plan) -> None:
-        """A step has failed."""
-        if self._offloading:
-            self._offloading.cancel(plan.stores, plan.loads)
 
     def read_prefix(self, request: EngineRequest) -> Future[None] | None:
         """Read the blocks of a prompt that only the disk has into the host tier. None where there are none."""
         sampling = request.sampling
-        if not self._offloading or sampling.prompt_logprobs is not None or sampling.return_context_logits:
+        if not self.offloading or sampling.prompt_logprobs is not None or sampling.return_context_logits:
             return None
         hashes = self.prompt_hashes(request, len(request.prompt) - 1)
         left = hashes[len(self._device_pool.find_longest_hit(hashes)) :]
-        return self._offloading.read(left[self._offloading.count(left) :])
+        return self.offloading.read(left[self.offloading.count(left) :])
 
     # --- Keys and values come from or go to another engine ------------------------------------------------------------
 
@@ -337,8 +317,8 @@ class KVCacheManager:
         """Add blocks of ``begin_import``, which have been written, to the prefix cache."""
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
-        if self._offloading:
-            self._offloading.store(blocks[: len(hashes)], hashes)
+        if self.offloading:
+            self.offloading.store(blocks[: len(hashes)], hashes)
         return ImportedPrefix(num_tokens, blocks, num_cached, self.generation)
 
     def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
@@ -368,14 +348,6 @@ class KVCacheManager:
 
     def _drop(self, sequence: Sequence) -> None:
         self._device_pool.release(self._imported.pop(sequence).blocks)
-
-    def hold_blocks(self, blocks: list[int]) -> None:
-        """Add a reference to each block."""
-        self._device_pool.incref(blocks)
-
-    def release_blocks(self, blocks: list[int]) -> None:
-        """Release references of ``hold_blocks``."""
-        self._device_pool.release(blocks)
 
     # --- A sequence is forked -----------------------------------------------------------------------------------------
 
@@ -416,8 +388,8 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks on the device."""
-        if self._offloading and sequence.block_hashes:
-            self._offloading.touch(sequence.block_hashes[: len(sequence.blocks)])
+        if self.offloading and sequence.block_hashes:
+            self.offloading.touch(sequence.block_hashes[: len(sequence.blocks)])
         self._device_pool.release(sequence.blocks)
         sequence.blocks = []
 

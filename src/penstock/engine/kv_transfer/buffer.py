@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,12 +26,15 @@ class TransferBuffer:
 
     Args:
         slots: number of slots.
-        slot_bytes: bytes of a slot, all layers together.
+        layer_offsets: byte within a slot at which each layer begins, and the bytes of a slot.
     """
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
+    def __init__(self, slots: int, layer_offsets: Sequence[int]) -> None:
         self.num_slots = slots
-        self.slot_bytes = slot_bytes
+        self.layer_offsets = layer_offsets
+        self.num_layers = len(layer_offsets) - 1
+        self.slot_bytes = slot_bytes = layer_offsets[-1]
+        """Bytes of a slot, all layers together."""
         self.offset = data_offset(slots)
         """Bytes before the first slot."""
         self.descriptor = os.memfd_create("penstock-kv-transfer", os.MFD_CLOEXEC)
@@ -59,6 +63,10 @@ class TransferBuffer:
     def progress(self, rank: int) -> int:
         """The progress of a rank (``ops.LayerExport.progress``)."""
         return int(self._progress[rank])
+
+    def layers(self, slot: int, first: int, last: int) -> memoryview:
+        """The memory of layers ``first`` to ``last`` of a slot."""
+        return self.data[slot, self.layer_offsets[first] : self.layer_offsets[last]].data
 
     @property
     def num_free(self) -> int:

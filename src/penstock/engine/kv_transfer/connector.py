@@ -19,7 +19,7 @@ from penstock.planning.kv_size import kv_specs
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
-from ..executor.base import Executor
+from ..executor import Executor
 from ..executor.cluster_secret import read_secret
 from ..scheduling.scheduler import Scheduler
 from ..step import ModelInfo
@@ -49,7 +49,7 @@ def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout]) -
     if not slots:
         size = layouts[0].slot_bytes
         raise invalid("kv_buffer_size", f"must be at least {size} bytes, the KV of {SLOT_TOKENS} tokens", size)
-    return TransferBuffer(slots, layouts[0].slot_bytes)
+    return TransferBuffer(slots, [*(layout.offset for layout in layouts), layouts[0].slot_bytes])
 
 
 class KVConnector:
@@ -94,7 +94,6 @@ class KVConnector:
             allow_fingerprint_mismatch=options.allow_fingerprint_mismatch,
             transport=options.kv_transport,
         )
-        ends = [layout.offset for layout in layouts[1:]] + [layouts[0].slot_bytes]
         stage_layers = split_layers(
             model_size_of(config_json),
             options.pipeline_parallel_size,
@@ -107,7 +106,7 @@ class KVConnector:
             for stage, layers in enumerate(stage_layers)
         ]
         try:
-            self.endpoint = Endpoint(instance, buffer, ends, stages, transfer_options, self._wake)
+            self.endpoint = Endpoint(instance, buffer, stages, transfer_options, self._wake)
         except OSError as error:
             words = f"KV transfers cannot listen at {transfer_options.listen}: {error.strerror}"
             raise invalid("kv_port", words) from error
@@ -116,9 +115,7 @@ class KVConnector:
         if self.endpoint.port:
             self.address = options.kv_advertised_address or join_address(host, self.endpoint.port)
         self.imports = KVImports(self.endpoint, executor, scheduler.kv, options, info.weights_version)
-        self.exports = KVExports(
-            self.endpoint, executor, scheduler, add=add, adapter_version=adapter_version, num_layers=len(layouts)
-        )
+        self.exports = KVExports(self.endpoint, executor, scheduler, add=add, adapter_version=adapter_version)
         scheduler.before_release = self.exports.before_release
 
     def set_weights(self, version: str) -> None:

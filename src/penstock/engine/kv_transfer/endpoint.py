@@ -56,7 +56,6 @@ class Endpoint:
     Args:
         instance: of this engine.
         buffer: the engine's transfer buffer.
-        layer_ends: end of each layer within a slot, bytes.
         stages: layers and world ranks of each pipeline stage.
         wake: called, in the thread, when ``take_events`` has something.
 
@@ -67,14 +66,13 @@ class Endpoint:
         self,
         instance: Instance,
         buffer: TransferBuffer,
-        layer_ends: list[int],
         stages: list[tuple[range, list[int]]],
         options: KVTransferOptions,
         wake: Callable[[], None],
     ) -> None:
         self.stats = TransferStats()
         self.buffer = buffer
-        self._context = Context(instance, buffer, layer_ends, options, self.stats, self._report)
+        self._context = Context(instance, buffer, options, self.stats, self._report)
         if options.transport == "nixl":
             self._context.nixl = NixlAgent(buffer)
         self._wake = wake
@@ -89,9 +87,8 @@ class Endpoint:
         self._steps: list[_Step] = []
         """Steps in flight that export something, the oldest first."""
         self._steps_changed = asyncio.Event()
-        self._work: deque[Callable[[], None]] = deque()
+        self._work: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         """What is to be done for decode engines."""
-        self._work_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = 0
         """TCP port that is listened at; 0 where there is none."""
@@ -136,8 +133,8 @@ class Endpoint:
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
         """Offer layers of slots that this engine has exported."""
-        ends = [0, *self._context.layer_ends]
-        few = max(1, OFFER_BYTES // (ends[last_layer] - ends[first_layer]))
+        offsets = self.buffer.layer_offsets
+        few = max(1, OFFER_BYTES // (offsets[last_layer] - offsets[first_layer]))
         for begin in range(0, len(exported), few):
             self._do(self._offer, transfer, exported[begin : begin + few], first_layer, last_layer)
 
@@ -171,24 +168,18 @@ class Endpoint:
 
     def _do(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function in the thread, after those before it."""
-        self._call(self._append_work, partial(function, *args))
-
-    def _append_work(self, work: Callable[[], None]) -> None:
-        self._work.append(work)
-        self._work_changed.set()
+        self._call(self._work.put_nowait, partial(function, *args))
 
     async def _work_off(self) -> None:
         """Do one thing after the other. What it has to send is sent before the next, so that the peer reads a piece
         while the checksum of the next one is computed."""
         while True:
-            await self._work_changed.wait()
-            while self._work:
-                try:
-                    self._work.popleft()()
-                except Exception:  # one transfer's; the others go on
-                    logger.exception("a KV transfer has failed")
-                await asyncio.sleep(0)
-            self._work_changed.clear()
+            work = await self._work.get()
+            try:
+                work()
+            except Exception:  # one transfer's; the others go on
+                logger.exception("a KV transfer has failed")
+            await asyncio.sleep(0)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -228,7 +219,7 @@ class Endpoint:
 
     def _offer_layers(self, step: _Step, done: bool = False) -> None:
         """Offer the layers that a step has exported since the last call; all others with ``done``."""
-        few = max(1, len(self._context.layer_ends) // OFFERS_PER_STEP)
+        few = max(1, self.buffer.num_layers // OFFERS_PER_STEP)
         for i, (layers, ranks) in enumerate(self._stages):
             if i and not step.offered[0]:
                 return  # with the first layer the slots become the transfer's

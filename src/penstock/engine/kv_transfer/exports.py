@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core import Code, EngineRequest, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.requests import trace_facts
 
-from ..executor.base import Executor, WorkerLostError
+from ..executor import Executor, WorkerLostError
 from ..scheduling.scheduler import Scheduler
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
@@ -74,7 +74,6 @@ class KVExports:
     Args:
         add: ``Engine.add``.
         adapter_version: version of a loaded adapter; raises ``PenstockError``.
-        num_layers: of the model.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class KVExports:
         *,
         add: Callable[[EngineRequest], None],
         adapter_version: Callable[[str], str],
-        num_layers: int,
     ) -> None:
         self._endpoint = endpoint
         self._buffer = endpoint.buffer
@@ -94,7 +92,6 @@ class KVExports:
         self._kv = scheduler.kv
         self._add = add
         self._adapter_version = adapter_version
-        self._num_layers = num_layers
         self.stopping = False
         """Whether new transfers are refused, as the engine stops."""
         self.suspended = False
@@ -162,7 +159,7 @@ class KVExports:
             one.sequence, one.num_cached = None, sequence.num_cached_tokens or 0
             if one.num_exported < one.num_tokens:
                 one.blocks = list(sequence.blocks)
-                self._kv.hold_blocks(one.blocks)
+                self._scheduler.device_pool.incref(one.blocks)
             else:
                 self._finish_if_exported(one)
 
@@ -239,7 +236,7 @@ class KVExports:
                     self._buffer.release(each.slot)
                 self._endpoint.fail(transfer, Failure(Code.INTERNAL, "keys and values could not be exported"))
                 continue
-            self._endpoint.offer(transfer, exported, 0, self._num_layers)
+            self._endpoint.offer(transfer, exported, 0, self._buffer.num_layers)
         in_progress = {transfer for _, transfer, _ in self._calls} | self._in_steps.keys()
         for transfer in [transfer for transfer in self._finishing if transfer not in in_progress]:
             self._endpoint.finish(transfer, self._finishing.pop(transfer))
@@ -250,7 +247,7 @@ class KVExports:
         if not len(found.places):
             return
         slots = self._kv.slot_mapping(blocks, found.first, found.end)
-        call = self._executor.call(ExportKV(0, self._num_layers, slots, found.places))
+        call = self._executor.call(ExportKV(0, self._buffer.num_layers, slots, found.places))
         self._calls.append((call, one.start.transfer, found.full))
         self._finish_if_exported(one)
 
@@ -277,12 +274,12 @@ class KVExports:
     def _finish_if_exported(self, one: _Export) -> None:
         if one.num_exported == one.num_tokens and one.sequence is None:
             del self._exports[one.request_id]
-            self._kv.release_blocks(one.blocks)  # the workers export them before they compute anything else
+            self._scheduler.device_pool.release(one.blocks)  # the workers export them before they compute anything else
             self._finishing[one.start.transfer] = one.num_cached
 
     def _drop(self, one: _Export) -> None:
         """Forget a transfer that has ended before all of it was exported."""
-        self._kv.release_blocks(one.blocks)
+        self._scheduler.device_pool.release(one.blocks)
         if one.open:
             self._release_open_slot(one)
 

@@ -62,7 +62,6 @@ class Context:
 
     instance: Instance
     buffer: TransferBuffer
-    layer_ends: list[int]
     options: KVTransferOptions
     stats: TransferStats
     report: Callable[[list[Any]], None]
@@ -98,13 +97,13 @@ class Outbox:
                     continue
                 assert sender is not None
                 assert context is not None
-                begin = item.first_byte
+                message = item.message
                 try:
-                    data = context.buffer.data[item.slot, begin : begin + item.message.size].data
-                    await self._connection.send(item.message, data)
+                    data = context.buffer.layers(item.slot, message.first_layer, message.last_layer)
+                    await self._connection.send(message, data)
                 finally:
                     sender.sent(item)
-                context.stats.bytes_sent += item.message.size
+                context.stats.bytes_sent += message.size
         finally:
             while not self._queue.empty():
                 if isinstance(item := self._queue.get_nowait(), Sending) and sender:

@@ -148,19 +148,15 @@ class Receiver:
 
     Args:
         buffer: that pieces are read into.
-        layer_ends: end of each layer within a slot, bytes.
         timeout: seconds without an answer after which a transfer has failed.
         peer: name of the prefill engine, for messages.
 
     ``outgoing``, ``jobs`` and ``events`` fill up with what is to be done; the caller empties them.
     """
 
-    def __init__(
-        self, buffer: TransferBuffer, layer_ends: list[int], timeout: float, peer: str = "the prefill instance"
-    ) -> None:
+    def __init__(self, buffer: TransferBuffer, timeout: float, peer: str = "the prefill instance") -> None:
         self._buffer = buffer
-        self._layer_ends = [0, *layer_ends]
-        self._num_layers = len(layer_ends)
+        self._num_layers = buffer.num_layers
         self._timeout = timeout
         self._peer = peer
         self._transfers: dict[bytes, _Transfer] = {}
@@ -237,9 +233,8 @@ class Receiver:
         wanted = one.wanted.get(key) if one else None
         if one is None or wanted is None or data.index not in one.slots or data.epoch != wanted.piece.epoch:
             return None
-        if data.size != self._layer_ends[data.last_layer] - self._layer_ends[data.first_layer]:
-            return None
-        return Job(data.transfer, wanted.piece, data.first_layer, data.last_layer, one.slots[data.index])
+        job = Job(data.transfer, wanted.piece, data.first_layer, data.last_layer, one.slots[data.index])
+        return job if data.size == len(self.bytes_of(job)) else None
 
     def is_wanted(self, job: Job) -> bool:
         """Whether the transfer of a piece goes on."""
@@ -247,8 +242,7 @@ class Receiver:
 
     def bytes_of(self, job: Job) -> memoryview:
         """The memory of a piece in D's buffer."""
-        begin, end = self._layer_ends[job.first_layer], self._layer_ends[job.last_layer]
-        return self._buffer.data[job.slot, begin:end].data
+        return self._buffer.layers(job.slot, job.first_layer, job.last_layer)
 
     def new_checksum(self, job: Job) -> xxh3_64:
         """The checksum of a piece that ``begin`` has begun, to be updated with its bytes as they are read."""
@@ -273,7 +267,7 @@ class Receiver:
         del one.wanted[key]
         one.arrived.add(key)
         one.layers[piece.index] += job.last_layer - job.first_layer
-        size = self._layer_ends[job.last_layer] - self._layer_ends[job.first_layer]
+        size = len(self.bytes_of(job))
         self.events.append(Arrived(job.transfer, piece.index, job.slot, job.first_layer, job.last_layer, size))
         if one.layers[piece.index] == self._num_layers:
             self._report(job.transfer, one, now)
@@ -349,7 +343,7 @@ class Receiver:
     def _take_offer(self, one: _Transfer, offer: Offer) -> None:
         if offer.number in one.offers:
             return
-        valid = 0 <= offer.first_layer < offer.last_layer < len(self._layer_ends)
+        valid = 0 <= offer.first_layer < offer.last_layer <= self._num_layers
         if not valid or any(piece.index not in one.layers for piece in offer.pieces):
             return
         one.offers.add(offer.number)

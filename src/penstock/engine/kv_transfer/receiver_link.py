@@ -109,7 +109,7 @@ class ReceiverLink:
 
     def _new_receiver(self) -> Receiver:
         context = self._context
-        return Receiver(context.buffer, context.layer_ends, context.options.timeout, self._name)
+        return Receiver(context.buffer, context.options.timeout, self._name)
 
     async def _serve(self) -> str:
         """Pull until the connection is lost; returns why."""
@@ -260,9 +260,9 @@ class ReceiverLink:
     def _read_by_nixl(self, peer: NixlPeer[Job], job: Job) -> None:
         if not self._receiver.begin(job):
             return
-        begin = self._context.layer_ends[job.first_layer - 1] if job.first_layer else 0
+        begin, size = self._context.buffer.layer_offsets[job.first_layer], len(self._receiver.bytes_of(job))
         try:
-            peer.read(job, job.piece.slot, job.slot, begin, self._context.layer_ends[job.last_layer - 1] - begin)
+            peer.read(job, job.piece.slot, job.slot, begin, size)
         except OSError as error:
             logger.error("%s", error)
             self._receiver.unreadable(job, time.monotonic())
@@ -301,7 +301,7 @@ class ReceiverLink:
         receiver = self._receiver
         if not receiver.begin(job):
             return
-        first_byte = self._context.layer_ends[job.first_layer - 1] if job.first_layer else 0
+        first_byte = self._context.buffer.layer_offsets[job.first_layer]
         checksum = receiver.new_checksum(job)
         if remote.read(job.piece.slot, job.piece.epoch, first_byte, receiver.bytes_of(job), checksum):
             receiver.verify(job, checksum.intdigest(), time.monotonic())

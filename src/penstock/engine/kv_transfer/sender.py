@@ -13,7 +13,6 @@ transfer ends, but at least until nothing of it is being sent (``sent``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -65,8 +64,6 @@ class Sending(NamedTuple):
 
     message: Data
     slot: int
-    first_byte: int
-    """First byte within the slot."""
 
 
 class _Transfer:
@@ -87,16 +84,14 @@ class Sender:
 
     Args:
         buffer: that pieces are read from.
-        layer_ends: end of each layer within a slot, bytes.
         weights_version: of this engine.
         lease: seconds without a message after which a transfer is dropped.
 
     ``outgoing``, ``sending`` and ``events`` fill up with what is to be done; the caller empties them.
     """
 
-    def __init__(self, buffer: TransferBuffer, layer_ends: Sequence[int], weights_version: str, lease: float) -> None:
+    def __init__(self, buffer: TransferBuffer, weights_version: str, lease: float) -> None:
         self._buffer = buffer
-        self._layer_ends = [0, *layer_ends]
         self._weights_version = weights_version
         self._lease = lease
         self._transfers: dict[bytes, _Transfer] = {}
@@ -153,13 +148,12 @@ class Sender:
             for each in exported if first_layer == 0 else ():
                 self._free(each.slot)
             return
-        begin, end = self._layer_ends[first_layer], self._layer_ends[last_layer]
         pieces = []
         for each in exported:
             index, slot, epoch = each.index, each.slot, each.epoch
             one.slots[index] = slot, epoch
             checksum = new_checksum(one.hashes[index], epoch, first_layer, last_layer)
-            checksum.update(self._buffer.data[slot, begin:end].data)
+            checksum.update(self._buffer.layers(slot, first_layer, last_layer))
             pieces.append(Piece(index, slot, epoch, checksum.intdigest()))
         offer = Offer(transfer, len(one.offers), first_layer, last_layer, pieces)
         one.offers.append((offer, now))
@@ -200,16 +194,14 @@ class Sender:
 
     def _read(self, one: _Transfer, message: Read) -> None:
         known = one.slots.get(message.index) == (message.slot, message.epoch)
-        layers = 0 <= message.first_layer < message.last_layer < len(self._layer_ends)
-        if not (known and layers and self._buffer.holds(message.slot, message.epoch)):
+        valid = 0 <= message.first_layer < message.last_layer <= self._buffer.num_layers
+        if not (known and valid and self._buffer.holds(message.slot, message.epoch)):
             self.outgoing.append(Gone(message.transfer, message.index, message.first_layer, message.last_layer))
             return
-        begin, end = self._layer_ends[message.first_layer], self._layer_ends[message.last_layer]
         self._busy[message.slot] = self._busy.get(message.slot, 0) + 1
-        data = Data(
-            message.transfer, message.index, message.epoch, message.first_layer, message.last_layer, end - begin
-        )
-        self.sending.append(Sending(data, message.slot, begin))
+        layers = message.first_layer, message.last_layer
+        size = len(self._buffer.layers(message.slot, *layers))
+        self.sending.append(Sending(Data(message.transfer, message.index, message.epoch, *layers, size), message.slot))
 
     def _resend(self, one: _Transfer, offers: int, now: float) -> bool:
         """Send what D lacks again, unless it may be on its way. Returns whether anything was sent."""

@@ -38,9 +38,7 @@ class SenderLink:
     def __init__(self, context: Context) -> None:
         self._context = context
         options = context.options
-        self._sender = Sender(
-            context.buffer, context.layer_ends, context.instance.weights_version, lease=options.timeout
-        )
+        self._sender = Sender(context.buffer, context.instance.weights_version, lease=options.timeout)
         self._outbox: Outbox | None = None
         self.on_transfers: Callable[[SenderLink, list[bytes]], None] = lambda link, transfers: None
         """Called with the transfers that have begun."""

@@ -46,7 +46,9 @@ class Planner:
 
         The plan is empty where nothing can run before a step in flight is collected, or there is nothing to run.
         """
-        plan, preemptions = Plan(len(self._running), stores=self._kv.take_stores()), self._preemption.count
+        plan, preemptions = Plan(len(self._running)), self._preemption.count
+        if self._kv.offloading:
+            plan.stores = self._kv.offloading.take_stores()
         if "all" in self.holds.values():
             return plan
         if self._encoder_cache.is_used:

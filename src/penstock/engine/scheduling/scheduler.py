@@ -14,8 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from typing import Any
 
 from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, TokenDelta
@@ -99,16 +97,6 @@ class Scheduler:
     # --- Numbers ----------------------------------------------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        """Number of sequences in the queue, those with prerequisites included."""
-        return self.admission.num_waiting
-
-    @property
-    def num_waiting_prerequisites(self) -> int:
-        """Number of sequences in the queue whose prerequisites are not done."""
-        return len(self.admission.prerequisites)
-
-    @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens of prompts that are still to be computed."""
         firsts = (group.first for group in self._groups.values())
@@ -138,11 +126,6 @@ class Scheduler:
         return sum(one.state is State.SWAPPED for group in self._groups.values() for one in group.sequences)
 
     @property
-    def num_hit_blocks(self) -> int:
-        """Number of blocks that sequences took from the prefix cache since the engine started."""
-        return self.kv.num_hit_blocks
-
-    @property
     def num_unfinished_requests(self) -> int:
         """Number of requests that have not ended."""
         return len(self._groups)
@@ -162,11 +145,6 @@ class Scheduler:
     def running_adapters(self) -> set[str]:
         """Adapters of the running sequences; likewise."""
         return {sequence.request.adapter for sequence in self.running}
-
-    @property
-    def pending_prerequisites(self) -> list[Future[Any]]:
-        """Futures that requests wait for before they are queued."""
-        return self.admission.prerequisites.futures
 
     # --- Requests ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +296,8 @@ class Scheduler:
         requests = {item.sequence.request.request_id for item in plan.scheduled}
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
         self._preemption.cancel_swaps(plan)
-        self.kv.cancel_offloading(plan)
+        if self.kv.offloading:
+            self.kv.offloading.cancel(plan.stores, plan.loads)
         for item in plan.scheduled:
             for sequence in (item.sequence, *item.sampling_sequences):
                 self.running.release(sequence)
@@ -328,7 +307,8 @@ class Scheduler:
         """Process the output of the oldest step in flight. Returns a delta for each sequence that got something."""
         self.admission.invalidate_free_capacity()
         self._preemption.confirm_swaps(plan)
-        self.kv.confirm_offloading(plan)
+        if self.kv.offloading and (plan.stores or plan.loads):
+            self.kv.offloading.confirm(plan.stores, plan.loads)
         deltas: list[TokenDelta] = []
         outputs = iter(output.sampled)
         for i, item in enumerate(plan.scheduled):

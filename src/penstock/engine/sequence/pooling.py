@@ -27,11 +27,6 @@ class PoolingState:
         self.reset()
 
     @property
-    def has_head(self) -> bool:
-        """Whether workers return the output of a head."""
-        return bool(self._params.head or self._params.token_ids)
-
-    @property
     def needs_all_hidden_states(self) -> bool:
         """Whether hidden states of other tokens than the last one are pooled, so that all have to be computed."""
         return self.pooling_type != "last"

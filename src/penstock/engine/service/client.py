@@ -20,7 +20,7 @@ from penstock.version import __version__
 from . import messages
 from .actions import EngineAction, EngineState, LoadAdapter, UnloadAdapter
 from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
-from .curve import frames
+from .curve import MAX_FRAME, frames
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -162,25 +162,10 @@ class EngineClient:
         except ENCODE_ERRORS as error:
             raise invalid_request(request, error) from error
 
-    def abort(self, request_id: str) -> None:
-        """Cancel a request; does nothing where it has ended, or its engine has died."""
-        if self._connection.confirmed:  # also after stop_serving()
-            self._send(messages.Abort(request_id))
-
-    def finish_sequence(self, request_id: str, sequence: int) -> None:
-        """End a sequence whose text contains a stop string."""
+    def tell(self, message: messages.ToEngine) -> None:
+        """Send a message about open requests, also after ``stop_serving``; dropped if their engine has died."""
         if self._connection.confirmed:
-            self._send(messages.FinishSequence(request_id, sequence))
-
-    def cancel(self, request_ids: list[str]) -> None:
-        """Cancel requests by their external ids, in all clients of the engine."""
-        if self._connection.confirmed:
-            self._send(messages.Cancel(request_ids))
-
-    def pause(self, request_id: str, paused: bool) -> None:
-        """Pause or resume a request's sequences."""
-        if self._connection.confirmed:
-            self._send(messages.Pause(request_id, paused))
+            self._send(message)
 
     def set_adapters(self, adapters: dict[str, str]) -> None:
         """Have the engine load and unload LoRA adapters until it has these, without waiting for it; where there is no
@@ -239,8 +224,9 @@ class EngineClient:
         self._socket = self._connection.socket
 
     def _send(self, message: messages.ToEngine) -> None:
+        data = messages.encode(message)
         with contextlib.suppress(zmq.Again):  # a connection that is lost, which will be noticed
-            self._socket.send_multipart(frames(messages.encode(message)), zmq.NOBLOCK)
+            self._socket.send_multipart(frames(data) if len(data) > MAX_FRAME else [data], zmq.NOBLOCK)
         self._loop.call_soon(self._receive)  # ZeroMQ's descriptor is edge-triggered, and sending may consume its edge
 
     def _keep_process_alive(self) -> None:

@@ -238,7 +238,7 @@ class EnginePool:
         except PenstockError:
             replicas = self._replicas[:1]
         for replica in replicas:
-            replica.client.cancel(request_ids)
+            replica.client.tell(messages.Cancel(request_ids))
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes of the engines that work."""
@@ -282,17 +282,29 @@ class EnginePool:
 
     # --- Requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest) -> None:
-        """Send a request to a replica. ``release`` must follow. Raises ``PenstockError`` (``unavailable``) as
-        ``require_engine`` does."""
-        self._send(request)
+    def add(self, request: EngineRequest, full: frozenset[Replica] = frozenset()) -> None:
+        """Send a request to a replica, which is none of ``full``. ``release`` must follow. Raises ``PenstockError``:
+        ``unavailable`` as ``require_engine`` does, ``overloaded`` where no other works, as ``EngineClient.add``."""
+        working = [replica for replica in self._working() if replica not in full]
+        if not working:
+            raise PenstockError(Code.OVERLOADED, "all queues are full")
+        cached = self._cached_tokens(request)
+        replica = self._route(request, working, cached)
+        uncached = len(request.prompt) - cached[replica]
+        prefills = self._prefill_instances(request, uncached, cached) if replica.takes_kv else []
+        if self._routes:
+            for one in [replica, *prefills[:1]]:
+                self._prefixes.insert(request, [], one.number)
+        addresses = tuple([one.kv_address for one in prefills])
+        replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
+        self._open[request.request_id] = OpenRequest(request, replica, uncached, prefills, full)
 
     def release(self, request_id: str, cancel: bool) -> None:
         """Forget a request that has ended, or, with ``cancel``, cancel it."""
         if (entry := self._open.pop(request_id, None)) is None:
             return
         if cancel:
-            entry.replica.client.abort(request_id)
+            entry.replica.client.tell(messages.Abort(request_id))
         if self._routes:
             self._prefixes.insert(entry.request, entry.output, entry.replica.number)
         if entry.replica.leaving:
@@ -302,17 +314,17 @@ class EnginePool:
         """Cancel a request, which is then still to be released."""
         if entry := self._open.get(request_id):
             entry.settle()
-            entry.replica.client.abort(request_id)
+            entry.replica.client.tell(messages.Abort(request_id))
 
     def finish_sequence(self, request_id: str, sequence: int) -> None:
         """End a sequence whose text contains a stop string."""
         if entry := self._open.get(request_id):
-            entry.replica.client.finish_sequence(request_id, sequence)
+            entry.replica.client.tell(messages.FinishSequence(request_id, sequence))
 
     def pause(self, request_id: str, paused: bool) -> None:
         """Pause or resume a request's sequences."""
         if entry := self._open.get(request_id):
-            entry.replica.client.pause(request_id, paused)
+            entry.replica.client.tell(messages.Pause(request_id, paused))
 
     # --- Routing ----------------------------------------------------------------------------------------------------
 
@@ -345,21 +357,6 @@ class EnginePool:
         if not working:
             raise PenstockError.of(NO_ENGINE)
         return working
-
-    def _send(self, request: EngineRequest, full: frozenset[Replica] = frozenset()) -> None:
-        """Send a request to a replica, which is none of ``full``. Raises as ``add``, and where no other works."""
-        working = [replica for replica in self._working() if replica not in full]
-        if not working:
-            raise PenstockError(Code.OVERLOADED, "all queues are full")
-        cached = self._cached_tokens(request)
-        replica = self._route(request, working, cached)
-        uncached = len(request.prompt) - cached[replica]
-        prefills = self._prefill_instances(request, uncached, cached) if replica.takes_kv else []
-        if self._routes:
-            for one in [replica, *prefills[:1]]:
-                self._prefixes.insert(request, [], one.number)
-        replica.client.add(msgspec.structs.replace(request, prefill=tuple(one.kv_address for one in prefills)))
-        self._open[request.request_id] = OpenRequest(request, replica, uncached, prefills, full)
 
     def _cached_tokens(self, request: EngineRequest) -> dict[Replica, int]:
         """Leading tokens of a request's prompt that each replica has in its cache."""
@@ -479,7 +476,7 @@ class EnginePool:
         if not entry.retriable:
             return False
         try:
-            self._send(entry.request, entry.full | {full} if full else entry.full)
+            self.add(entry.request, entry.full | {full} if full else entry.full)
         except PenstockError:
             return False
         return True

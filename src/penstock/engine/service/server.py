@@ -90,10 +90,7 @@ class EngineServer:
         replica: int = 0,
         weights: str = "",
     ) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket = _router_socket()
         self._socket.bind(address)
         self._remote: zmq.Socket[bytes] | None = None
         """The socket for clients over TCP."""
@@ -133,57 +130,10 @@ class EngineServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
         gc.disable()  # collections take a tenth of the time of importing torch
         try:
-            if self._options.role == "router":
-                raise invalid("role", "a router has no engine: start it with penstock serve --role router")
-            if self._options.engine_address:
-                self._listen(self._options.engine_address)
-            if self._options.role != "mixed" and not self._options.enable_prefix_caching:
-                logger.info("prefix caching is on, through which %s instances exchange KV", self._options.role)
-                self._options = msgspec.structs.replace(self._options, enable_prefix_caching=True)
-            import_torch()
-            from ..engine import Engine
-            from .step_recorder import StepRecorder
-
-            if self._options.data_parallel_size > 1 or _is_bound(self._options):
-                self._options = _share_cores(self._options, self._replica)
-            if self._options.data_parallel_size > 1:
-                self._options = _choose_gpus(self._options, self._replica)
-            self._engine = Engine(self._options, self._logs, self._weights)
-            self._engine.before_step = self._before_step
-            self._tracer = start_tracer(
-                self._logs, f"{role}-engine" if (role := self._options.role) != "mixed" else "engine"
-            )
-            if self._tracer:
-                self._engine.set_tracer(self._tracer)
-            self._actions = ActionQueue(self._engine, StepRecorder(self._engine).snapshot)
-            self._told = self._actions.state
-            if connector := self._engine.kv_connector:
-                self._poller.register(connector.wakeup, zmq.POLLIN)  # a transfer ends a wait for messages, too
-            gc.collect()
-            gc.freeze()  # long-lived objects need not be traversed by every collection
-            gc.enable()
+            self._start_engine()
         except PenstockError as error:
             self._send_report(messages.StartFailed(error.failure))
             raise SystemExit(2) from error
-        self._ready = messages.Ready(
-            pid=os.getpid(),
-            max_model_len=self._engine.max_model_len,
-            vocab_size=self._engine.info.vocab_size,
-            num_blocks=self._engine.scheduler.device_pool.total,
-            block_size=self._options.block_size,
-            fingerprint=self._engine.info.fingerprint,
-            batch_invariant=self._engine.info.batch_invariant,
-            adapters=self._engine.adapters.paths,
-            iteration_timeout=self._options.engine_iteration_timeout,
-            prefix_caching=self._options.enable_prefix_caching,
-            role=self._options.role,
-            state=self._told,
-            kv_address=connector.address if connector else "",
-            tokenizer_version=tokenizer_version(self._options.model),
-            engine_address=self._engine_address,
-            protocol=messages.PROTOCOL,
-            version=__version__,
-        )
         self._heartbeat.beat()
         self._heartbeat.note_running()
         self._send_report(self._ready)
@@ -197,29 +147,84 @@ class EngineServer:
                 self._stopping_told = True
             if self._receive(self._poll_ms()):
                 self._expire_clients()
-            if self._engine.busy or self._engine.has_pending:
-                if self._engine.has_pending:
-                    self._heartbeat.beat(CHANGE_TIMEOUT)
-                deltas = self._engine.step()
-                self._after_step()
-                if self._actions.pending:
-                    self._tell_state()  # before what was computed with new weights
-                self._send(deltas)
-                if self._engine.failure:
-                    self._shut_down()
-                    raise SystemExit(1)
-                self._last_work = time.monotonic()
-            elif self._engine.failure:  # a worker failed while the engine was idle
+            self._work()
+            if self._engine.failure:
                 self._shut_down()
                 raise SystemExit(1)
-            elif self._engine.adapters.has_pending:
-                self._engine.adapters.process_pending()
-            elif time.monotonic() - self._last_work > GUIDED_PRELOAD_DELAY:
-                self._engine.prepare_guided_decoding()
             if self._actions.pending:
                 self._tell_state()
                 self._answer_actions()
         self._shut_down()
+
+    def _start_engine(self) -> None:
+        """Load the model. Raises ``PenstockError`` where that is impossible."""
+        if self._options.role == "router":
+            raise invalid("role", "a router has no engine: start it with penstock serve --role router")
+        if self._options.engine_address:
+            self._listen(self._options.engine_address)
+        if self._options.role != "mixed" and not self._options.enable_prefix_caching:
+            logger.info("prefix caching is on, through which %s instances exchange KV", self._options.role)
+            self._options = msgspec.structs.replace(self._options, enable_prefix_caching=True)
+        import_torch()
+        from ..engine import Engine
+        from .step_recorder import StepRecorder
+
+        if self._options.data_parallel_size > 1 or _is_bound(self._options):
+            self._options = _share_cores(self._options, self._replica)
+        if self._options.data_parallel_size > 1:
+            self._options = _choose_gpus(self._options, self._replica)
+        self._engine = engine = Engine(self._options, self._logs, self._weights)
+        engine.before_step = self._before_step
+        self._tracer = start_tracer(
+            self._logs, f"{role}-engine" if (role := self._options.role) != "mixed" else "engine"
+        )
+        if self._tracer:
+            engine.set_tracer(self._tracer)
+        self._actions = ActionQueue(engine, StepRecorder(engine).snapshot)
+        self._told = self._actions.state
+        if connector := engine.kv_connector:
+            self._poller.register(connector.wakeup, zmq.POLLIN)  # a transfer ends a wait for messages, too
+        gc.collect()
+        gc.freeze()  # long-lived objects need not be traversed by every collection
+        gc.enable()
+        self._ready = messages.Ready(
+            pid=os.getpid(),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.info.vocab_size,
+            num_blocks=engine.scheduler.device_pool.total,
+            block_size=self._options.block_size,
+            fingerprint=engine.info.fingerprint,
+            batch_invariant=engine.info.batch_invariant,
+            adapters=engine.adapters.paths,
+            iteration_timeout=self._options.engine_iteration_timeout,
+            prefix_caching=self._options.enable_prefix_caching,
+            role=self._options.role,
+            state=self._told,
+            kv_address=connector.address if connector else "",
+            tokenizer_version=tokenizer_version(self._options.model),
+            engine_address=self._engine_address,
+            protocol=messages.PROTOCOL,
+            version=__version__,
+        )
+
+    def _work(self) -> None:
+        """Compute a step, if there is anything to compute; else do what waits for that."""
+        engine = self._engine
+        if engine.busy or engine.has_pending:
+            if engine.has_pending:
+                self._heartbeat.beat(CHANGE_TIMEOUT)
+            deltas = engine.step()
+            self._after_step()
+            if self._actions.pending:
+                self._tell_state()  # before what was computed with new weights
+            self._send(deltas)
+            self._last_work = time.monotonic()
+        elif engine.failure:  # a worker failed while the engine was idle
+            return
+        elif engine.adapters.has_pending:
+            engine.adapters.process_pending()
+        elif time.monotonic() - self._last_work > GUIDED_PRELOAD_DELAY:
+            engine.prepare_guided_decoding()
 
     def _poll_ms(self) -> int:
         """Milliseconds to wait for messages."""
@@ -231,11 +236,7 @@ class EngineServer:
         """Bind the socket for clients over TCP. Raises ``PenstockError`` where the address cannot be bound."""
         secret = read_secret(self._options.cluster_secret_file, make=True)
         host, port = split_address(engine_address, "engine_address")
-        remote: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._remote = remote
-        remote.setsockopt(zmq.LINGER, 1000)
-        remote.setsockopt(zmq.SNDHWM, 0)
-        remote.setsockopt(zmq.RCVHWM, 0)
+        self._remote = remote = _router_socket()
         secure_server(remote, secret)
         set_heartbeats(remote)
         try:
@@ -471,8 +472,8 @@ class EngineServer:
         waiting = scheduler.adapters() - in_use if adapters.paths else set[str]()
         return messages.Stats(
             running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
-            waiting_prerequisites=scheduler.num_waiting_prerequisites,
+            waiting=scheduler.admission.num_waiting,
+            waiting_prerequisites=len(scheduler.admission.prerequisites),
             prompt_tokens=scheduler.num_prompt_tokens,
             requests_of_others=sum(_split_internal_id(name)[0] != client for name in scheduler.request_ids()),
             blocks=scheduler.device_pool.total,
@@ -480,7 +481,7 @@ class EngineServer:
             preemptions=scheduler.num_preemptions,
             num_preempted_waiting=scheduler.num_preempted_waiting,
             num_swapped=scheduler.num_swapped,
-            blocks_reused=scheduler.num_hit_blocks,
+            blocks_reused=scheduler.kv.num_hit_blocks,
             steps=self._engine.steps,
             steps_by_tokens=self._engine.step_counts.steps,
             step_tokens=self._engine.step_counts.tokens,
@@ -510,6 +511,14 @@ class EngineServer:
         """Report to the parent process, unless it has exited."""
         with contextlib.suppress(BrokenPipeError), self._report:
             self._report.write(msgspec.json.encode(report) + b"\n")
+
+
+def _router_socket() -> zmq.Socket[bytes]:
+    """A socket for clients, of whose messages none is dropped."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    for option, value in ((zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+        socket.setsockopt(option, value)
+    return socket
 
 
 def _is_bound(options: EngineOptions) -> bool:

@@ -3,16 +3,17 @@ prefix cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+import os
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from penstock.ops import LayerExport
+from penstock.ops import LayerExport, TransferLayout
 
 from ..step import StepInput, TransferMemory
 from .model_runner import ModelRunner
-from .transfer_memory import layer_exports
 
 
 class KVCopies:
@@ -76,6 +77,26 @@ class KVCopies:
         )
         for cache, layer in zip(self._runner.cache, self._host_tier, strict=False):
             copy(cache, mapping.to(self._runner.device), layer.buffer, places, layer.layout)
+
+
+def layer_exports(transfer: TransferMemory, layouts: Sequence[TransferLayout], rank: int) -> list[LayerExport]:
+    """Map the transfer buffer.
+
+    Args:
+        layouts: of this rank's layers.
+        rank: world rank, which has a word for its progress in the memory's header.
+
+    Raises ``OSError`` where the memory cannot be opened, as in a worker on another host.
+    """
+    size = transfer.offset + transfer.slots * layouts[0].slot_bytes
+    descriptor = os.open(transfer.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+    finally:
+        os.close(descriptor)
+    progress = torch.from_numpy(memory[: transfer.offset].view(np.int64)[transfer.progress + rank :][:1])
+    buffer = torch.from_numpy(memory[transfer.offset :])
+    return [LayerExport(buffer, layout, progress) for layout in layouts]
 
 
 def export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:

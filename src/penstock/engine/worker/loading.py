@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from penstock.models.model import Model
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.draft_size import METHODS, head_method
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
 from ..draft_folder import draft_folder
@@ -94,50 +95,43 @@ def load_models(
     if options.expert_placement and config.experts:
         numbers = config.experts.num_experts, group.size, options.num_redundant_experts
         placement = read_placement(options.expert_placement, *numbers).layers
-    max_len = options.max_model_len or None
     layers, split = None, options.pipeline_parallel_layers
     if stage.size > 1 or split:
-        size = model_size_of(config.raw)
+        size = size_of(config)
         layers = split_layers(size, stage.size, split, options.quantization, options.dtype)[stage.rank]
 
-    def load(
-        folder: Path,
-        config: ModelConfig,
-        max_len: int | None,
-        max_loras: int = 0,
-        check: bool = False,
-        other: bool = False,
-        served: bool = True,
-    ) -> Model:
-        return load_model(
-            folder,
-            backend,
-            config=config,
-            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-            device=device,
-            max_len=max_len,
-            load_format="safetensors" if other else options.load_format,
-            seed=options.seed,
-            quantization=options.quantization,
-            weight_cache_dir=None if other else cache_folder(options.weight_cache_dir),
-            weight_cache_size=options.weight_cache_size,
-            mtp_heads=mtp,
-            max_loras=max_loras,
-            max_lora_rank=options.max_lora_rank,
-            max_step_tokens=options.max_num_batched_tokens,
-            threads=options.threads,
-            group=group,
-            layers=layers,
-            expert_parallel=options.enable_expert_parallel,
-            expert_placement=placement if served else None,
-            num_redundant_experts=options.num_redundant_experts if served else 0,
-            expert_load=expert_load if served and options.expert_load else None,
-            check_finite=check,
-        )
+    load = partial(
+        load_model,
+        ops=backend,
+        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        device=device,
+        load_format=options.load_format,
+        seed=options.seed,
+        quantization=options.quantization,
+        weight_cache_dir=cache_folder(options.weight_cache_dir),
+        weight_cache_size=options.weight_cache_size,
+        mtp_heads=mtp,
+        max_lora_rank=options.max_lora_rank,
+        max_step_tokens=options.max_num_batched_tokens,
+        threads=options.threads,
+        group=group,
+        layers=layers,
+        expert_parallel=options.enable_expert_parallel,
+    )
+    load_served = partial(
+        load,
+        max_len=options.max_model_len or None,
+        max_loras=max_loras,
+        expert_placement=placement,
+        num_redundant_experts=options.num_redundant_experts,
+        expert_load=expert_load if options.expert_load else None,
+    )
 
     def read_model(other: Path | None) -> Model:
-        own = _config_of(other, config) if other else config
-        return load(other or folder, own, max_len, max_loras, check=True, other=bool(other))
+        if not other:
+            return load_served(folder, config=config, check_finite=True)
+        own = _config_of(other, config)
+        return load_served(other, config=own, check_finite=True, load_format="safetensors", weight_cache_dir=None)
 
     def reload(other: Path | None) -> Model:
         result = read_model(other)
@@ -146,7 +140,7 @@ def load_models(
         return result
 
     draft = _draft(speculative, options, config)
-    model = read_model(Path(weights)) if weights else load(folder, config, max_len, max_loras)
+    model = read_model(Path(weights)) if weights else load_served(folder, config=config)
     heads = None
     if draft and not draft.config:
         quantized = options.quantization
@@ -178,7 +172,7 @@ def load_models(
         heads=tuple(model.heads),
         embedding_size=model.heads["dense"].outputs if "dense" in model.heads else config.hidden_size,
     )
-    draft_model = load(draft.folder, draft.config, max_model_len, served=False) if draft and draft.config else None
+    draft_model = load(draft.folder, config=draft.config, max_len=max_model_len) if draft and draft.config else None
     return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, expert_load, reload)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,23 +31,14 @@ ROWS_AT_ONCE = 4
 and their memory would be returned to the system after each step."""
 
 
-class PendingSamples:
-    """Tokens that were sampled at some positions, of which the host may not know the values yet.
+class PendingSamples(NamedTuple):
+    """Tokens that were sampled at some positions, of which the host may not know the values yet."""
 
-    Args:
-        token_ids: ``[positions]`` int64, on the device.
-        finish: makes the result of values that were copied to the host.
-    """
-
-    def __init__(self, token_ids: Tensor, finish: Callable[[], list[SampledTokens]]) -> None:
-        self.token_ids = token_ids
-        """``[positions]`` int64 on the device: the sampled token of each position. Some token of the vocabulary where
-        sampling failed, and for a beam."""
-        self._finish = finish
-
-    def result(self) -> list[SampledTokens]:
-        """What was sampled at each position; waits for the device."""
-        return self._finish()
+    token_ids: Tensor
+    """``[positions]`` int64 on the device: the sampled token of each position. Some token of the vocabulary where
+    sampling failed, and for a beam."""
+    result: Callable[[], list[SampledTokens]]
+    """Returns what was sampled at each position; waits for the device."""
 
 
 def sample(

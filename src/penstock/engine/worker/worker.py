@@ -26,7 +26,7 @@ from penstock.models.whisper import Whisper
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.host_memory import free_host_bytes
 from penstock.planning.kv_size import weight_bytes
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import size_of
 
 from ..step import (
     AllocateCache,
@@ -147,7 +147,7 @@ class Worker:
         self._adapters = AdapterSlots(self._runner, options.max_lora_rank)
         rank = self._stage.rank * self._group.size + self._group.rank
         self._kv_copies = KVCopies(self._runner, options.block_size, KV_QUANTIZATION[options.kv_cache_dtype], rank)
-        info, model_size = loaded.info, model_size_of(loaded.model.config.raw)
+        info, model_size = loaded.info, size_of(loaded.model.config)
         redundant = num_redundant_experts(options.expert_placement, options.num_redundant_experts)
         model_size = model_size.with_redundant_experts(redundant)
         if loaded.device.type == "cpu":
@@ -241,6 +241,12 @@ class Worker:
         Returns:
             Waits for the step and returns its output, or raises its error.
         """
+        try:
+            return self._submit(step, grammar_bitmask)
+        except Exception as error:
+            return partial(_raise, error)
+
+    def _submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None) -> Callable[[], StepOutput]:
         if not self.asynchronous:
             with self._stage.step(), self._step():
                 output, verified = self._start(step, grammar_bitmask)()
@@ -554,3 +560,7 @@ class Worker:
     def _complete_steps(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().complete()
+
+
+def _raise(error: Exception) -> StepOutput:
+    raise error

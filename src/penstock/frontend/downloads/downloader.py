@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -220,58 +221,58 @@ class _StoppedError(Exception):
     """Another thread has failed."""
 
 
+@dataclass
 class _FileTransfer:
     """One file of a download."""
 
-    def __init__(self, download: _Download, file: RemoteFile, partial: PartialFile) -> None:
-        self._download = download
-        self._file = file
-        self._partial = partial
-        self._num_parts = 0
-        self._lock = threading.Lock()
+    download: _Download
+    file: RemoteFile
+    partial: PartialFile
+    num_parts: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> list[Range]:
         """The parts that are missing, at least one, which may be empty."""
-        self._partial.prepare()
+        self.partial.prepare()
         parts = [
             (first, min(first + PART_BYTES, end))
-            for start, end in self._partial.missing()
+            for start, end in self.partial.missing()
             for first in range(start, end, PART_BYTES)
         ]
-        self._num_parts = len(parts) or 1
+        self.num_parts = len(parts) or 1
         return parts or [(0, 0)]
 
     def run_part(self, part: Range) -> None:
         """Fetch a part; after the last one, check the file and give it its name."""
         with contextlib.suppress(RangesIgnoredError):  # the whole file is fetched in the end
             self._fetch(*part)
-        with self._lock:
-            self._num_parts -= 1
-            if self._num_parts:
+        with self.lock:
+            self.num_parts -= 1
+            if self.num_parts:
                 return
         self._make_whole()
-        self._download.put(self._file, self._partial.path)
-        self._partial.delete_journal()
+        self.download.put(self.file, self.partial.path)
+        self.partial.delete_journal()
 
     def _make_whole(self) -> None:
         """Check the file; fetch it again from the beginning where bytes are wrong, or missing because the source sends
         no ranges."""
         for _ in range(WHOLE_ATTEMPTS):
-            digest = self._file.digest()
-            if not self._partial.missing() and (not digest or digest.matches(self._partial.path)):
+            digest = self.file.digest()
+            if not self.partial.missing() and (not digest or digest.matches(self.partial.path)):
                 return
-            self._download.arrived(-self._partial.num_bytes)
-            self._partial.delete()
-            self._partial.prepare()
+            self.download.arrived(-self.partial.num_bytes)
+            self.partial.delete()
+            self.partial.prepare()
             with contextlib.suppress(RangesIgnoredError):
-                self._fetch(0, self._file.size)
-        self._partial.delete()
-        words = f"{self._file.path} of {self._download.source_name} does not have the checksum that is announced there"
+                self._fetch(0, self.file.size)
+        self.partial.delete()
+        words = f"{self.file.path} of {self.download.source_name} does not have the checksum that is announced there"
         raise invalid("model", f"{words}, after {WHOLE_ATTEMPTS} attempts: try again later, or from another source")
 
     def _fetch(self, start: int, end: int) -> None:
         place, noted = start, start
-        descriptor = self._partial.open()
+        descriptor = self.partial.open()
 
         def write(block: bytes) -> None:
             nonlocal place, noted
@@ -279,14 +280,14 @@ class _FileTransfer:
             while written < len(block):
                 written += os.pwrite(descriptor, block[written:], place + written)
             place += len(block)
-            self._download.arrived(len(block))
+            self.download.arrived(len(block))
             if place - noted >= JOURNAL_BYTES:
-                self._partial.record(descriptor, noted, place)
+                self.partial.record(descriptor, noted, place)
                 noted = place
 
         try:
-            self._download.read(self._file, start, end, write)
+            self.download.read(self.file, start, end, write)
         finally:
             if place > noted:
-                self._partial.record(descriptor, noted, place)
+                self.partial.record(descriptor, noted, place)
             os.close(descriptor)

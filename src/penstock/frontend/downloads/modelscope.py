@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx2
@@ -67,9 +66,12 @@ class ModelScope:
         if status in (401, 403):
             raise self._no_access()
         if status == 404:
-            raise self._not_found()
+            says = (
+                f"{self.endpoint} has no model {self.name} with the revision {self.revision}, or hides it: check both"
+            )
+            raise PenstockError(Code.NOT_FOUND, f"model: {says}, or set MODELSCOPE_API_TOKEN", "model")
         try:
-            listed = msgspec.convert(_data(answer), type=list[_File])
+            listed = msgspec.convert(answer["Data"]["Files"], type=list[_File])
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise self._unavailable(f"status {status}, which is not its API's answer") from error
         if len(listed) >= MAX_FILES:
@@ -100,14 +102,5 @@ class ModelScope:
         says = f"{self.endpoint} refuses {self.name}: set MODELSCOPE_API_TOKEN to a token that may read it"
         return PenstockError(Code.INVALID, f"model: {says}", "model")
 
-    def _not_found(self) -> PenstockError:
-        says = f"{self.endpoint} has no model {self.name} with the revision {self.revision}, or hides it: check both, "
-        return PenstockError(Code.NOT_FOUND, f"model: {says}or set MODELSCOPE_API_TOKEN", "model")
-
     def _unavailable(self, problem: object) -> PenstockError:
         return unavailable(f"{self.name} from {self.endpoint}", problem, ADVICE)
-
-
-def _data(answer: Any) -> Any:
-    """The listing in an answer. Raises ``KeyError`` or ``TypeError`` where there is none."""
-    return answer["Data"]["Files"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import msgspec
@@ -120,14 +120,8 @@ def check_paths(files: Sequence[RemoteFile], source: str) -> None:
             raise invalid("model", f"{source} lists {file.path} with a size below 0, or twice")
         paths.add(file.path)
     for path in paths:
-        if above := next((parent for parent in _parents(path) if parent in paths), ""):
+        if above := next((parent for parent in map(str, PurePosixPath(path).parents) if parent in paths), ""):
             raise invalid("model", f"{source} lists {above} as a file and as a folder")
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
 
 
 def unavailable(source: str, problem: object, advice: str = "check the network, or give a folder") -> PenstockError:

@@ -4,15 +4,3 @@ from .chat import move_tool_media, split_media
 from .media import IMAGE, VIDEO, MediaLoader, MediaSource
 from .placeholders import Media, Placeholders
 from .prompts import ImageProcessor
-
-__all__ = [
-    "IMAGE",
-    "VIDEO",
-    "ImageProcessor",
-    "Media",
-    "MediaLoader",
-    "MediaSource",
-    "Placeholders",
-    "move_tool_media",
-    "split_media",
-]

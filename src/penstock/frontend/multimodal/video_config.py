@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.config_json import CONFIG, read_config_json
+from penstock.checkpoint.vision_config import QWEN2_5_VL, QWEN3_VL, QWEN_VL
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, WINDOWED
 
 from .placeholders import Placeholders
 from .processors.qwen_vl import read_pixel_limits
@@ -39,9 +39,9 @@ def read_video_processor(
     if not (folder / CONFIG).is_file():
         return None
     config = read_config_json(folder, weights=False)
-    if (architecture := next(iter(config.get("architectures") or [""]))) not in ARCHITECTURES:
+    if (architecture := next(iter(config.get("architectures") or [""]))) not in QWEN_VL:
         return None
-    given, timestamps = _read(folder), architecture in DEEPSTACK
+    given, timestamps = _read(folder), architecture in QWEN3_VL
     if (kind := given.get("video_processor_type", PROCESSORS[0])) not in PROCESSORS:
         raise PenstockError(Code.UNSUPPORTED, f"{folder} has the video processor {kind!r:.50}", "model")
     try:
@@ -59,7 +59,7 @@ def read_video_processor(
             min_pixels=int(smallest),
             max_pixels=int(largest),
             timestamps=timestamps,
-            tokens_per_second=float(vision.get("tokens_per_second", 4)) if architecture == WINDOWED else 0.0,
+            tokens_per_second=float(vision.get("tokens_per_second", 4)) if architecture == QWEN2_5_VL else 0.0,
             fps=None if num_frames else float(given.get("fps") or FPS),
             num_frames=int(num_frames) if num_frames else None,
             min_frames=int(given.get("min_frames") or 4),

@@ -9,7 +9,6 @@ from typing import Any
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions, QKNormOptions
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 LAYER_NORMS = LayerNorms("input_layernorm", None, None, None)
@@ -40,7 +39,5 @@ def read_command_a(raw: Mapping[str, Any]) -> ModelConfig:
     return read_cohere(raw, tuple(map(bool, windows)), sliding_windows=windows)
 
 
-FAMILIES = (
-    Family(("CohereForCausalLM",), read_config=read_command_r, build=build_decoder),
-    Family(("Cohere2ForCausalLM",), read_config=read_command_a, build=build_decoder),
-)
+COHERE = Family(("CohereForCausalLM",), read_command_r)
+COHERE2 = Family(("Cohere2ForCausalLM",), read_command_a)

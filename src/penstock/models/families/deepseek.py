@@ -5,16 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import read_deepseek_experts
 from penstock.checkpoint.latent_config import read_latent_config
 from penstock.checkpoint.model_config import ModelConfig, dense_config
-from penstock.layers import AttentionLayer, BuildContext, LatentAttention
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 
 
@@ -33,29 +29,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """``LatentAttention`` with the sizes of the configuration."""
-    latent = config.latent
-    assert latent
-    return LatentAttention(
-        context,
-        name,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        q_rank=latent.q_lora_rank,
-        latent=latent.kv_lora_rank,
-        nope_dim=latent.qk_nope_head_dim,
-        rope_dim=latent.qk_rope_head_dim,
-        value_dim=latent.v_head_dim,
-        rope=context.rope_table(latent.qk_rope_head_dim, config.rope_parameters, config.max_position_embeddings),
-        interleaved=latent.rope_interleave,
-        scale=latent.scale,
-        bias=config.output_bias,
-    )
-
-
-FAMILY = Family(
-    architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-    read_config=read_config,
-    build=partial(build_decoder, attention=latent_attention, mlp=mixture_of_experts),
-)
+FAMILY = Family(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), read_config)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import read_deepseek_experts
 from penstock.checkpoint.model_config import ModelConfig, dense_config, sliding_windows_by_layer_types
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 
 
@@ -23,4 +20,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, qk_norm=True, sliding_windows=windows, experts=read_deepseek_experts(raw))
 
 
-FAMILY = Family(("Dots1ForCausalLM",), read_config=read_config, build=partial(build_decoder, mlp=mixture_of_experts))
+FAMILY = Family(("Dots1ForCausalLM",), read_config)

@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 
-from ..decoder import build_decoder
 from ..registry import Family
 from ..stored import Stored
 
@@ -34,9 +33,4 @@ def find_mtp(config: ModelConfig, name: str) -> Stored:
     )
 
 
-FAMILY = Family(
-    ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
-    read_config=read_config,
-    build=build_decoder,
-    find_stored=find_mtp,
-)
+FAMILY = Family(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), read_config, find_stored=find_mtp)

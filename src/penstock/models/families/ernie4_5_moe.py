@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
 from penstock.checkpoint.model_config import ModelConfig
 from penstock.core import Code, PenstockError
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 from . import ernie4_5
 
@@ -44,9 +41,4 @@ def _dense_layers(raw: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(mtp).union(layer for layer in layers if not start <= layer <= end or (layer + 1) % interval)
 
 
-FAMILY = Family(
-    ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"),
-    read_config=read_config,
-    build=partial(build_decoder, mlp=mixture_of_experts),
-    find_stored=ernie4_5.find_mtp,
-)
+FAMILY = Family(("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"), read_config, find_stored=ernie4_5.find_mtp)

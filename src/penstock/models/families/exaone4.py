@@ -9,7 +9,6 @@ from typing import Any
 from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -33,4 +32,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(("Exaone4ForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("Exaone4ForCausalLM",), read_config)

@@ -18,7 +18,6 @@ from penstock.checkpoint.model_config import (
 from penstock.checkpoint.rope import local_rope_parameters_of
 from penstock.core.errors import invalid
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 NORM = NormOptions(unit_offset=True)
@@ -70,8 +69,6 @@ def read_gemma3(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILIES = (
-    Family(architectures=("GemmaForCausalLM",), read_config=read_gemma, build=build_decoder),
-    Family(architectures=("Gemma2ForCausalLM",), read_config=read_gemma2, build=build_decoder),
-    Family(architectures=("Gemma3ForCausalLM",), read_config=read_gemma3, build=build_decoder),
-)
+GEMMA = Family(("GemmaForCausalLM",), read_gemma)
+GEMMA2 = Family(("Gemma2ForCausalLM",), read_gemma2)
+GEMMA3 = Family(("Gemma3ForCausalLM",), read_gemma3)

@@ -10,7 +10,6 @@ from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
-from ..decoder import build_decoder
 from ..registry import Family
 from ..stored import find_fused_mlp
 
@@ -29,7 +28,5 @@ def read_glm4(raw: Mapping[str, Any]) -> ModelConfig:
     return read_glm(raw, LAYER_NORMS)
 
 
-FAMILIES = (
-    Family(("GlmForCausalLM",), read_config=read_glm, build=build_decoder, find_stored=find_fused_mlp),
-    Family(("Glm4ForCausalLM",), read_config=read_glm4, build=build_decoder, find_stored=find_fused_mlp),
-)
+GLM = Family(("GlmForCausalLM",), read_glm, find_stored=find_fused_mlp)
+GLM4 = Family(("Glm4ForCausalLM",), read_glm4, find_stored=find_fused_mlp)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import read_deepseek_experts
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 
 
@@ -25,4 +22,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(("Glm4MoeForCausalLM",), read_config=read_config, build=partial(build_decoder, mlp=mixture_of_experts))
+FAMILY = Family(("Glm4MoeForCausalLM",), read_config)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of, read_routing
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_layer_types
 from penstock.core import Code, PenstockError
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 
 CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -47,6 +44,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(
-    architectures=("GptOssForCausalLM",), read_config=read_config, build=partial(build_decoder, mlp=mixture_of_experts)
-)
+FAMILY = Family(("GptOssForCausalLM",), read_config)

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of, read_routing
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 
 
@@ -44,9 +41,5 @@ def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(read_config(raw), experts=experts)
 
 
-FAMILIES = (
-    Family(("GraniteForCausalLM",), read_config=read_config, build=build_decoder),
-    Family(
-        ("GraniteMoeForCausalLM",), read_config=read_moe_config, build=partial(build_decoder, mlp=mixture_of_experts)
-    ),
-)
+GRANITE = Family(("GraniteForCausalLM",), read_config)
+GRANITE_MOE = Family(("GraniteMoeForCausalLM",), read_moe_config)

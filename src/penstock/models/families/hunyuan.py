@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.decoder_options import QKNormOptions
@@ -14,8 +13,6 @@ from penstock.checkpoint.model_config import ModelConfig, dense_config, options_
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.core import Code, PenstockError
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 from ..stored import Stored
 
@@ -69,12 +66,5 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return Stored(f"{parent}.{NAMES[last]}") if last in NAMES else Stored(name)
 
 
-FAMILIES = (
-    Family(("HunYuanDenseV1ForCausalLM",), read_config=read_config, build=build_decoder, find_stored=find_stored),
-    Family(
-        ("HunYuanMoEV1ForCausalLM",),
-        read_config=read_moe_config,
-        build=partial(build_decoder, mlp=mixture_of_experts),
-        find_stored=find_stored,
-    ),
-)
+HUNYUAN = Family(("HunYuanDenseV1ForCausalLM",), read_config, find_stored=find_stored)
+HUNYUAN_MOE = Family(("HunYuanMoEV1ForCausalLM",), read_moe_config, find_stored=find_stored)

@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig, dense_config
 
-from ..decoder import build_decoder
 from ..registry import Family
 from ..stored import Stored
 
@@ -52,7 +51,5 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return Stored(f"{layer}.attention.wqkv", config.num_kv_heads * group * dim, ranges)
 
 
-FAMILIES = (
-    Family(("InternLM2ForCausalLM",), read_config=read_internlm2, build=build_decoder, find_stored=find_stored),
-    Family(("InternLM3ForCausalLM",), read_config=read_internlm3, build=build_decoder),
-)
+INTERNLM2 = Family(("InternLM2ForCausalLM",), read_internlm2, find_stored=find_stored)
+INTERNLM3 = Family(("InternLM3ForCausalLM",), read_internlm3)

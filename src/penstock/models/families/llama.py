@@ -2,7 +2,6 @@
 
 from penstock.checkpoint.model_config import dense_config
 
-from ..decoder import build_decoder
 from ..registry import Family
 
-FAMILY = Family(architectures=("LlamaForCausalLM",), read_config=dense_config, build=build_decoder)
+FAMILY = Family(("LlamaForCausalLM",), dense_config)

@@ -4,7 +4,6 @@ by the sigmoids of their logits."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.decoder_options import QKNormOptions
@@ -12,8 +11,6 @@ from penstock.checkpoint.experts_config import ExpertsConfig, num_experts_of, re
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 
 
@@ -32,6 +29,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, qk_norm=True, options=options, experts=experts)
 
 
-FAMILY = Family(
-    ("MiniMaxM2ForCausalLM",), read_config=read_config, build=partial(build_decoder, mlp=mixture_of_experts)
-)
+FAMILY = Family(("MiniMaxM2ForCausalLM",), read_config)

@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig
 
-from ..decoder import build_decoder
 from ..registry import Family
 from . import mistral
 
@@ -23,4 +22,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, rope_parameters=rope, options=options)
 
 
-FAMILY = Family(architectures=("Ministral3ForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("Ministral3ForCausalLM",), read_config)

@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig, dense_config, sliding_windows_by_layer_types
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 
@@ -16,4 +15,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, sliding_windows=sliding_windows_by_layer_types(raw, layers) or (window,) * layers)
 
 
-FAMILY = Family(architectures=("MistralForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("MistralForCausalLM",), read_config)

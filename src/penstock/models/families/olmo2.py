@@ -10,7 +10,6 @@ from penstock.checkpoint.decoder_options import LayerNorms, NormOptions, QKNormO
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
 from penstock.checkpoint.rope import local_rope_parameters_of
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -31,7 +30,5 @@ def read_olmo3(raw: Mapping[str, Any]) -> ModelConfig:
     return read_olmo2(raw, sliding_windows=windows, local_rope_parameters=local_rope_parameters_of(raw))
 
 
-FAMILIES = (
-    Family(("Olmo2ForCausalLM",), read_config=read_olmo2, build=build_decoder),
-    Family(("Olmo3ForCausalLM",), read_config=read_olmo3, build=build_decoder),
-)
+OLMO2 = Family(("Olmo2ForCausalLM",), read_olmo2)
+OLMO3 = Family(("Olmo3ForCausalLM",), read_olmo3)

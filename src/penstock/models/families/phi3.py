@@ -8,7 +8,6 @@ from typing import Any
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
-from ..decoder import build_decoder
 from ..registry import Family
 from ..stored import find_fused
 
@@ -29,4 +28,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(("Phi3ForCausalLM",), read_config=read_config, build=build_decoder, find_stored=find_fused)
+FAMILY = Family(("Phi3ForCausalLM",), read_config, find_stored=find_fused)

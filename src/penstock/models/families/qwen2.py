@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig, dense_config, sliding_windows_by_layer_types
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 
@@ -26,4 +25,4 @@ def read_sliding_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(0 if layer < first else raw.get("sliding_window") or 0 for layer in range(layers))
 
 
-FAMILY = Family(architectures=("Qwen2ForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("Qwen2ForCausalLM",), read_config)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, dense_layers_by_step, num_experts_of, read_routing
 from penstock.checkpoint.model_config import ModelConfig, sliding_windows_by_layer_types
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 from . import qwen2
 
@@ -43,8 +40,4 @@ def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(window if layer % 2 == 0 and layer < first else 0 for layer in range(layers))
 
 
-FAMILY = Family(
-    architectures=("Qwen2MoeForCausalLM",),
-    read_config=read_config,
-    build=partial(build_decoder, mlp=mixture_of_experts),
-)
+FAMILY = Family(("Qwen2MoeForCausalLM",), read_config)

@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig, dense_config
 
-from ..decoder import build_decoder
 from ..registry import Family
 from .qwen2 import read_sliding_windows
 
@@ -16,4 +15,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, sliding_windows=read_sliding_windows(raw), qk_norm=True)
 
 
-FAMILY = Family(architectures=("Qwen3ForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("Qwen3ForCausalLM",), read_config)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, dense_layers_by_step, num_experts_of, read_routing
 from penstock.checkpoint.model_config import ModelConfig
 
-from ..decoder import build_decoder
-from ..experts import mixture_of_experts
 from ..registry import Family
 from . import qwen3
 
@@ -29,8 +26,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(qwen3.read_config(raw), experts=experts, sliding_windows=windows)
 
 
-FAMILY = Family(
-    architectures=("Qwen3MoeForCausalLM",),
-    read_config=read_config,
-    build=partial(build_decoder, mlp=mixture_of_experts),
-)
+FAMILY = Family(("Qwen3MoeForCausalLM",), read_config)

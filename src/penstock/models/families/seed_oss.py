@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig, dense_config
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 
@@ -16,4 +15,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, qkv_bias=qkv_bias, output_bias=output_bias)
 
 
-FAMILY = Family(("SeedOssForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("SeedOssForCausalLM",), read_config)

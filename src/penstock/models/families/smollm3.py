@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_layer_types
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 
@@ -26,4 +25,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(("SmolLM3ForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("SmolLM3ForCausalLM",), read_config)

@@ -8,7 +8,6 @@ from typing import Any
 from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
 
-from ..decoder import build_decoder
 from ..registry import Family
 
 
@@ -30,4 +29,4 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(("Starcoder2ForCausalLM",), read_config=read_config, build=build_decoder)
+FAMILY = Family(("Starcoder2ForCausalLM",), read_config)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig, dtype_of
 from penstock.checkpoint.rope import max_model_len_of, rope_parameters_of
 from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 
-from .library import cache_windows, library_config, model_class, skeleton, unsupported
+from .attention import NAME, register
+from .library import cache_windows, first_line, library_config, model_class, unsupported
 
 DEFAULT_LENGTH = 2048
 """Context of models whose configuration names none, as those without learned positions."""
@@ -100,3 +103,18 @@ def _count_weights(model: Any) -> dict[str, int]:
         outer, total = {id(embedding.weight): first}, total - head.weight.numel()
     together = sum(outer.values())
     return {"layer_weights": total - together, "embedding_weights": together, "head_weights": first}
+
+
+def skeleton(architecture: str, configuration: Any) -> Any:
+    """The model without memory for its weights, with our attention.
+
+    Raises ``PenstockError`` (``unsupported``) where it cannot be made.
+    """
+    register()
+    configuration._attn_implementation = NAME
+    try:
+        with torch.device("meta"):
+            return model_class(architecture)(configuration)
+    except Exception as error:  # whatever its code raises: packages that are missing, values that it does not expect
+        why = "it takes no attention but its own" if str(error) == repr(NAME) else first_line(error)
+        raise unsupported(architecture, why) from error

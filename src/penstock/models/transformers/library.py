@@ -7,12 +7,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-
-from .attention import NAME, register
 
 EXTRA = "penstock-llm[transformers]"
 
@@ -72,21 +68,6 @@ def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
         return found.from_dict({name: value for name, value in raw.items() if name != "auto_map"})
     except Exception as error:  # of its own kinds, and of those of huggingface_hub
         raise invalid("model", f"transformers does not take this config.json: {first_line(error)}") from error
-
-
-def skeleton(architecture: str, configuration: Any) -> Any:
-    """The model without memory for its weights, with our attention.
-
-    Raises ``PenstockError`` (``unsupported``) where it cannot be made.
-    """
-    register()
-    configuration._attn_implementation = NAME
-    try:
-        with torch.device("meta"):
-            return model_class(architecture)(configuration)
-    except Exception as error:  # whatever its code raises: packages that are missing, values that it does not expect
-        why = "it takes no attention but its own" if str(error) == repr(NAME) else first_line(error)
-        raise unsupported(architecture, why) from error
 
 
 def cache_windows(architecture: str, configuration: Any) -> list[int]:

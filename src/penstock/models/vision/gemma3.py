@@ -3,10 +3,7 @@ attend to each other in both directions."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,28 +14,11 @@ from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, RMSNorm
 from penstock.quant import PackedMatrix
 
-from ..families.gemma import read_gemma3
+from ..composite import PROJECTOR, TOWER
+from ..families.gemma3_vision import read_vision
 from ..vision_tower import Embed, TokenPositions
-from .composite import PROJECTOR, composite_family
-from .stored import TOWER
-from .vit import ViT, ViTConfig, make_norm, read_vit
-
-
-def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, int]:
-    """The encoder's configuration, and how many patches of an edge are averaged to a feature. Raises ``KeyError``,
-    ``TypeError`` or ``ValueError`` where they are wrong."""
-    config = read_vit(raw["vision_config"])
-    tokens = int(raw["mm_tokens_per_image"])
-    pooled = config.grid // max(math.isqrt(tokens), 1)
-    if pooled < 1 or (config.grid // pooled) ** 2 != tokens:
-        raise ValueError(f"mm_tokens_per_image is {tokens}, for {config.grid} x {config.grid} patches")
-    return config, pooled
-
-
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    read_vision(raw)
-    uncapped = {**raw, "final_logit_softcapping": None}  # with images, logits have no soft cap, as in transformers
-    return replace(read_gemma3(uncapped), raw=raw, has_vision=True)
+from . import composite
+from .vit import ViT, make_norm
 
 
 class Gemma3VisionTower(TokenPositions):
@@ -71,4 +51,4 @@ class Gemma3VisionTower(TokenPositions):
         return self._projection.linear(self._norm(pooled))
 
 
-FAMILY = composite_family("Gemma3ForConditionalGeneration", read_config, Gemma3VisionTower)
+build = partial(composite.build, tower=Gemma3VisionTower)

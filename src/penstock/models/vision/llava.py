@@ -3,8 +3,7 @@ a projector of two layers between encoder and language model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,50 +11,19 @@ from torch.nn import functional as F
 
 from penstock.checkpoint.anyres import read_anyres
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.core import Code, PenstockError
 from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext
 
+from ..composite import TOWER
+from ..families.llava import is_pixtral, read_vision
 from ..vision_tower import Embed, TokenPositions, VisionTower
-from . import pixtral
-from .composite import composite_family, projector, projector_activation, read_text
-from .stored import TOWER
-from .vit import ViT, ViTConfig, feature_layers, read_vit
-
-ENCODERS: dict[str, dict[str, bool]] = {
-    "siglip_vision_model": {},
-    "clip_vision_model": {"class_token": True, "pre_norm": True, "patch_bias": False},
-}
-"""By ``model_type`` of ``vision_config``: switches of ``ViTConfig``."""
-
-
-def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, tuple[int, ...]]:
-    """The encoder's configuration, and the layers whose states are projected. Raises ``KeyError``, ``TypeError`` or
-    ``ValueError`` where they are wrong, and ``PenstockError`` (``unsupported``) for another encoder."""
-    vision = raw["vision_config"]
-    if (kind := str(vision.get("model_type"))) not in ENCODERS:
-        words = f"the encoder {kind[:40]!r} of {raw.get('model_type')}; known are {', '.join(ENCODERS)}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
-    config = read_vit(vision, **ENCODERS[kind])
-    if (strategy := raw["vision_feature_select_strategy"]) not in ("default", "full"):
-        raise ValueError(f"vision_feature_select_strategy is {strategy!r:.40}")
-    projector_activation(raw)
-    return config, feature_layers(raw["vision_feature_layer"], config.depth)
-
-
-def _is_pixtral(raw: Mapping[str, Any]) -> bool:
-    return bool(raw["vision_config"].get("model_type") == "pixtral")
-
-
-def read_llava(raw: Mapping[str, Any]) -> ModelConfig:
-    if _is_pixtral(raw):
-        return pixtral.read_config(raw)
-    read_vision(raw)
-    return read_text(raw)
+from . import composite, pixtral
+from .composite import projector
+from .vit import ViT
 
 
 def llava_tower(context: BuildContext, config: ModelConfig, embed: Embed) -> VisionTower:
-    tower = pixtral.PixtralVisionTower if _is_pixtral(config.raw) else LlavaVisionTower
+    tower = pixtral.PixtralVisionTower if is_pixtral(config.raw) else LlavaVisionTower
     return tower(context, config, embed)
 
 
@@ -84,14 +52,6 @@ class LlavaVisionTower(TokenPositions):
         """Features of each tile, ``[tiles, patches, hidden]``."""
         states = self._encoder(image)[:, self._first :]
         return self._projector(states.flatten(0, 1)).view(*states.shape[:2], -1)
-
-
-def read_onevision(raw: Mapping[str, Any]) -> ModelConfig:
-    config, _ = read_vision(raw)
-    read_anyres(raw)
-    if config.class_token or raw["vision_feature_select_strategy"] != "full":
-        raise ValueError("vision_feature_select_strategy must be full, without class token, for tiles")
-    return read_text(raw)
 
 
 class OneVisionTower(LlavaVisionTower):
@@ -124,7 +84,5 @@ class OneVisionTower(LlavaVisionTower):
         return torch.cat((whole, torch.cat((features, newlines), -1).flatten(1).T))
 
 
-FAMILIES = (
-    composite_family("LlavaForConditionalGeneration", read_llava, llava_tower),
-    composite_family("LlavaOnevisionForConditionalGeneration", read_onevision, OneVisionTower),
-)
+build = partial(composite.build, tower=llava_tower)
+build_onevision = partial(composite.build, tower=OneVisionTower)

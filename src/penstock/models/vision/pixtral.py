@@ -3,66 +3,23 @@ of any size; the latter merges patches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.vision_config import feature_layers, rope_theta
 from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, RMSNorm
 from penstock.layers.vision import Linear
 
-from ..vision_tower import Embed, TokenPositions, rope_theta
-from .composite import PROJECTOR, composite_family, projector, projector_activation, read_text
-from .stored import TOWER
-from .vit import ViT, ViTConfig, ViTNames, feature_layers, read_vit
-
-NAMES = ViTNames(
-    patches="patch_conv",
-    pre_norm="ln_pre",
-    layers="transformer.layers",
-    norms=("attention_norm", "ffn_norm"),
-    attention="attention",
-    output="o_proj",
-    mlp="feed_forward",
-)
-
-
-def read_vision(raw: Mapping[str, Any]) -> ViTConfig:
-    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
-    config = read_vit(
-        raw["vision_config"],
-        image_size=0,
-        eps=1e-5,
-        rms_norm=True,
-        gated=True,
-        patch_bias=False,
-        pre_norm=True,
-        qkv_bias=False,
-        output_bias=False,
-        names=NAMES,
-    )
-    if config.size // config.heads % 4:
-        raise ValueError(f"vision_config has {config.heads} heads of {config.size} elements, no multiples of 4 each")
-    if raw.get("vision_feature_select_strategy", "full") != "full":
-        raise ValueError("vision_feature_select_strategy must be full for an encoder without class token")
-    return config
-
-
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    vision = read_vision(raw)
-    layers = feature_layers(raw["vision_feature_layer"], vision.depth)
-    if _merge_size(raw) and len(layers) > 1:
-        raise ValueError("vision_feature_layer must be a single one where patches are merged")
-    projector_activation(raw)
-    return read_text(raw)
-
-
-def _merge_size(raw: Mapping[str, Any]) -> int:
-    """Patches of a feature's edge; 0 where they are not merged."""
-    return int(raw["spatial_merge_size"]) if raw.get("model_type") == "mistral3" else 0
+from ..composite import PROJECTOR, TOWER
+from ..families.pixtral import merge_size, read_vision
+from ..vision_tower import Embed, TokenPositions
+from . import composite
+from .composite import projector
+from .vit import ViT
 
 
 class PixtralVisionTower(TokenPositions):
@@ -81,7 +38,7 @@ class PixtralVisionTower(TokenPositions):
         self._theta = rope_theta(raw["vision_config"])
         layers = feature_layers(raw["vision_feature_layer"], vision.depth)
         self._encoder = ViT(context, TOWER, vision, layers)
-        self._merger = _Merger(context, config, vision.size, merge) if (merge := _merge_size(raw)) else None
+        self._merger = _Merger(context, config, vision.size, merge) if (merge := merge_size(raw)) else None
         self._merge_size = max(merge, 1)
         bias = bool(raw["multimodal_projector_bias"])
         self._projector = projector(context, config, len(layers) * vision.size, bias)
@@ -130,4 +87,4 @@ def _rope(rows: int, columns: int, head_dim: int, theta: float) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-FAMILY = composite_family("Mistral3ForConditionalGeneration", read_config, PixtralVisionTower)
+build = partial(composite.build, tower=PixtralVisionTower)

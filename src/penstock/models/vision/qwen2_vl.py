@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, GatedMLP, LayerNorm, Norm, RMSNorm
 from penstock.layers.mrope import MRoPE
@@ -23,55 +22,13 @@ from penstock.layers.vision import (
     quick_gelu,
 )
 
-from ..vision_tower import Embed, MRoPEPositions, VisionConfig, rope_theta, tower_context
+from ..decoder import Decoder
+from ..families.qwen2_vl import Qwen2VisionConfig, read_vision_config
+from ..vision_tower import Embed, MRoPEPositions, tower_context
 from .patches import normalized_patches, patch_positions
 
 EPS = 1e-6
 """Of all norms."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen2VisionConfig(VisionConfig):
-    """``vision_config`` of ``config.json``."""
-
-    windowed: bool
-    """Qwen2.5-VL: windows, RMS norms and SwiGLU."""
-    window: int = 0
-    """Features of a window's edge."""
-    full_layers: frozenset[int] = frozenset()
-    """Layers without windows."""
-
-
-def read_vision_config(raw: Mapping[str, Any], windowed: bool) -> Qwen2VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
-    vision = raw["vision_config"]
-    patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    theta = rope_theta(vision)
-    if windowed:
-        size, output = int(vision.get("hidden_size", 3584)), int(vision.get("out_hidden_size", 3584))
-        intermediate = int(vision.get("intermediate_size", 3420))
-    else:
-        size, output = int(vision.get("embed_dim", 1280)), int(vision.get("hidden_size", 3584))
-        intermediate = int(size * vision.get("mlp_ratio", 4))
-    heads = int(vision.get("num_heads", 16))
-    if size % (4 * heads) or output != int(raw["hidden_size"]):
-        raise ValueError(f"vision_config has {heads} heads of {size} elements, and {output} outputs")
-    return Qwen2VisionConfig(
-        depth=int(vision.get("depth", 32)),
-        size=size,
-        intermediate_size=intermediate,
-        output_size=output,
-        heads=heads,
-        patch_size=patch,
-        temporal_patch_size=int(vision.get("temporal_patch_size", 2)),
-        merge_size=merge,
-        theta=theta,
-        windowed=windowed,
-        window=int(vision.get("window_size", 112)) // merge // patch if windowed else 0,
-        full_layers=frozenset(map(int, vision.get("fullatt_block_indexes", (7, 15, 23, 31))))
-        if windowed
-        else frozenset(),
-    )
 
 
 class QwenVisionTower(MRoPEPositions):
@@ -142,3 +99,11 @@ def _mlp(context: BuildContext, config: Qwen2VisionConfig, name: str) -> Callabl
         return lambda x: gated(x, None)
     sizes = config.size, config.intermediate_size, config.size
     return VisionMLP(context, f"{name}.fc1", f"{name}.fc2", sizes, quick_gelu)
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
+    decoder = Decoder(context, config, num_mtp_heads)
+    table = context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+    mrope = MRoPE(table, context.max_len, config.rope_parameters["mrope_section"])
+    decoder.vision = QwenVisionTower(context, read_vision_config(config.raw), mrope, decoder.embed)
+    return decoder

@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.core.multimodal import ImageInput
-from penstock.layers import BuildContext, LayerNorm
+from penstock.layers import BuildContext, LayerNorm, MLPLayer
 from penstock.layers.mrope import MRoPE
 from penstock.layers.vision import HeadThreads, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, axial_rope
+from penstock.ops import Ops
 
-from ..vision_tower import Embed, MRoPEPositions, VisionConfig, rope_theta, tower_context
+from ..decoder import Decoder
+from ..experts import feed_forward
+from ..families.qwen3_vl import Qwen3VisionConfig, read_vision_config
+from ..vision_tower import Embed, MRoPEPositions, tower_context
 from .patches import normalized_patches, patch_positions
 
 EPS = 1e-6
 """Of all norms."""
-ACTIVATION = "gelu_pytorch_tanh"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3VisionConfig(VisionConfig):
-    """``vision_config`` of ``config.json``."""
-
-    grid: int
-    """Learned positions of an edge."""
-    deepstack: tuple[int, ...]
-    """Layers behind which features for a decoder layer are taken."""
-
-
-def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
-    vision = raw["vision_config"]
-    config = Qwen3VisionConfig(
-        depth=int(vision.get("depth", 27)),
-        size=int(vision.get("hidden_size", 1152)),
-        intermediate_size=int(vision.get("intermediate_size", 4304)),
-        output_size=int(vision.get("out_hidden_size", 3584)),
-        heads=int(vision.get("num_heads", 16)),
-        patch_size=int(vision.get("patch_size", 16)),
-        temporal_patch_size=int(vision.get("temporal_patch_size", 2)),
-        merge_size=int(vision.get("spatial_merge_size", 2)),
-        theta=rope_theta(vision),
-        grid=int(int(vision.get("num_position_embeddings", 2304)) ** 0.5),
-        deepstack=tuple(map(int, vision.get("deepstack_visual_indexes", (8, 16, 24)))),
-    )
-    if config.size % (4 * config.heads) or config.output_size != int(raw["hidden_size"]):
-        words = f"{config.heads} heads of {config.size} elements, and {config.output_size} outputs"
-        raise ValueError(f"vision_config has {words}")
-    if vision.get("hidden_act", ACTIVATION) != ACTIVATION or len(config.deepstack) >= int(raw["num_hidden_layers"]):
-        raise ValueError("vision_config has another hidden_act, or deepstack_visual_indexes for all decoder layers")
-    return config
 
 
 class Qwen3VisionTower(MRoPEPositions):
@@ -147,3 +115,39 @@ class _Merger:
         """``[patches, size]`` to ``[features, output size]``."""
         x = self._norm(x.view(-1, self._merged)) if self._norm_merged else self._norm(x).view(-1, self._merged)
         return self._mlp(x)
+
+
+class DeepstackMLP:
+    """An MLP whose output has features of images added (DeepStack; Meng et al., 2024).
+
+    Args:
+        features: an entry of ``VisionTower.deepstack``.
+    """
+
+    def __init__(self, ops: Ops, mlp: MLPLayer, features: Tensor) -> None:
+        self._ops = ops
+        self._mlp = mlp
+        self._features = features
+
+    def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
+        """As ``MLPLayer.__call__``."""
+        made = self._mlp(x, lora_slots)
+        return self._ops.add_residual(made, self._ops.clone(self._features[: len(made)]))  # which may be changed
+
+
+def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
+    vision, dtype = read_vision_config(config.raw), context.dtype
+    deepstack = [
+        torch.zeros(context.max_step_tokens, config.hidden_size, dtype=dtype, device=context.device)
+        for _ in vision.deepstack
+    ]
+
+    def mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
+        made = feed_forward(context, config, layer, name)
+        return DeepstackMLP(context.ops, made, deepstack[layer]) if layer < len(deepstack) else made
+
+    decoder = Decoder(context, config, num_mtp_heads, mlp=mlp)
+    table = context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+    mrope = MRoPE(table, context.max_len, config.rope_parameters["mrope_section"], interleaved=True)
+    decoder.vision = Qwen3VisionTower(context, vision, mrope, decoder.embed, deepstack)
+    return decoder

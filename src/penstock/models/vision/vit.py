@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.model_config import ACTIVATIONS as TEXT_ACTIVATIONS
 from penstock.checkpoint.model_config import activation_of
-from penstock.core import Code, PenstockError
+from penstock.checkpoint.vision_config import ViTConfig
 from penstock.core.multimodal import ImageInput
 from penstock.layers import BuildContext, GatedMLP, LayerNorm, Norm, RMSNorm
 from penstock.layers.vision import HeadThreads, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, quick_gelu
@@ -24,109 +22,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": quick_gelu,
 }
 """By ``hidden_act``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViTNames:
-    """A checkpoint's names, below the tower's."""
-
-    patches: str = "embeddings.patch_embedding"
-    positions: str = "embeddings.position_embedding.weight"
-    class_token: str = "embeddings.class_embedding"
-    pre_norm: str = "pre_layrnorm"
-    layers: str = "encoder.layers"
-    norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
-    attention: str = "self_attn"
-    output: str = "out_proj"
-    mlp: str = "mlp"
-    scales: tuple[str, str] = ("lambda_1", "lambda_2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViTConfig:
-    """Sizes and switches of an encoder."""
-
-    depth: int
-    size: int
-    """Of a patch's vector."""
-    intermediate_size: int
-    heads: int
-    patch_size: int
-    image_size: int
-    """Pixels of a tile's edge; 0 where tiles have any size, and positions are rotary."""
-    activation: str
-    eps: float
-    rms_norm: bool = False
-    gated: bool = False
-    patch_bias: bool = True
-    class_token: bool = False
-    pre_norm: bool = False
-    qkv_bias: bool = True
-    output_bias: bool = True
-    qk_norm: bool = False
-    layer_scale: bool = False
-    names: ViTNames = ViTNames()
-
-    @property
-    def grid(self) -> int:
-        """Patches of a tile's edge."""
-        return self.image_size // self.patch_size
-
-    @property
-    def num_positions(self) -> int:
-        """Rows of the table of positions."""
-        return self.grid**2 + self.class_token
-
-
-def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:
-    """Sizes by the names that most ``vision_config`` have.
-
-    Args:
-        options: fields in place of those that are read.
-
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where one is wrong, and ``PenstockError`` (``unsupported``) for
-    an activation that is not known.
-    """
-    fields: dict[str, Any] = {
-        "depth": int(vision["num_hidden_layers"]),
-        "size": int(vision["hidden_size"]),
-        "intermediate_size": int(vision["intermediate_size"]),
-        "heads": int(vision["num_attention_heads"]),
-        "patch_size": edge_of(vision["patch_size"]),
-        "image_size": edge_of(vision["image_size"]),
-        "activation": str(vision["hidden_act"]),
-        "eps": float(vision.get("layer_norm_eps") or 1e-6),
-    }
-    config = ViTConfig(**fields | options)
-    if config.activation not in ACTIVATIONS:
-        words = f"vision_config has the activation {config.activation[:40]!r}; known are {', '.join(ACTIVATIONS)}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
-    if config.gated:
-        activation_of(config.activation)  # the kernels', which are fewer
-    if config.image_size and config.grid < 1:
-        raise ValueError(f"image_size is {config.image_size}, less than patch_size, which is {config.patch_size}")
-    if config.heads < 1 or config.size % config.heads or config.patch_size < 1 or config.depth < 1:
-        raise ValueError(f"vision_config has {config.heads} heads of {config.size} elements, or no layers or patches")
-    return config
-
-
-def edge_of(size: Any) -> int:
-    """Of a square, which may be given as its height and width. Raises ``ValueError`` where these differ."""
-    if isinstance(size, list | tuple):
-        if len(set(size)) != 1:
-            raise ValueError(f"vision_config has pictures or patches of {size}, which are no squares")
-        size = size[0]
-    return int(size)
-
-
-def feature_layers(given: Any, depth: int) -> tuple[int, ...]:
-    """``vision_feature_layer``: the numbers of layers after which hidden states are taken, counted from 0 for those of
-    the embedding. Raises ``ValueError`` where there are no such layers."""
-    layers = tuple(map(int, given)) if isinstance(given, list | tuple) else (int(given),)
-    layers = tuple(layer + depth + 1 if layer < 0 else layer for layer in layers)
-    if not layers or not all(0 <= layer <= depth for layer in layers):
-        raise ValueError(f"vision_feature_layer is {given}, and the encoder has {depth} layers")
-    return layers
 
 
 class ViT:

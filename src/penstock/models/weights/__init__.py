@@ -10,19 +10,3 @@ from .gguf import GGUFCheckpoint, find_gguf
 from .lora import LoRAAdapter, load_lora
 from .padded_heads import PaddedHeads
 from .renamed import RenamedWeights
-
-__all__ = [
-    "Checkpoint",
-    "DummyWeights",
-    "EngineOutput",
-    "EngineWeights",
-    "FusedExperts",
-    "GGUFCheckpoint",
-    "LoRAAdapter",
-    "PaddedHeads",
-    "RenamedWeights",
-    "WeightCache",
-    "find_gguf",
-    "load_lora",
-    "tied_embedding",
-]

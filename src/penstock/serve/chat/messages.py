@@ -10,8 +10,7 @@ import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.http.body import require
-from penstock.serve.http.body_parser import ElementCount
+from penstock.serve.http.body import ElementCount, require
 
 from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart

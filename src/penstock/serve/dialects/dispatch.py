@@ -11,8 +11,7 @@ from starlette.responses import Response
 from penstock.core import PenstockError
 
 from ..http.access import Access
-from ..http.body import read_object
-from ..http.body_parser import check_elements
+from ..http.body import check_elements, read_object
 from ..http.error_format import ErrorFormat
 from ..http.request_record import record_of
 from ..http.routes import Endpoint, Route, Routes

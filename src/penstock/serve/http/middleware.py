@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
@@ -21,9 +22,9 @@ from penstock.version import __version__
 
 from ..metrics import Metrics
 from ..spans import end_http, logged
-from .error_formats import ErrorFormats
 from .reply import refuse
 from .request_record import REFUSED, RequestRecord, record_of
+from .routes import ErrorFormats
 from .status import STATUS
 from .unexpected import unexpected
 from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
@@ -106,7 +107,7 @@ class RequestLogMiddleware:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        with logged(record.span):
+        with logged(record.span) if record.span else nullcontext():
             try:
                 if refused := scope.get(REFUSED):
                     record.failure = refused.failure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from starlette import routing
@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .access import Access
-from .error_formats import ErrorFormats
+from .error_format import ErrorFormat
 from .openapi import STRING
+from .request_record import record_of
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -37,6 +38,42 @@ class Route(routing.Route):
         if not self.methods or scope["method"] in self.methods:
             scope["app"].state.origins.check(scope, self.access)
         await super().handle(scope, receive, send)
+
+
+class ErrorFormats:
+    """Selects the error format of a request: its dialect's once it is parsed, before that by path and headers.
+
+    Args:
+        default: the format where nothing else applies.
+        by_head: functions that return the format for a request's path and headers, or None.
+    """
+
+    def __init__(self, default: ErrorFormat, by_head: Sequence[Callable[[Scope], ErrorFormat | None]] = ()) -> None:
+        self.default = default
+        self._by_head = by_head
+        self._by_prefix: dict[str, ErrorFormat] = {}
+        self._by_path: dict[str, ErrorFormat] = {}
+
+    def add(self, error_format: ErrorFormat, *paths: str) -> None:
+        """Use a format for the paths that begin with one of ``paths``; the longest counts."""
+        self._by_prefix |= dict.fromkeys(paths, error_format)
+
+    def add_exact(self, error_format: ErrorFormat, path: str) -> None:
+        """Use a format for one path."""
+        self._by_path[path] = error_format
+
+    def of(self, scope: Scope) -> ErrorFormat:
+        """The format for a request: its dialect's where that is known, else by headers, else by path."""
+        if (known := record_of(scope).error_format) is not None:
+            return known
+        for by_head in self._by_head:
+            if (recognized := by_head(scope)) is not None:
+                return recognized
+        path = scope["path"]
+        if exact := self._by_path.get(path):
+            return exact
+        longest = max((prefix for prefix in self._by_prefix if path.startswith(prefix)), key=len, default="")
+        return self._by_prefix.get(longest, self.default)
 
 
 class Routes(list[Route]):

@@ -16,9 +16,8 @@ from penstock.engine.service.client import STARTING
 from penstock.frontend.gateway import Gateway
 
 from ..engine_metrics import EngineStats
-from ..http.body import receive_body
+from ..http.body import BodyParser, check_elements, receive_body
 from ..http.body_memory import UNCOUNTED_SIZE, BodyMemory, Reservation
-from ..http.body_parser import BodyParser, check_elements
 from ..http.request_record import RequestRecord, record_of
 from ..metrics import Metrics, ModelMetrics
 from .messages import ANY_MODEL, ModelEntry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -29,19 +30,16 @@ MAX_AGE = 5.0
 """Seconds for which what was counted for metrics is told again."""
 
 
+@dataclass(frozen=True)
 class Quotas:
-    """Limits of what may be stored.
+    """Limits of what may be stored."""
 
-    Args:
-        each: of each owner.
-        total: of all together.
-        refused: called with the limit's name where one is exceeded.
-    """
-
-    def __init__(self, each: StorageLimits, total: StorageLimits, refused: Callable[[str], None]) -> None:
-        self._each = each
-        self._total = total
-        self._refused = refused
+    each: StorageLimits
+    """Of each owner."""
+    total: StorageLimits
+    """Of all together."""
+    refused: Callable[[str], None]
+    """Called with the limit's name where one is exceeded."""
 
     def check(self, connection: Connection, owner: str, field: str, **more: int) -> None:
         """Check that there is room for more.
@@ -53,17 +51,17 @@ class Quotas:
         Raises ``PenstockError``: ``overloaded`` for batches, as some will end; ``invalid`` otherwise, as in OpenAI's
         API: repeating the request does not help.
         """
-        if any(getattr(limits, name) is not None for limits in (self._each, self._total) for name in more):
+        if any(getattr(limits, name) is not None for limits in (self.each, self.total) for name in more):
             lock(connection, QUOTA_LOCK)
         for limits, of, option in (
-            (self._each, owner, "storage_quota of each API key"),
-            (self._total, None, "storage_limit of the server"),
+            (self.each, owner, "storage_quota of each API key"),
+            (self.total, None, "storage_limit of the server"),
         ):
             for name, count in more.items():
                 limit: int | None = getattr(limits, name)
                 if limit is None or (used := _used(connection, name, of)) + count <= limit:
                     continue
-                self._refused(name)
+                self.refused(name)
                 state = f"the {option} is {limit} {name}, of which {used} are used"
                 if name == "batches":
                     raise PenstockError(Code.OVERLOADED, f"{field}: {state}; wait until one has ended", field, limit)

@@ -1,5 +1,3 @@
 """The web page at ``/``: a playground and a live view."""
 
 from .routes import PAGE_PATHS, add_routes
-
-__all__ = ["PAGE_PATHS", "add_routes"]

@@ -121,47 +121,41 @@ class TreeMemory:
     """
 
     def __init__(self, batch: InputBatch, block_size: int, rows: range, num_blocks: int) -> None:
-        self._batch = batch
-        self._block_size = block_size
-        self._rows = rows
-        self._num_blocks = num_blocks
-        self._blocks = range(0)
+        self.batch = batch
+        self.block_size = block_size
+        self.rows = rows
+        self.blocks = range(num_blocks)
+        """The scratch blocks."""
 
     def init_cache(self, num_blocks: int) -> None:
         """Take the last ones of the KV cache's blocks."""
-        self._blocks = range(num_blocks - self._num_blocks, num_blocks)
+        self.blocks = range(num_blocks - len(self.blocks), num_blocks)
 
     def new_rows(self) -> TreeRows:
         """All rows and scratch blocks, for the trees of one step or of one call of a drafter."""
-        return TreeRows(self._batch, self._block_size, self._rows, self._blocks)
+        return TreeRows(self)
 
 
 class TreeRows:
-    """Rows and scratch blocks for the trees of one step, or of one call of a drafter.
+    """Rows and scratch blocks for the trees of one step, or of one call of a drafter."""
 
-    Args:
-        rows: those of the batch that stand for paths.
-        blocks: the scratch blocks.
-    """
-
-    def __init__(self, batch: InputBatch, block_size: int, rows: range, blocks: range) -> None:
-        self._batch = batch
-        self._block_size = block_size
-        self._rows = iter(rows)
-        self._blocks = iter(blocks)
+    def __init__(self, memory: TreeMemory) -> None:
+        self._memory = memory
+        self._rows, self._blocks = iter(memory.rows), iter(memory.blocks)
 
     def add(self, row: int, parents: Sequence[int], first: int) -> TreePaths:
         """Take rows and blocks for a tree of the sequence in ``row``; arguments as of ``TreePaths``."""
+        batch, block_size = self._memory.batch, self._memory.block_size
         found = depths(parents)
         rows = [row]
         for nodes in segments(parents)[1:]:
             path = next(self._rows)
-            self._batch.copy_row(path, row)
+            batch.copy_row(path, row)
             last = first + found[nodes[-1]] - 1
-            for block in range(first // self._block_size, last // self._block_size + 1):
-                self._batch.tables[path, block] = next(self._blocks)
+            for block in range(first // block_size, last // block_size + 1):
+                batch.tables[path, block] = next(self._blocks)
             rows.append(path)
-        return TreePaths(self._batch, self._block_size, rows, parents, first)
+        return TreePaths(batch, block_size, rows, parents, first)
 
 
 def with_paths(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.checkpoint.vision_config import ERNIE_VL, QWEN3_VL, QWEN_VL
 from penstock.core.errors import invalid
 from penstock.core.multimodal import ImageInput
-from penstock.planning.vision_size import ARCHITECTURES, DEEPSTACK, ERNIE
 
 from ..decoding import to_rgb
 from ..prompts import ImageProcessor, ProcessorFiles, Reader
@@ -83,11 +83,11 @@ def read_qwen_vl(files: ProcessorFiles) -> QwenVLProcessor:
     """As ``prompts.Reader``."""
     config, given = files.config, files.image_processor
     architecture, vision = config["architectures"][0], config["vision_config"]
-    patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in DEEPSTACK else 14))
+    patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in QWEN3_VL else 14))
     merge = int(given.get("merge_size") or vision.get("spatial_merge_size", 2))
-    smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * (6177 if architecture == ERNIE else 1280))
+    smallest, largest = read_pixel_limits(given, 56 * 56, 28 * 28 * (6177 if architecture == ERNIE_VL else 1280))
     processor = QwenVLProcessor(
-        placeholder=int(config.get("image_token_id", 100295 if architecture == ERNIE else 151655)),
+        placeholder=int(config.get("image_token_id", 100295 if architecture == ERNIE_VL else 151655)),
         edge=patch * merge,
         min_pixels=int(smallest),
         max_pixels=int(largest),
@@ -109,4 +109,4 @@ def read_pixel_limits(given: Mapping[str, Any], smallest: Any, largest: Any) -> 
     return smallest if by_name[0] is None else by_name[0], largest if by_name[1] is None else by_name[1]
 
 
-READERS: dict[str, Reader] = dict.fromkeys((*ARCHITECTURES, ERNIE), read_qwen_vl)
+READERS: dict[str, Reader] = dict.fromkeys((*QWEN_VL, ERNIE_VL), read_qwen_vl)

@@ -2,5 +2,3 @@
 
 from .management import add_routes
 from .routes import NAME, FastDeploy
-
-__all__ = ["NAME", "FastDeploy", "add_routes"]

@@ -4,14 +4,3 @@ from .http_routes import add_routes
 from .model import Model, ModelCall, ModelResponse
 from .repository import ModelRepository
 from .tensors import BYTES, Spec, Tensor
-
-__all__ = [
-    "BYTES",
-    "Model",
-    "ModelCall",
-    "ModelRepository",
-    "ModelResponse",
-    "Spec",
-    "Tensor",
-    "add_routes",
-]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -484,7 +484,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             }
             metadata = dict(context.invocation_metadata() or ())
             record.span = tracer.server_span(f"{SERVICE}/{method}", metadata, record.arrived, attributes)
-        with logged(record.span):
+        with logged(record.span) if record.span else nullcontext():
             try:
                 yield record
             except PenstockError as error:

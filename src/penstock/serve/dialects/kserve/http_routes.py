@@ -16,8 +16,7 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 from penstock.serve.http.access import Access
-from penstock.serve.http.body import RequestBody, convert, read_object
-from penstock.serve.http.body_parser import check_elements
+from penstock.serve.http.body import RequestBody, check_elements, convert, read_object
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
 from penstock.serve.http.reply import Json, Reply, encode, event

@@ -1,5 +1,3 @@
 """The API of llama.cpp's server (``/completion``, ``/infill``, ``/props`` …), as of late 2025."""
 
 from .routes import add_routes
-
-__all__ = ["add_routes"]

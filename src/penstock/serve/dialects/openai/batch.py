@@ -10,8 +10,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.serve.chat.request import ChatRequest, GenerationRequest
 from penstock.serve.generation import GenerationHandler
-from penstock.serve.http.body import convert, read_object
-from penstock.serve.http.body_parser import check_elements
+from penstock.serve.http.body import check_elements, convert, read_object
 from penstock.serve.http.error_format import rename_field
 from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord

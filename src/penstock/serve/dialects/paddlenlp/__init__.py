@@ -2,5 +2,3 @@
 
 from .kserve_model import PaddleNLPModel
 from .routes import PaddleNLP
-
-__all__ = ["PaddleNLP", "PaddleNLPModel"]

@@ -11,8 +11,7 @@ import msgspec
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelResponse, Spec, Tensor
-from penstock.serve.http.body import decode_json
-from penstock.serve.http.body_parser import check_elements
+from penstock.serve.http.body import check_elements, decode_json
 from penstock.serve.http.reply import encode
 from penstock.serve.models.served_models import ServedModel, ServedModels
 

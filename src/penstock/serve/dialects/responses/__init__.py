@@ -2,5 +2,3 @@
 
 from .routes import add_routes
 from .stored import Stores
-
-__all__ = ["Stores", "add_routes"]

@@ -1,0 +1,56 @@
+"""Models with a vision tower and a projector before a language model of another family: their configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.vision_config import ACTIVATIONS
+from penstock.core import Code, PenstockError
+
+from .registry import find_family
+from .stored import Stored
+
+TOWER = "vision_tower"
+
+
+TEXT = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Ministral3", "Mistral", "Qwen2", "Qwen3")}
+"""``model_type`` of ``text_config`` → architecture of the language model."""
+
+
+PROJECTOR = "multi_modal_projector"
+
+
+def read_text(raw: Mapping[str, Any], tower: int, inputs: int) -> ModelConfig:
+    """The language model's configuration.
+
+    Args:
+        tower: parameters of the tower.
+        inputs: of the projector.
+
+    Raises ``PenstockError`` (``unsupported``) where it is of another family.
+    """
+    kind = str(raw["text_config"].get("model_type"))
+    if kind not in TEXT:
+        words = f"the language model {kind[:40]!r} of {raw.get('model_type')}; known are {', '.join(TEXT)}"
+        raise PenstockError(Code.UNSUPPORTED, words, "model")
+    config = find_family(TEXT[kind]).read_config(raw)
+    return replace(config, vision_weights=tower + (inputs + config.hidden_size) * config.hidden_size)
+
+
+def projector_activation(raw: Mapping[str, Any]) -> str:
+    """``projector_hidden_act``. Raises ``PenstockError`` (``unsupported``) for one that is not known."""
+    if (name := str(raw["projector_hidden_act"])) not in ACTIVATIONS:
+        raise PenstockError(Code.UNSUPPORTED, f"projector_hidden_act is {name[:40]!r}", "model")
+    return name
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """As ``Family.find_stored``."""
+    if name.startswith(("model.", "lm_head")):
+        return Stored(f"language_model.{name}")
+    if name.startswith(f"{TOWER}."):  # one level deeper in files of earlier versions of transformers
+        return Stored(name, other=f"{TOWER}.vision_model{name.removeprefix(TOWER)}")
+    return Stored(name)

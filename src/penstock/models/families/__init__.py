@@ -1,0 +1,1 @@
+"""Families of models: each module has one or more ``Family``, and is found by its place. No torch."""

@@ -1,0 +1,48 @@
+"""BERT (Devlin et al., 2019), RoBERTa (Liu et al., 2019) and XLM-RoBERTa (Conneau et al., 2020): learned positions,
+token types, and a norm after each sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.encoders import SUFFIXES, encoder_fields
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.core import Code, PenstockError
+
+from ..registry import Family, imported
+from ..stored import Stored
+
+PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "o_proj": "output.dense"}
+"""Of attention, by the names that layers ask for."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    if raw.get("is_decoder") or raw.get("add_cross_attention"):
+        raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder)", "model")
+    if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
+        raise PenstockError(Code.UNSUPPORTED, f"position_embedding_type {kind!r:.40}; absolute is supported", "model")
+    return read_bert_config(raw)
+
+
+def read_bert_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The names that BERT and its successors share."""
+    eps = float(raw.get("layer_norm_eps") or 1e-12)
+    return dense_config(
+        raw, **encoder_fields(raw), rms_norm_eps=eps, options=options_of({"hidden_act": "gelu", **raw}, gated_mlp=False)
+    )
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """``Family.find_stored``."""
+    parent, _, last = name.rpartition(".")
+    return Stored(f"{parent}.{PROJECTIONS[last]}" if last in PROJECTIONS else name)
+
+
+FAMILY = Family(
+    architectures=tuple(kind + end for kind in ("Bert", "Roberta", "XLMRoberta") for end in SUFFIXES),
+    read_config=read_config,
+    build=imported("penstock.models.bert:build"),
+    build_classifier=imported("penstock.models.bert:build_classifier"),
+    find_stored=find_stored,
+)

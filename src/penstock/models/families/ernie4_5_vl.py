@@ -1,0 +1,89 @@
+"""ERNIE 4.5 VL (Baidu, 2025): ERNIE 4.5 with experts of its own for the tokens of images, and M-RoPE in which height
+and width take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.vision_config import VisionConfig, rope_theta
+from penstock.core import Code, PenstockError
+
+from ..registry import Family, imported
+from . import ernie4_5
+
+EPS = 1e-6
+"""Of the encoder's norms."""
+
+
+ACTIVATION = "quick_gelu"
+
+
+FRAMES = 2
+"""That share features; an image is repeated."""
+
+
+def read_vision_config(raw: Mapping[str, Any]) -> VisionConfig:
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    vision = raw["vision_config"]
+    size = int(vision.get("hidden_size", 1280))
+    config = VisionConfig(
+        depth=int(vision.get("depth", 32)),
+        size=size,
+        intermediate_size=int(vision.get("intermediate_size", 4 * 1280)),
+        output_size=int(raw["hidden_size"]),
+        heads=int(vision.get("num_heads", 16)),
+        patch_size=int(vision.get("patch_size", 14)),
+        temporal_patch_size=1,
+        merge_size=int(vision.get("spatial_merge_size", 2)),
+        theta=rope_theta(vision),
+    )
+    if size % (4 * config.heads):
+        raise ValueError(f"vision_config has {config.heads} heads of {size} elements")
+    if vision.get("hidden_act", ACTIVATION) != ACTIVATION or int(vision.get("temporal_merge_size", FRAMES)) != FRAMES:
+        raise ValueError("vision_config has another hidden_act or temporal_merge_size")
+    if float(vision.get("rms_norm_eps", EPS)) != EPS:
+        raise ValueError(f"vision_config has another rms_norm_eps than {EPS}")
+    return config
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    if raw.get("use_bias"):
+        raise PenstockError(Code.UNSUPPORTED, "use_bias, which gives the language model head a bias", "model")
+    config = ernie4_5.read_config(raw)
+    sections = [int(size) for size in config.rope_parameters.get("mrope_section") or (22, 22, 20)]
+    if len(sections) != 3 or sections[0] != sections[1] or 2 * sum(sections) != config.head_dim:
+        raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
+    layers, num_experts = int(raw["num_hidden_layers"]), int(raw.get("moe_num_experts") or 64)
+    kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    if len(kinds) != layers:
+        raise ValueError(f"mlp_layer_types has {len(kinds)} of {layers} layers")
+    size, vision_size = map(int, raw.get("moe_intermediate_size") or (1536, 512))
+    shared = raw.get("moe_num_shared_experts")
+    top_k, min_sum = int(raw.get("moe_k") or 6), float(raw.get("moe_norm_min") or 1e-12)
+    experts = ExpertsConfig(
+        num_experts,
+        size,
+        read_routing(raw, num_experts, top_k=top_k, renormalize=True, min_sum=min_sum),
+        dense_layers=frozenset(layer for layer in range(layers) if kinds[layer] == "dense"),
+        shared_size=size * int(2 if shared is None else shared),
+        router_bias="moe_statics.e_score_correction_bias",
+        router_float32=True,
+        vision_intermediate_size=vision_size,
+    )
+    vision = read_vision_config(raw)
+    merged = vision.size * vision.merge_size**2
+    weights = vision.weights() + 4 * merged**2  # of the resampler
+    rope = {**config.rope_parameters, "rope_type": "default", "mrope_section": sections}
+    return replace(config, rope_parameters=rope, experts=experts, vision_weights=weights)
+
+
+FAMILY = Family(
+    ("Ernie4_5_VLMoeForConditionalGeneration",),
+    read_config,
+    imported("penstock.models.vision.ernie4_5_vl:build"),
+    find_stored=ernie4_5.find_mtp,
+)

@@ -1,0 +1,43 @@
+"""Gemma 3 that sees images (Gemma Team, 2025): SigLIP, whose patches are averaged to 256 features of an image. These
+attend to each other in both directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.vision_config import ViTConfig, read_vit
+
+from ..composite import find_stored
+from ..registry import Family, imported
+from .gemma import read_gemma3
+
+
+def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, int]:
+    """The encoder's configuration, and how many patches of an edge are averaged to a feature. Raises ``KeyError``,
+    ``TypeError`` or ``ValueError`` where they are wrong."""
+    config = read_vit(raw["vision_config"])
+    tokens = int(raw["mm_tokens_per_image"])
+    pooled = config.grid // max(math.isqrt(tokens), 1)
+    if pooled < 1 or (config.grid // pooled) ** 2 != tokens:
+        raise ValueError(f"mm_tokens_per_image is {tokens}, for {config.grid} x {config.grid} patches")
+    return config, pooled
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    vision, _ = read_vision(raw)
+    uncapped = {**raw, "final_logit_softcapping": None}  # with images, logits have no soft cap, as in transformers
+    config = read_gemma3(uncapped)
+    weights = vision.weights(vision.depth) + vision.size * config.hidden_size
+    return replace(config, raw=raw, vision_weights=weights)
+
+
+FAMILY = Family(
+    ("Gemma3ForConditionalGeneration",),
+    read_config,
+    imported("penstock.models.vision.gemma3:build"),
+    find_stored=find_stored,
+)

@@ -1,0 +1,71 @@
+"""InternVL 3 (Zhu et al., 2025), of transformers' checkpoints: InternViT over tiles, whose patches are merged by pixel
+shuffle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.vision_config import ViTConfig, ViTNames, feature_layers, read_vit
+
+from ..composite import find_stored, projector_activation, read_text
+from ..registry import Family, imported
+
+NAMES = ViTNames(
+    patches="embeddings.patch_embeddings.projection",
+    positions="embeddings.position_embeddings",
+    class_token="embeddings.cls_token",
+    layers="encoder.layer",
+    norms=("layernorm_before", "layernorm_after"),
+    attention="attention",
+    output="projection_layer",
+)
+
+
+def read_vision(raw: Mapping[str, Any]) -> ViTConfig:
+    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    vision = raw["vision_config"]
+    if not vision.get("use_absolute_position_embeddings", True):
+        raise ValueError("vision_config has no positions (use_absolute_position_embeddings)")
+    config = read_vit(
+        vision,
+        rms_norm=vision.get("norm_type", "layer_norm") == "rms_norm",
+        class_token=True,
+        qkv_bias=bool(vision.get("attention_bias", False)),
+        qk_norm=bool(vision.get("use_qk_norm", False)),
+        layer_scale=True,
+        names=NAMES,
+    )
+    merge = merge_size(raw)
+    if config.grid % merge or (config.grid // merge) ** 2 != int(raw["image_seq_length"]):
+        raise ValueError(f"image_seq_length is {raw['image_seq_length']}, for {config.grid} x {config.grid} patches")
+    if (
+        raw["vision_feature_select_strategy"] != "default"
+        or len(feature_layers(raw["vision_feature_layer"], config.depth)) > 1
+    ):
+        raise ValueError("vision_feature_select_strategy must be default, of a single vision_feature_layer")
+    return config
+
+
+def merge_size(raw: Mapping[str, Any]) -> int:
+    """Patches of a feature's edge. Raises ``ValueError`` for a ``downsample_ratio`` that gives none."""
+    ratio = float(raw["downsample_ratio"])
+    if not 0 < ratio <= 1 or abs(1 / ratio - round(1 / ratio)) > 1e-6:
+        raise ValueError(f"downsample_ratio is {ratio}, and must be 1 over a whole number")
+    return round(1 / ratio)
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    vision, merge = read_vision(raw), merge_size(raw)
+    projector_activation(raw)
+    (depth,) = feature_layers(raw["vision_feature_layer"], vision.depth)
+    return read_text(raw, vision.weights(depth) + vision.size, merge**2 * vision.size)
+
+
+FAMILY = Family(
+    ("InternVLForConditionalGeneration",),
+    read_config,
+    imported("penstock.models.vision.internvl:build"),
+    find_stored=find_stored,
+)

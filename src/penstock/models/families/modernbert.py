@@ -1,0 +1,57 @@
+"""ModernBERT (Warner et al., 2024): norms before attention and feed-forward layers, rotary positions, gated
+feed-forward layers, and windows in two of three layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.encoders import SUFFIXES, encoder_fields
+from penstock.checkpoint.model_config import ModelConfig, activation_of, dense_config, options_of
+from penstock.checkpoint.rope import local_rope_parameters_of
+
+from ..registry import Family, imported
+from ..stored import Stored, part_of
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    activation_of(str(raw.get("classifier_activation", "gelu")))
+    eps = float(raw.get("norm_eps") or 1e-5)
+    window = int(raw.get("local_attention") or 128) // 2 + 1
+    windows = tuple(0 if kind == "full_attention" else window for kind in layer_types(raw))
+    return dense_config(
+        raw,
+        **encoder_fields(raw),
+        options=options_of(raw, activation=activation_of(str(raw.get("hidden_activation") or "gelu"))),
+        rms_norm_eps=eps,
+        sliding_windows=windows,
+        local_rope_parameters=local_rope_parameters_of(raw),
+        qkv_bias=bool(raw.get("attention_bias")),
+        output_bias=bool(raw.get("attention_bias")),
+    )
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """``Family.find_stored``: ``Wqkv``, ``Wi`` of gate and up, and ``Wo`` of both."""
+    parent, _, last = name.rpartition(".")
+    if last in ("q_proj", "k_proj", "v_proj"):
+        return part_of(f"{parent}.Wqkv", [config.hidden_size] * 3, "qkv".index(last[0]))
+    if last in ("gate_proj", "up_proj"):
+        return part_of(f"{parent}.Wi", [config.intermediate_size] * 2, last == "up_proj")
+    return Stored(f"{parent}.Wo" if last in ("o_proj", "down_proj") else name)
+
+
+def layer_types(raw: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer; in older files every ``global_attn_every_n_layers`` one sees everything."""
+    every = int(raw.get("global_attn_every_n_layers") or 3)
+    layers = range(int(raw["num_hidden_layers"]))
+    return raw.get("layer_types") or ["sliding_attention" if number % every else "full_attention" for number in layers]
+
+
+FAMILY = Family(
+    architectures=tuple(f"ModernBert{end}" for end in SUFFIXES),
+    read_config=read_config,
+    build=imported("penstock.models.modernbert:build"),
+    build_classifier=imported("penstock.models.modernbert:build_classifier"),
+    find_stored=find_stored,
+)

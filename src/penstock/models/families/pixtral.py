@@ -1,0 +1,67 @@
+"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with rotary positions in two dimensions, for images
+of any size; the latter merges patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.vision_config import ViTConfig, ViTNames, feature_layers, read_vit
+
+from ..composite import find_stored, projector_activation, read_text
+from ..registry import Family, imported
+
+NAMES = ViTNames(
+    patches="patch_conv",
+    pre_norm="ln_pre",
+    layers="transformer.layers",
+    norms=("attention_norm", "ffn_norm"),
+    attention="attention",
+    output="o_proj",
+    mlp="feed_forward",
+)
+
+
+def read_vision(raw: Mapping[str, Any]) -> ViTConfig:
+    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    config = read_vit(
+        raw["vision_config"],
+        image_size=0,
+        eps=1e-5,
+        rms_norm=True,
+        gated=True,
+        patch_bias=False,
+        pre_norm=True,
+        qkv_bias=False,
+        output_bias=False,
+        names=NAMES,
+    )
+    if config.size // config.heads % 4:
+        raise ValueError(f"vision_config has {config.heads} heads of {config.size} elements, no multiples of 4 each")
+    if raw.get("vision_feature_select_strategy", "full") != "full":
+        raise ValueError("vision_feature_select_strategy must be full for an encoder without class token")
+    return config
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    vision = read_vision(raw)
+    layers = feature_layers(raw["vision_feature_layer"], vision.depth)
+    if merge_size(raw) and len(layers) > 1:
+        raise ValueError("vision_feature_layer must be a single one where patches are merged")
+    projector_activation(raw)
+    tower = vision.weights(max(layers)) + merge_size(raw) ** 2 * vision.size**2
+    return read_text(raw, tower, len(layers) * vision.size)
+
+
+def merge_size(raw: Mapping[str, Any]) -> int:
+    """Patches of a feature's edge; 0 where they are not merged."""
+    return int(raw["spatial_merge_size"]) if raw.get("model_type") == "mistral3" else 0
+
+
+FAMILY = Family(
+    ("Mistral3ForConditionalGeneration",),
+    read_config,
+    imported("penstock.models.vision.pixtral:build"),
+    find_stored=find_stored,
+)

@@ -1,0 +1,96 @@
+"""Qwen3-VL (Qwen Team, 2025): Qwen3, also with experts, with interleaved M-RoPE, and a vision tower whose features
+enter several layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.checkpoint.experts_config import (
+    ExpertsConfig,
+    FusedLayout,
+    dense_layers_by_step,
+    num_experts_of,
+    read_routing,
+)
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.vision_config import VisionConfig, rope_theta
+
+from ..registry import Family, imported
+from ..stored import Stored
+from . import qwen3
+
+ACTIVATION = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VisionConfig(VisionConfig):
+    """``vision_config`` of ``config.json``."""
+
+    grid: int
+    """Learned positions of an edge."""
+    deepstack: tuple[int, ...]
+    """Layers behind which features for a decoder layer are taken."""
+
+
+def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    vision = raw["vision_config"]
+    config = Qwen3VisionConfig(
+        depth=int(vision.get("depth", 27)),
+        size=int(vision.get("hidden_size", 1152)),
+        intermediate_size=int(vision.get("intermediate_size", 4304)),
+        output_size=int(vision.get("out_hidden_size", 3584)),
+        heads=int(vision.get("num_heads", 16)),
+        patch_size=int(vision.get("patch_size", 16)),
+        temporal_patch_size=int(vision.get("temporal_patch_size", 2)),
+        merge_size=int(vision.get("spatial_merge_size", 2)),
+        theta=rope_theta(vision),
+        grid=int(int(vision.get("num_position_embeddings", 2304)) ** 0.5),
+        deepstack=tuple(map(int, vision.get("deepstack_visual_indexes", (8, 16, 24)))),
+    )
+    if config.size % (4 * config.heads) or config.output_size != int(raw["hidden_size"]):
+        words = f"{config.heads} heads of {config.size} elements, and {config.output_size} outputs"
+        raise ValueError(f"vision_config has {words}")
+    if vision.get("hidden_act", ACTIVATION) != ACTIVATION or len(config.deepstack) >= int(raw["num_hidden_layers"]):
+        raise ValueError("vision_config has another hidden_act, or deepstack_visual_indexes for all decoder layers")
+    return config
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    config = qwen3.read_config(raw)
+    sections = [int(size) for size in config.rope_parameters.get("mrope_section") or (24, 20, 20)]
+    if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
+        raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
+    vision = read_vision_config(raw)
+    weights = vision.weights(mergers=1 + len(vision.deepstack)) + vision.grid**2 * vision.size
+    kind = "default" if config.rope_parameters["rope_type"] == "mrope" else config.rope_parameters["rope_type"]
+    rope = {**config.rope_parameters, "rope_type": kind, "mrope_section": sections}
+    return replace(config, rope_parameters=rope, vision_weights=weights)
+
+
+def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """As ``read_config``, with experts as Qwen3-MoE's."""
+    num_experts = num_experts_of(raw)
+    experts = ExpertsConfig(
+        num_experts,
+        int(raw["moe_intermediate_size"]),
+        read_routing(raw, num_experts, renormalize=True),
+        dense_layers=dense_layers_by_step(raw),
+        fused=FusedLayout(transposed=None),  # Qwen's own are, those that transformers saves are not
+    )
+    return replace(read_config(raw), experts=experts)
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """As ``Family.find_stored``."""
+    if name.startswith("visual."):
+        return Stored(f"model.{name}")
+    return Stored(re.sub(r"^model\.", "model.language_model.", name))
+
+
+BUILD = imported("penstock.models.vision.qwen3_vl:build")
+QWEN3_VL = Family(("Qwen3VLForConditionalGeneration",), read_config, BUILD, find_stored=find_stored)
+QWEN3_VL_MOE = Family(("Qwen3VLMoeForConditionalGeneration",), read_moe_config, BUILD, find_stored=find_stored)

@@ -1,0 +1,36 @@
+"""Whisper (Radford et al., 2022): a decoder with learned positions that attends to the encoder's output, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.speech import WHISPER, SpeechConfig
+from penstock.core import Code, PenstockError
+
+from ..registry import Family, imported
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    name = str(raw.get("activation_function") or "gelu")
+    if name != "gelu":
+        raise PenstockError(Code.UNSUPPORTED, f"the encoder has the activation {name[:40]!r}; known is gelu", "model")
+    speech = SpeechConfig(
+        num_bins=int(raw["num_mel_bins"]),
+        num_layers=int(raw["encoder_layers"]),
+        num_heads=int(raw["encoder_attention_heads"]),
+        intermediate_size=int(raw["encoder_ffn_dim"]),
+        num_positions=int(raw["max_source_positions"]),
+        median_filter_width=int(raw.get("median_filter_width", 7)),
+    )
+    config = dense_config(raw, options=options_of({"hidden_act": name}, gated_mlp=False))
+    if config.hidden_size % speech.num_heads:
+        raise ValueError(f"encoder_attention_heads is {speech.num_heads}, and d_model is {config.hidden_size}")
+    if speech.median_filter_width < 1 or speech.median_filter_width % 2 == 0:
+        raise ValueError(f"median_filter_width is {speech.median_filter_width}, and must be odd")
+    return replace(config, speech=speech, has_lm_head=True)
+
+
+FAMILY = Family((WHISPER,), read_config, imported("penstock.models.whisper:build"))
