@@ -30,12 +30,9 @@ from ..openai.schema import (
 )
 from .schema import (
     ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
     ChunkChoice,
-    Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionChunkChoice,
@@ -104,15 +101,16 @@ class FastDeployChatHandler(_Handler, ChatHandler):
 
     top_logprob = TopLogprob
 
-    def response(self, choices: Any, usage: Any) -> msgspec.Struct:
-        return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+    async def add_prompt(self, answer: msgspec.Struct, output: RequestOutput) -> None:
+        """Each choice has the prompt."""
 
-    async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
+    async def document(self, choices: Any, outputs: list[RequestOutput]) -> Any:
         """Images and videos are not counted apart: their tokens are 0, and null where the model sees images."""
-        usage = self.usage(outputs)
+        answer: Any = await super().document(choices, outputs)
         counted = None if self.service.sees_images else 0
-        usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = counted
-        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        details = answer.usage.prompt_tokens_details
+        details.image_tokens = details.video_tokens = counted
+        return answer
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
         choice = await self.whole(output, completion)
@@ -176,7 +174,7 @@ class FastDeployCompletionHandler(_Handler, CompletionHandler):
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
         usage = self.usage(outputs)
         usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = None
-        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return super().response(choices, usage)
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
         choice = await self.whole(i, output, completion)
