@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.text.markers import split_at_marker
 from penstock.text.message import MessagePart, TextPart, ToolCall
+
+if TYPE_CHECKING:
+    from .format import ToolCallFormat
 
 
 class ToolCallParser(ABC):
@@ -17,22 +21,21 @@ class ToolCallParser(ABC):
     the whole answer.
 
     Args:
-        start_markers: texts that begin a call.
-        allow_unmarked: whether a call at the beginning needs none.
-        new_id: makes the id of a call.
+        form: how calls are written.
+        separators: texts after a call that begin another one without a start marker.
     """
 
-    def __init__(self, start_markers: Sequence[str], allow_unmarked: bool, new_id: Callable[[], str]) -> None:
+    def __init__(self, form: ToolCallFormat, separators: Sequence[str] = ()) -> None:
         self.calls: list[ToolCall] = []
         """The calls so far; the last one may still grow."""
-        self._start_markers = start_markers
-        self._new_id = new_id
+        self._start_markers, self._end_markers, self._separators = form.start_markers, form.end_markers, separators
+        self._new_id = form.new_id
         self._held = ""
         self._parts: list[MessagePart] = []
         """Content, and calls that begin, in the current piece."""
         self._gap = self._marker = ""
         """The current start marker, and the whitespace before it."""
-        self._step = self._read_start if allow_unmarked else self._read_content
+        self._step = self._read_start if form.allow_unmarked else self._read_content
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
         """Parse a piece; returns the content and the calls that begin in it, in order.
@@ -59,6 +62,22 @@ class ToolCallParser(ABC):
     @abstractmethod
     def _read_start(self, last: bool) -> bool:
         """After a start marker, until a call begins or is rejected."""
+
+    def _read_end(self, last: bool) -> bool:
+        """Behind a call: what belongs to it, another one, or content."""
+        self._held = self._held.lstrip()
+        if not self._held:
+            return False
+        for text in (*self._end_markers, *self._separators):
+            if self._held.startswith(text):
+                self._held = self._held[len(text) :]
+                if text in self._separators:
+                    self._gap, self._marker, self._step = "", text, self._read_start
+                return True
+            if text.startswith(self._held):
+                return self._wait_for_end(last)
+        self._step = self._read_content
+        return True
 
     def _start_call(self, name: str, arguments: str = "", call_id: str = "") -> None:
         call = ToolCall(call_id or self._new_id(), name, arguments)
