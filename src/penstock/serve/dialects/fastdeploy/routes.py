@@ -13,33 +13,26 @@ from starlette.responses import Response
 from penstock.core import Code, Failure
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
-from penstock.serve.chat.request import ChatRequest, StreamOptions
-from penstock.serve.dialects.dispatch import Dialect
-from penstock.serve.http.reply import Reply
+from penstock.serve.chat.request import ChatRequest
 from penstock.serve.http.request_record import record_of
-from penstock.serve.models.served_models import ServedModels
 
 from ..openai.chat import ChatHandler
 from ..openai.choices import ChoiceHandler
 from ..openai.completions import CompletionHandler
-from ..openai.routes import parse_request
+from ..openai.routes import OpenAI
 from ..openai.schema import (
     CHAT_FIELD_NAMES,
     CHAT_ONLY_FIELDS,
     FIELD_NAMES,
-    CompletionRequest,
     ErrorResponse,
     OpenAIErrorFormat,
     prompt_logprobs_of,
 )
 from .schema import (
     ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
     ChunkChoice,
-    Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionChunkChoice,
@@ -86,10 +79,6 @@ class FastDeployErrorFormat(OpenAIErrorFormat):
         return answer
 
 
-ERROR_FORMAT = FastDeployErrorFormat(FIELD_NAMES)
-CHAT_ERROR_FORMAT = FastDeployErrorFormat(CHAT_FIELD_NAMES)
-
-
 class _Handler(ChoiceHandler):
     """Shared parts of chats and completions."""
 
@@ -112,15 +101,16 @@ class FastDeployChatHandler(_Handler, ChatHandler):
 
     top_logprob = TopLogprob
 
-    def response(self, choices: Any, usage: Any) -> msgspec.Struct:
-        return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+    async def add_prompt(self, answer: msgspec.Struct, output: RequestOutput) -> None:
+        """Each choice has the prompt."""
 
-    async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
+    async def document(self, choices: Any, outputs: list[RequestOutput]) -> Any:
         """Images and videos are not counted apart: their tokens are 0, and null where the model sees images."""
-        usage = self.usage(outputs)
+        answer: Any = await super().document(choices, outputs)
         counted = None if self.service.sees_images else 0
-        usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = counted
-        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        details = answer.usage.prompt_tokens_details
+        details.image_tokens = details.video_tokens = counted
+        return answer
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
         choice = await self.whole(output, completion)
@@ -184,7 +174,7 @@ class FastDeployCompletionHandler(_Handler, CompletionHandler):
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
         usage = self.usage(outputs)
         usage.prompt_tokens_details.image_tokens = usage.prompt_tokens_details.video_tokens = None
-        return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return super().response(choices, usage)
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
         choice = await self.whole(i, output, completion)
@@ -233,50 +223,36 @@ class FastDeployCompletionHandler(_Handler, CompletionHandler):
         return [*first, chunk]
 
 
-class FastDeploy(Dialect):
+class FastDeploy(OpenAI):
     """The default dialect of the shared paths under FastDeploy's profile."""
 
-    error_format = ERROR_FORMAT
-
-    def __init__(self, served_models: ServedModels) -> None:
-        self._served_models = served_models
-
-    def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
-        return True
+    error_format = FastDeployErrorFormat(FIELD_NAMES)
+    chat_error_format = FastDeployErrorFormat(CHAT_FIELD_NAMES)
+    completion_handler = FastDeployCompletionHandler
+    chat_handler = FastDeployChatHandler
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
-        record = record_of(raw_request.scope)
         self._read(fields)
         for name in CHAT_ONLY_FIELDS.intersection(fields):  # which FastDeploy ignores, as any field it does not know
             del fields[name]
-            record.unknown.ignore("", name)
+            record_of(raw_request.scope).unknown.ignore("", name)
         if isinstance(fields.get("logprobs"), bool):
             fields["logprobs"] = int(fields["logprobs"])
-        if fields.get("prompt_token_ids"):
-            fields.setdefault("prompt", "")  # required by the schema, and not used
-        request = parse_request(self._served_models, fields, CompletionRequest, raw_request)
-        _include_usage(request.stream_options)
-        service = self._served_models.find(request.model)
-        handler = FastDeployCompletionHandler(service, record, request)
-        return Reply.of(service, handler, ERROR_FORMAT, request.stream)
+        return super().completion(raw_request, fields, size)
 
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
-        record = record_of(raw_request.scope)
-        record.error_format = CHAT_ERROR_FORMAT
+        record_of(raw_request.scope).error_format = self.chat_error_format
         self._read(fields)
         _take_metadata(fields)
-        request = parse_request(self._served_models, fields, ChatRequest, raw_request)
-        _include_usage(request.stream_options)
-        service = self._served_models.find(request.model)
-        handler = FastDeployChatHandler(service, record, request, size)
-        return Reply.of(service, handler, CHAT_ERROR_FORMAT, request.stream)
+        return super().chat(raw_request, fields, size)
 
     def _read(self, fields: dict[str, Any]) -> None:
         """Replace values that FastDeploy takes otherwise than OpenAI.
 
-        Without ``--served-model-name`` it does not check ``model``; empty texts in ``stop`` and ``bad_words`` are none.
+        Without ``--served-model-name`` it does not check ``model``; empty texts in ``stop`` and ``bad_words`` are none;
+        ``include_usage`` is true by default where there are ``stream_options``.
         """
-        models = self._served_models
+        models, options = self._served_models, fields.get("stream_options")
         if not models.options.served_model_name and not models.has(fields.get("model")):
             fields["model"] = None
         for name in ("stop", "bad_words"):
@@ -284,12 +260,8 @@ class FastDeploy(Dialect):
                 fields[name] = [each for each in given if each != ""]
             elif given == "":
                 fields[name] = None
-
-
-def _include_usage(options: StreamOptions | None) -> None:
-    """``include_usage`` is true by default where there are ``stream_options``."""
-    if options and options.include_usage is None:
-        options.include_usage = True
+        if isinstance(options, dict) and options.get("include_usage") is None:
+            options["include_usage"] = True
 
 
 def _take_metadata(fields: dict[str, Any]) -> None:

@@ -81,15 +81,6 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     speculate_metrics: None = None
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
 class FirstDelta(msgspec.Struct, kw_only=True):
     """The first chunk of a sequence, before any of its text."""
 
@@ -128,15 +119,6 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: Reason | UnsetType = UNSET
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[FirstChoice | ChunkChoice]
-    usage: Usage | UnsetType = UNSET
-
-
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
@@ -152,15 +134,6 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: Reason
     tool_calls: None = None
     speculate_metrics: None = None
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
 
 
 class FirstCompletionChoice(msgspec.Struct, kw_only=True):
@@ -190,11 +163,5 @@ class CompletionChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: Reason | UnsetType = UNSET
 
 
-class CompletionChunk(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[FirstCompletionChoice | CompletionChunkChoice]
-    usage: Usage | UnsetType = UNSET
+class CompletionChunk(openai.Completion, kw_only=True):
     metrics: None = None

@@ -162,11 +162,7 @@ class TopProbability(msgspec.Struct, kw_only=True, gc=False):
     logprob: float
 
 
-class TokenProbability(msgspec.Struct, kw_only=True, gc=False):
-    id: int
-    token: str
-    bytes: list[int]
-    logprob: float
+class TokenProbability(TopProbability, kw_only=True, gc=False):
     top_logprobs: list[TopProbability]
 
 

@@ -81,18 +81,16 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
 
     async def chunk(self, choice: Any, output: RequestOutput) -> msgspec.Struct:
         answer = await super().chunk(choice, output)
-        if not self._begun and isinstance(answer, ChatCompletionChunk):
-            if self.request.return_token_ids:
-                choice.delta.prompt_token_ids = output.prompt_token_ids
-            await self._add_prompt(answer, output)
-        self._begun = True
+        if not self._begun:
+            self._begun = True
+            await self.add_prompt(answer, output)
         return answer
 
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
         answer = ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage(outputs)
         )
-        await self._add_prompt(answer, outputs[0])
+        await self.add_prompt(answer, outputs[0])
         return answer
 
     def added(self, completion: CompletionOutput) -> list[ChunkChoice]:
@@ -155,12 +153,15 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
             return "tool_calls" if called and not isinstance(self.request.tool_choice, NamedTool) else "stop"
         return "length"
 
-    async def _add_prompt(self, answer: ChatCompletion | ChatCompletionChunk, output: RequestOutput) -> None:
+    async def add_prompt(self, answer: msgspec.Struct, output: RequestOutput) -> None:
         """Add the requested fields of the prompt; in a stream to the first chunk."""
+        assert isinstance(answer, ChatCompletion | ChatCompletionChunk)
         if output.prompt_logprobs is not None:
             answer.prompt_logprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
         if self.request.return_token_ids:
             answer.prompt_token_ids = output.prompt_token_ids
+            if isinstance(answer, ChatCompletionChunk):
+                answer.choices[0].delta.prompt_token_ids = output.prompt_token_ids
         if self.request.return_prompt_text:
             answer.prompt_text = output.prompt
 

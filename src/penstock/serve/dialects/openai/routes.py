@@ -113,6 +113,9 @@ class OpenAI(Dialect):
     """
 
     error_format = ERROR_FORMAT
+    chat_error_format = CHAT_ERROR_FORMAT
+    completion_handler = CompletionHandler
+    chat_handler = ChatHandler
 
     def __init__(self, served_models: ServedModels, check: Callable[[SamplingParams], None] | None = None) -> None:
         self._served_models = served_models
@@ -122,23 +125,22 @@ class OpenAI(Dialect):
         return True
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
-        record = record_of(raw_request.scope)
         if fields.get("prompt_token_ids"):
             fields.setdefault("prompt", "")  # required by the schema, and not used
         request = parse_request(self._served_models, fields, CompletionRequest, raw_request)
         service = self._served_models.find(request.model)
-        handler = CompletionHandler(service, record, request)
+        handler = self.completion_handler(service, record_of(raw_request.scope), request)
         self._check(handler.sampling)
-        return Reply.of(service, handler, ERROR_FORMAT, request.stream)
+        return Reply.of(service, handler, self.error_format, request.stream)
 
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         record = record_of(raw_request.scope)
-        record.error_format = CHAT_ERROR_FORMAT
+        record.error_format = self.chat_error_format
         request = parse_request(self._served_models, fields, ChatRequest, raw_request)
         service = self._served_models.find(request.model)
-        handler = ChatHandler(service, record, request, size)
+        handler = self.chat_handler(service, record, request, size)
         self._check(handler.sampling)
-        return Reply.of(service, handler, CHAT_ERROR_FORMAT, request.stream)
+        return Reply.of(service, handler, self.chat_error_format, request.stream)
 
 
 def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:

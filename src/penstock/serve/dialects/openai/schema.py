@@ -212,10 +212,7 @@ class TopLogprob(msgspec.Struct, kw_only=True, gc=False):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, kw_only=True, gc=False):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, kw_only=True, gc=False):
     top_logprobs: list[TopLogprob]
 
 

@@ -116,21 +116,23 @@ class Token(msgspec.Struct, kw_only=True, gc=False):
     special: bool
 
 
-class Details(msgspec.Struct, kw_only=True):
+class EndDetails(msgspec.Struct, kw_only=True):
+    """How an answer has ended."""
+
     finish_reason: str
     """``length``, ``eos_token`` or ``stop_sequence``."""
     generated_tokens: int
     seed: int | None
+
+
+class Details(EndDetails, kw_only=True):
     prefill: list[PromptToken]
     """With ``decoder_input_details``."""
     tokens: list[Token]
     top_tokens: list[list[Token]] | UnsetType = UNSET
 
 
-class StreamDetails(msgspec.Struct, kw_only=True):
-    finish_reason: str
-    generated_tokens: int
-    seed: int | None
+class StreamDetails(EndDetails, kw_only=True):
     input_length: int
     """Tokens of the prompt."""
 
