@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .brace_scanner import BraceScanner
-from .format import Schemas, ToolCallFormat
-from .parser import ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import is_beginning, is_text
 
 NAME_AND_ARGUMENTS = re.compile(

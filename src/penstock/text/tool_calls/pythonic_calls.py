@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .forced_values import arguments_sequence, json_format
-from .format import Schemas, ToolCallFormat
-from .parser import ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import literal
 
 NAME = r"[\w.:/-]{1,128}"

@@ -11,8 +11,7 @@ from typing import Any
 from penstock.text.markers import partial_match_length, split_at_marker
 
 from .forced_values import arguments_sequence, value_format
-from .format import Schemas, ToolCallFormat
-from .parser import ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
 NAME = re.compile(r"[^\s<>\"'=]{1,256}")
