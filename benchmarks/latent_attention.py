@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from penstock.ops import AttentionMetadata, KVSpec, cpu
+from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, cpu
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 """Sizes of DeepSeek-V2, V3 and R1, and of Kimi-K2."""
@@ -70,7 +70,7 @@ class Layer:
     def expanded(self) -> Tensor:
         """Keys and values of the new tokens, and attention to those of all."""
         cpu.linear(self.latent, self.up)
-        return cpu.attention(self.q, self.cache, self.metadata, self.scale)
+        return cpu.attention(self.q, self.cache, self.metadata, AttentionOptions(self.scale))
 
 
 def randn(*shape: int) -> Tensor:

@@ -80,24 +80,27 @@ void norm_row(const Norm& a, int64_t row) {
   a.wide ? norm_row_with<T, float>(a, row) : norm_row_with<T, T>(a, row);
 }
 
-// Turns the halves of a head against each other, or its neighbours.
-template <class T>
-inline void turn(const T* x, T* out, const float* cos, const float* sin, int64_t half, bool neighbours) {
-  if (neighbours) {
-    float given[kMaxLatentKey], turned[kMaxLatentKey];
-    by_sixteen(2 * half, [&](int64_t i, auto n) { put(given + i, get(x + i, n), n); });
-    for (int64_t i = 0; i < half; i++) {
-      const float even = given[2 * i], odd = given[2 * i + 1];
-      turned[2 * i] = even * cos[i] - odd * sin[i];
-      turned[2 * i + 1] = odd * cos[i] + even * sin[i];
-    }
-    by_sixteen(2 * half, [&](int64_t i, auto n) { put(out + i, get(turned + i, n), n); });
-    return;
+template <int64_t most, class T>
+void turn_neighbours(const T* x, const float* cos, const float* sin, T* out, int64_t pairs) {
+  float given[most], turned[most];
+  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(given + i, get(x + i, n), n); });
+  for (int64_t i = 0; i < pairs; i++) {
+    const float even = given[2 * i], odd = given[2 * i + 1];
+    turned[2 * i] = even * cos[i] - odd * sin[i];
+    turned[2 * i + 1] = odd * cos[i] + even * sin[i];
   }
+  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(out + i, get(turned + i, n), n); });
+}
+
+// Turns the halves of a head, of at most `most` elements, against each other, or neighbours.
+template <int64_t most, class T>
+inline void turn(const T* x, const float* cos, const float* sin, T* out, int64_t half, bool neighbours) {
+  if (neighbours) return turn_neighbours<most>(x, cos, sin, out, half);
+  const T *low = x, *high = x + half;
   by_sixteen(half, [&](int64_t i, auto n) {
-    f32x16 low = get(x + i, n), high = get(x + half + i, n), c = get(cos + i, n), s = get(sin + i, n);
-    put(out + i, low * c - high * s, n);
-    put(out + half + i, high * c + low * s, n);
+    f32x16 x = get(low + i, n), y = get(high + i, n), c = get(cos + i, n), s = get(sin + i, n);
+    put(out + i, x * c - y * s, n);
+    put(out + half + i, y * c + x * s, n);
   });
 }
 
@@ -109,7 +112,7 @@ void rope_token(const Rope& a, int64_t token) {
     const T* x = (const T*)a.x + token * a.stride + head * a.dim;
     T* out = (T*)a.out + (token * a.heads + head) * a.dim;
     by_sixteen(a.dim - a.rotary, [&](int64_t i, auto n) { put(out + a.rotary + i, get(x + a.rotary + i, n), n); });
-    turn(x, out, cos, sin, half, a.interleaved);
+    turn<kMaxHead>(x, cos, sin, out, half, a.interleaved);
   }
 }
 

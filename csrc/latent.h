@@ -31,11 +31,11 @@ void store_latent(const LatentStore& a, int64_t token) {
   const int64_t half = a.rope / 2, slot = a.slots[token], latent = a.dim - a.rope;
   const float *cos = a.table + a.positions[token] * a.rope, *sin = cos + half;
   for (int64_t head = 0; head < a.heads; head++)
-    turn((const T*)a.q + token * a.q_stride + head * a.q_head, (T*)a.out + token * a.out_stride + head * a.out_head, cos,
-         sin, half, a.pairs);
+    turn<kMaxLatentKey>((const T*)a.q + token * a.q_stride + head * a.q_head, cos, sin,
+                        (T*)a.out + token * a.out_stride + head * a.out_head, half, a.pairs);
   T vector[kMaxLatentKey];
   memcpy(vector, (const T*)a.latent + token * a.latent_stride, latent * sizeof(T));
-  turn((const T*)a.k + token * a.k_stride, vector + latent, cos, sin, half, a.pairs);
+  turn<kMaxLatentKey>((const T*)a.k + token * a.k_stride, cos, sin, vector + latent, half, a.pairs);
   const LatentPanel<K> panel(a.cache, slot / a.panel, a.dim, a.panel);
   auto* to = panel.vectors + slot % a.panel * a.dim;
   if constexpr (K::kRounds)

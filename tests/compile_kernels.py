@@ -267,7 +267,7 @@ def mixtures(whole: bool) -> Calls:
 
 
 def attentions(whole: bool) -> Calls:
-    from penstock.ops import AttentionMetadata, KVSpec
+    from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec
     from penstock.ops.cuda import kv_cache
     from penstock.ops.cuda.attention import attention
 
@@ -302,7 +302,7 @@ def attentions(whole: bool) -> Calls:
             ) -> None:
                 starts, lengths = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
                 metadata = AttentionMetadata(starts, lengths, torch.zeros(rows, 100, dtype=torch.int32))
-                attention(q, cache, metadata, dim**-0.5, window, **more)
+                attention(q, cache, metadata, AttentionOptions(dim**-0.5, window, **more))
 
             yield f"attention {heads} {kv_heads} {dim} {block_size} {window} {quantization}", call
 

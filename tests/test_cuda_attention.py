@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
-from penstock.ops import AttentionMetadata, KVSpec, QKNorms, reference
+from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, QKNorms, reference
 from penstock.ops.activations import ACTIVATIONS, GATES
 from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
@@ -251,8 +251,8 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "causal": rng.random() < 0.6,
     }
     options["chunked"] = options["causal"] and rng.random() < 0.4
-    got = attention.attention(q, ours, metadata, dim**-0.5, window, **options)
-    close(got, reference.attention(q, theirs, metadata, dim**-0.5, window, **options))
+    got = attention.attention(q, ours, metadata, AttentionOptions(dim**-0.5, window, **options))
+    close(got, reference.attention(q, theirs, metadata, AttentionOptions(dim**-0.5, window, **options)))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,9 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
                 for i, count in zip(chosen, counts, strict=True)
             ]
             metadata = metadata_of(counts, totals, tables, rng.choice((0, 3)))
-            out = attention.attention(torch.cat(given), cache, metadata, 0.2, window, causal=causal, chunked=chunked)
+            out = attention.attention(
+                torch.cat(given), cache, metadata, AttentionOptions(0.2, window, causal=causal, chunked=chunked)
+            )
             got = out.split(counts)[chosen.index(0)]
             if known is None:
                 known = got
@@ -304,9 +306,9 @@ def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     cache, tables = sequences.cache(kv_cache, "", 16, [0], 0)
     q = randn(rng, 1, 2, 16)
     monkeypatch.setattr(attention, "sm_count", lambda device: 1)
-    before = attention.attention(q, cache, metadata_of([1], [300], tables), 0.2)
+    before = attention.attention(q, cache, metadata_of([1], [300], tables), AttentionOptions(0.2))
     monkeypatch.setattr(attention, "SPLIT", 128)
-    after = attention.attention(q, cache, metadata_of([1], [300], tables), 0.2)
+    after = attention.attention(q, cache, metadata_of([1], [300], tables), AttentionOptions(0.2))
     close(after, before)
     assert not torch.equal(after, before)
 
@@ -317,15 +319,15 @@ def test_layers_share_the_plan() -> None:
     cache, tables = sequences.cache(kv_cache, "", 16, [0], 0)
     q, metadata, whole = randn(rng, 3, 2, 16), metadata_of([3], [40], tables), torch.ones(3, 40)
     out = whole[:, 4:36]
-    assert attention.attention(q, cache, metadata, 0.2, 0, out) is out
+    assert attention.attention(q, cache, metadata, AttentionOptions(0.2), out) is out
     assert whole[:, :4].eq(1).all() and whole[:, 36:].eq(1).all()
     metadata.seq_lens.fill_(10**6)  # which the plan has seen already
     [plan] = metadata.plan.values()
     kept = plan.tensor.clone()
     metadata.seq_lens.fill_(40)
-    assert torch.equal(attention.attention(q, cache, metadata, 0.2), out)
+    assert torch.equal(attention.attention(q, cache, metadata, AttentionOptions(0.2)), out)
     assert torch.equal(plan.tensor, kept) and len(metadata.plan) == 1
-    attention.attention(q, cache, metadata, 0.2, 8)
+    attention.attention(q, cache, metadata, AttentionOptions(0.2, 8))
     assert len(metadata.plan) == 2
 
 

@@ -21,6 +21,7 @@ from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import (
     AttentionMetadata,
+    AttentionOptions,
     Batch,
     CaptureOptions,
     Format,
@@ -494,8 +495,8 @@ def test_attention(seed: int) -> None:
     sinks = rng.choice((None, randn(seed + 1, kv_heads * sharing) * rng.choice((1, 100))))
     causal, chunked = rng.choice(((False, False), (True, False), (True, True)))
     options = {"softcap": softcap, "sinks": sinks, "causal": causal, "chunked": chunked}
-    got = cpu.attention(q, ours, batch.attention, dim**-0.5, window, **options)
-    expected = reference.attention(q, theirs, batch.attention, dim**-0.5, window, **options)
+    got = cpu.attention(q, ours, batch.attention, AttentionOptions(dim**-0.5, window, **options))
+    expected = reference.attention(q, theirs, batch.attention, AttentionOptions(dim**-0.5, window, **options))
     if spec.quantization and sinks is not None:
         assert (got - expected).float().abs().max() < 0.12
     elif spec.quantization:
@@ -532,7 +533,7 @@ def test_results_are_written_where_they_are_wanted(seed: int, format: Format) ->
             (2 * outputs, lambda out: module.linear(x, matrix, False, out)),
             (outputs, lambda out: module.linear_activation_and_mul(x, matrix, "silu", out)),
             (outputs, lambda out: module.activation_and_mul(module.linear(x, matrix), "silu", out)),
-            (64, lambda out: module.attention(q, cache, metadata, 0.25, 0, out)),
+            (64, lambda out: module.attention(q, cache, metadata, AttentionOptions(0.25), out)),
             (2 * outputs, lambda out: module.add_lora(module.linear(x, matrix, False, out), x, adapters, slots)),
         ):
             whole, part = columns(rows, first, width, x.dtype)
@@ -569,7 +570,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     batch, tokens, blocks = draw_batch(rng, 16, 4)
     cache, _ = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, 6, 32, dtype=dtype)
-    whole = cpu.attention(q, cache, batch.attention, 0.2)
+    whole = cpu.attention(q, cache, batch.attention, AttentionOptions(0.2))
     for i, (begin, end) in enumerate(
         zip(batch.attention.query_start_loc[:-1].tolist(), batch.attention.query_start_loc[1:].tolist(), strict=True)
     ):
@@ -579,7 +580,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
             seq_lens=batch.positions[row : row + 1].int() + 1,
             block_tables=batch.attention.block_tables[i : i + 1].contiguous(),
         )
-        assert torch.equal(cpu.attention(q[row : row + 1], cache, alone, 0.2)[0], whole[row])
+        assert torch.equal(cpu.attention(q[row : row + 1], cache, alone, AttentionOptions(0.2))[0], whole[row])
 
 
 @few
@@ -613,7 +614,7 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
                     batch.logits_attention,
                 )
                 slots = batch.logits_lora_slots
-            attended = cpu.attention(q, cache, queries, 0.25)
+            attended = cpu.attention(q, cache, queries, AttentionOptions(0.25))
             added = cpu.linear(attended, out)
             if slots is not None:
                 added = cpu.add_lora(added, attended, adapters, slots)
@@ -689,7 +690,9 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
             starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, sent], [sent]))
             queries = (q[:, shard.start * sharing : shard.stop * sharing] for shard in self.shards)
             return [
-                self.ops.attention(own.contiguous(), cache, AttentionMetadata(starts, lengths, self.table), dim**-0.5)
+                self.ops.attention(
+                    own.contiguous(), cache, AttentionMetadata(starts, lengths, self.table), AttentionOptions(dim**-0.5)
+                )
                 for own, cache in zip(queries, self.caches, strict=True)
             ]
 
@@ -735,7 +738,7 @@ def test_a_captured_step_exports_keys_and_values(seed: int) -> None:
             if batch.export_places is not None:
                 cpu.export_kv(cache, batch.slot_mapping, buffer, batch.export_places, layout, progress)
         queries = cpu.index_select(cpu.embedding(batch.token_ids, vocabulary), batch.logits_indices)
-        return cpu.attention(queries.unflatten(-1, (-1, 16)), caches[1], batch.logits_attention, 0.25)
+        return cpu.attention(queries.unflatten(-1, (-1, 16)), caches[1], batch.logits_attention, AttentionOptions(0.25))
 
     captured = cpu.capture(step, CaptureOptions(600, 5, 10))
     for share in (0.5, 0.0, None, 1.0, None):

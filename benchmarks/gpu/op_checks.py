@@ -14,7 +14,7 @@ from shapes import Scale
 from torch import Tensor
 
 from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format
-from penstock.ops import AttentionMetadata, KVSpec, QKNorms, Routing, backend, reference
+from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, QKNorms, Routing, backend, reference
 from penstock.ops.quantized_weight import QuantizedWeight
 
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
@@ -227,12 +227,12 @@ def attention(
         starts = torch.tensor([0, *counts[rows]]).cumsum(0).to(device, torch.int32)
         return AttentionMetadata(starts, torch.tensor(lengths[rows], dtype=torch.int32, device=device), tables[rows])
 
-    whole = slice(0, len(batch))
-    found = ops.attention(torch.cat(queries), cache, metadata(whole), dim**-0.5, window)
-    expected = reference.attention(torch.cat(expected_queries), plain, metadata(whole), dim**-0.5, window)
+    whole, options = slice(0, len(batch)), AttentionOptions(dim**-0.5, window)
+    found = ops.attention(torch.cat(queries), cache, metadata(whole), options)
+    expected = reference.attention(torch.cat(expected_queries), plain, metadata(whole), options)
     at = 0
     for i, own_queries in enumerate(queries):
-        alone = ops.attention(own_queries.contiguous(), cache, metadata(slice(i, i + 1)), dim**-0.5, window)
+        alone = ops.attention(own_queries.contiguous(), cache, metadata(slice(i, i + 1)), options)
         if not torch.equal(alone, found[at : at + counts[i]]):
             raise AssertionError(f"sequence {i} has other bits alone")
         at += counts[i]

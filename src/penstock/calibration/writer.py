@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from penstock.checkpoint.config_json import read_plain_config_json
 from penstock.checkpoint.sentence_transformers import module_files
-from penstock.checkpoint.stored_tensors import INDEX
+from penstock.checkpoint.stored_tensors import INDEX, plan_shards
 from penstock.config.progress import Progress, print_line
 from penstock.core.quantization import Format, Scheme
 from penstock.models import ModelConfig
@@ -32,7 +33,6 @@ from .layer import QuantizedLayer
 from .options import FileFormat, QuantizeOptions
 from .state import CONFIG, RunState
 
-SINGLE = "model.safetensors"
 SHARD_BYTES = 2**31
 """A shard is closed before it would have more."""
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
@@ -141,27 +141,16 @@ class CheckpointWriter:
 
     def write_weights(self, progress: bool = True) -> dict[str, int]:
         """Write the shards, and copy the files beside them. Returns bytes of the tensors before and after."""
-        sizes = [(name, tensor.nbytes) for name, tensor in self._tensors()]
-        shards: list[list[str]] = [[]]
-        room = SHARD_BYTES
-        for name, size in sizes:
-            if size > room and shards[-1]:
-                shards.append([])
-                room = SHARD_BYTES
-            shards[-1].append(name)
-            room -= size
-        total = sum(size for _, size in sizes)
-        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        files = [SINGLE] if len(shards) == 1 else names
-        remaining = self._tensors()
+        sizes = {name: tensor.nbytes for name, tensor in self._tensors()}
+        shards, total, remaining = plan_shards(sizes, SHARD_BYTES), sum(sizes.values()), self._tensors()
         with Progress("written", total, "B", print_line("quantize"), shown=progress) as bar:
-            for file, shard in zip(files, shards, strict=True):
-                tensors = {self.checkpoint.stored_name(name): tensor for name, tensor in _take(remaining, len(shard))}
+            for file, shard in shards.items():
+                tensors = {self.checkpoint.stored_name(name): tensor for name, tensor in islice(remaining, len(shard))}
                 write = partial(save_file, _unshared(tensors), metadata={"format": "pt"})
                 self.state.write(self.output / file, write)
                 bar.update(sum(tensor.nbytes for tensor in tensors.values()))
         if len(shards) > 1:
-            weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+            weight_map = {name: file for file, shard in shards.items() for name in shard}
             weight_map = {self.checkpoint.stored_name(name): file for name, file in sorted(weight_map.items())}
             self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         self._copy_files()
@@ -295,11 +284,6 @@ def _transform_config(block: int, ignored: list[str]) -> dict[str, Any]:
 
 def _arguments(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
     return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic}
-
-
-def _take(tensors: Iterator[tuple[str, Tensor]], count: int) -> Iterator[tuple[str, Tensor]]:
-    for _ in range(count):
-        yield next(tensors)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class DecoderOptions:
     attention_scale: float | None = None
     """Of the products of queries and keys; None is ``head_dim ** -0.5``."""
     attention_softcap: float = 0.0
-    """As of ``reference.attention``."""
+    """As of ``AttentionOptions``."""
     attention_sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and has no value (``sinks``)."""
     query_scaling: tuple[float, int] = (0.0, 0)

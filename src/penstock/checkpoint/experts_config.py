@@ -111,6 +111,20 @@ def num_experts_of(raw: Mapping[str, Any]) -> int:
     return int(raw["num_experts"] if raw.get("num_experts") is not None else raw["num_local_experts"])
 
 
+def read_experts(
+    raw: Mapping[str, Any], size: str, routing: Mapping[str, Any] | None = None, **fields: Any
+) -> ExpertsConfig:
+    """The experts of a ``config.json``, by the names that most families share.
+
+    Args:
+        size: name of the intermediate size of an expert.
+        routing: fields of ``Routing`` in place of those read.
+        fields: further fields of ``ExpertsConfig``.
+    """
+    num_experts = num_experts_of(raw)
+    return ExpertsConfig(num_experts, int(raw[size]), read_routing(raw, num_experts, **(routing or {})), **fields)
+
+
 def dense_layers_by_step(raw: Mapping[str, Any]) -> frozenset[int]:
     """``ExpertsConfig.dense_layers`` by ``mlp_only_layers`` and ``decoder_sparse_step``."""
     dense, step = raw.get("mlp_only_layers") or (), int(raw.get("decoder_sparse_step") or 1)

@@ -38,6 +38,8 @@ ACTIVATIONS = {
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16", "float64")}
 DTYPES |= {"float": "float32", "half": "float16", "double": "float64"}
 """Values of ``dtype`` → torch's names."""
+ConfigJson = Mapping[str, Any]
+"""``config.json``, as ``read_config_json`` completes it."""
 MAX_COUNT = 2**24
 """More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,8 +33,26 @@ class StoredTensor(msgspec.Struct):
     data_offsets: tuple[int, int] = (0, 0)
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str] = {}
+class Index(msgspec.Struct):
+    """``model.safetensors.index.json`` or ``pytorch_model.bin.index.json`` of a checkpoint in shards."""
+
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
+def plan_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """The tensors of each file, in their order, where files have at most so many bytes, or one tensor."""
+    groups: list[list[str]] = [[]]
+    room = max_bytes
+    for name, size in sizes.items():
+        if size > room and groups[-1]:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 class _Place(NamedTuple):
@@ -103,7 +122,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    return msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
+    return msgspec.json.decode((folder / INDEX).read_bytes(), type=Index).weight_map
 
 
 def _find(folder: Path, pattern: re.Pattern[str]) -> list[_Place]:

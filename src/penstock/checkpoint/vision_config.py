@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.core import Code, PenstockError
 
 from .model_config import ACTIVATIONS as TEXT_ACTIVATIONS
-from .model_config import activation_of
+from .model_config import ModelConfig, activation_of
 
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 QWEN3_VL = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
@@ -159,3 +159,19 @@ def feature_layers(given: Any, depth: int) -> tuple[int, ...]:
     if not layers or not all(0 <= layer <= depth for layer in layers):
         raise ValueError(f"vision_feature_layer is {given}, and the encoder has {depth} layers")
     return layers
+
+
+def with_mrope(config: ModelConfig, default: tuple[int, int, int]) -> ModelConfig:
+    """A configuration with M-RoPE: plain positions with sections of a head for time, height and width.
+
+    Args:
+        default: ``mrope_section`` where ``config.json`` has none.
+
+    Raises ``ValueError`` for sections that are not those of a head.
+    """
+    rope = config.rope_parameters
+    sections = [int(size) for size in rope.get("mrope_section") or default]
+    if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
+        raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
+    kind = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
+    return replace(config, rope_parameters={**rope, "rope_type": kind, "mrope_section": sections})

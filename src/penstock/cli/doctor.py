@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from penstock.config.options import EngineOptions
 from penstock.config.sources import read
 from penstock.core import PenstockError
 from penstock.version import __version__
@@ -35,9 +36,13 @@ def collect_facts() -> dict[str, Any]:
     import torch
 
     from penstock.ops import backend
+    from penstock.ops.cores import describe_nodes, describe_placement, usable_cores
     from penstock.planning.host_memory import free_host_bytes
 
-    ops = backend(torch.device("cpu"))
+    from .advice import advice
+
+    ops, options = backend(torch.device("cpu")), read({}, None).configuration.engine
+    isa, built, machine = "", list[str](), list[str]()
     result: dict[str, Any] = {
         "penstock": __version__,
         "python": platform.python_version(),
@@ -52,15 +57,14 @@ def collect_facts() -> dict[str, Any]:
         result["gpu kernels"] = backend(torch.device("cuda")).fingerprint()
     if ops.NAME == "cpu":
         from penstock.ops import _kernels, native
-        from penstock.ops.cores import describe_nodes, describe_placement, usable_cores
 
+        isa, built, machine = _kernels.current(), [*_kernels.BUILT], [*_kernels.MACHINE]
         requested = os.environ.get(native.VARIABLE)
-        result["isa"] = _kernels.current() + (f" ({native.VARIABLE})" if requested else "")
-        result["built"] = ", ".join(_kernels.BUILT)
-        result["machine"] = ", ".join(_kernels.MACHINE)
+        result["isa"] = isa + (f" ({native.VARIABLE})" if requested else "")
+        result["built"] = ", ".join(built)
+        result["machine"] = ", ".join(machine)
         result["threads"] = str(usable_cores())
         result["numa nodes"] = describe_nodes()
-        options = read({}, None).configuration.engine
         ranks = max(2, options.tensor_parallel_size * options.pipeline_parallel_size // options.nnodes)
         try:
             placed = describe_placement(options.cpu_binding, ranks)
@@ -71,35 +75,17 @@ def collect_facts() -> dict[str, Any]:
             result["advice"] = problem
     else:
         result["advice"] = "install a C++ compiler (apt install g++), then penstock again"
-    result["weights"] = _weight_cache()
-    result["faster"] = _advice(ops.NAME == "cpu")
+    result["weights"] = _weight_cache(options)
+    cores = usable_cores(), os.cpu_count() or 1
+    found = advice(isa, built, machine, options.kv_cache_memory_bytes, free_host_bytes(), cores)
+    result["faster"] = found or ["nothing to change was found"]
     return result
 
 
-def _advice(has_kernels: bool) -> list[str]:
-    """What to change to be faster."""
-    from penstock.ops.cores import usable_cores
-    from penstock.planning.host_memory import free_host_bytes
-
-    from .advice import advice
-
-    isa: str = ""
-    built: list[str] = []
-    machine: list[str] = []
-    if has_kernels:
-        from penstock.ops import _kernels
-
-        isa, built, machine = _kernels.current(), [*_kernels.BUILT], [*_kernels.MACHINE]
-    kv_bytes = read({}, None).configuration.engine.kv_cache_memory_bytes
-    cores = usable_cores(), os.cpu_count() or 1
-    return advice(isa, built, machine, kv_bytes, free_host_bytes(), cores) or ["nothing to change was found"]
-
-
-def _weight_cache() -> str:
+def _weight_cache(options: EngineOptions) -> str:
     """The weight cache: folder, size and limit."""
     from penstock.config.cache_folder import cache_folder, disk_usage
 
-    options = read({}, None).configuration.engine
     folder = cache_folder(options.weight_cache_dir)
     if folder is None:
         return "not kept (weight_cache_dir none)"

@@ -59,11 +59,9 @@ def call(base: str, path: str, secret: bytes, body: bytes | None = None) -> Any:
     """
     url = urlsplit(base if "://" in base else f"http://{base}")
     host, port = url.hostname or "", url.port
-    connection: http.client.HTTPConnection
-    if url.scheme == "https":
-        connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=ssl._create_unverified_context())
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT)
+    secure: dict[str, Any] = {"context": ssl._create_unverified_context()} if url.scheme == "https" else {}
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection = kind(host, port, timeout=TIMEOUT, **secure)
     try:
         headers = {HEADER: sign(secret, path, body or b""), "content-type": "application/json"}
         connection.request("GET" if body is None else "POST", path, body, headers)

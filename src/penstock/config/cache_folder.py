@@ -96,7 +96,7 @@ def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
     folder = path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        with _locked(folder):
+        with locked_folder(folder):
             _make_room(path, size, limit)
             file = stack.enter_context(NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=UNFINISHED))
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -109,8 +109,9 @@ def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of those who make room in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # of file systems that lock no folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)

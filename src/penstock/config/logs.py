@@ -51,12 +51,16 @@ def _file(path: Path) -> logging.Handler:
         raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
 
 
-class TextFormatter(logging.Formatter):
-    """Date, time, process, level unless INFO, message, and ``name=value`` for each of ``extra={"facts": …}``."""
+class _Formatter(logging.Formatter):
+    """A format whose lines name the process."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
+
+
+class TextFormatter(_Formatter):
+    """Date, time, process, level unless INFO, message, and ``name=value`` for each of ``extra={"facts": …}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
@@ -66,12 +70,8 @@ class TextFormatter(logging.Formatter):
         return secrets.mask(line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""))
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Formatter):
     """An object with ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the facts."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         result = {

@@ -91,6 +91,8 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._media = media
         self._options = options
+        self._own_formats: dict[bool, ResponseFormats] = {}
+        """Formats under the model's templates, with and without tools."""
         self._request_templates = TemplatePool()
         """Renders templates of requests, apart from the model's own."""
 
@@ -187,9 +189,12 @@ class ChatRenderer:
             template: None is the model's own.
             tools: of the model's own, choose that for chats with tools.
         """
-        if template is None:
-            template = choose_template(self._tokenizer.templates, tools) or ""
-        return _response_formats(self._options, template)
+        if template is not None:
+            return _response_formats(self._options, template)
+        if tools not in self._own_formats:
+            source = choose_template(self._tokenizer.templates, tools) or ""
+            self._own_formats[tools] = _response_formats(self._options, source)
+        return self._own_formats[tools]
 
     def parser_config(
         self,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport, Ops, QKNorms
+from penstock.ops import AttentionMetadata, AttentionOptions, Batch, KVSpec, LayerExport, Ops, QKNorms
 from penstock.parallel import shard_heads, shard_outputs
 
 from .context import BuildContext
@@ -74,14 +74,14 @@ class Attention:
         name: of the checkpoint's module, above ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
         rope: ``[max_len, rotary_dim]``, of ``BuildContext.rope_table``.
         window: positions that a query sees, its own included (sliding window); 0 is all.
-        chunked: as of ``reference.attention``.
+        chunked: as of ``AttentionOptions``.
         query_factors: ``[max_len, head_dim]`` float32: what the queries of each position are multiplied by in the end,
             in the first half of a row, and zeros, as a ``rope`` that does not rotate; or none.
         qk_norms: norms on the queries and keys of each head that are computed with the rotary positions.
         qk_norm_layers: other norms on queries and keys.
         rope_interleaved: as of ``reference.rope``.
         scale: of the products of queries and keys; None is ``head_dim ** -0.5``.
-        softcap, sinks: as of ``reference.attention``; sinks are those of this rank's heads.
+        softcap, sinks: as of ``AttentionOptions``; sinks are those of this rank's heads.
         input_size: of what is projected to queries, keys and values; None is ``hidden_size``.
     """
 
@@ -114,11 +114,9 @@ class Attention:
         self._rope = rope
         self._rope_interleaved = rope_interleaved
         self._head_dim = head_dim
-        self._window, self._chunked = window, chunked
         self._query_factors = query_factors
-        self._scale = head_dim**-0.5 if scale is None else scale
-        self._softcap = softcap
-        self._sinks = sinks
+        scale = head_dim**-0.5 if scale is None else scale
+        self._options = AttentionOptions(scale, window, softcap, sinks, chunked=chunked)
         queries, keys = (heads * head_dim for heads in shard_heads(context.group, num_heads, num_kv_heads))
         self._queries, self._keys = queries, keys
         self._num_kv_heads = keys.size // head_dim
@@ -145,7 +143,7 @@ class Attention:
 
     def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
         dtype = str(self._dtype).removeprefix("torch.")
-        return KVSpec(self._num_kv_heads, self._head_dim, dtype, block_size, quantization, self._window)
+        return KVSpec(self._num_kv_heads, self._head_dim, dtype, block_size, quantization, self._options.window)
 
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
@@ -153,9 +151,7 @@ class Attention:
         q = self._store(*self._project(x, batch.lora_slots), cache, batch)
         q, metadata, lora_slots = after_store(self._ops, q, cache, batch, logits_only, export)
         attended = self._group.all_gather(
-            lambda out: self._ops.attention(
-                q, cache, metadata, self._scale, self._window, out, self._softcap, self._sinks, True, self._chunked
-            ),
+            lambda out: self._ops.attention(q, cache, metadata, self._options, out),
             q.shape[0],
             self._queries,
             self._dtype,

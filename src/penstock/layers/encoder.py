@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.ops import Batch, KVSpec
+from penstock.ops import AttentionOptions, Batch, KVSpec
 from penstock.parallel import shard_heads, shard_outputs
 
 from .context import BuildContext
@@ -43,7 +43,7 @@ class BidirectionalAttention:
         self._dtype = context.dtype
         self._rope = rope
         self._head_dim = head_dim
-        self._window = window
+        self._options = AttentionOptions(head_dim**-0.5, window, causal=False)
         self._heads = shard = shard_heads(context.group, num_heads, num_heads)[0] * head_dim
         # Attention wants queries contiguous: where no rope copies them, they are a product of their own.
         products = ["qkv"] if rope is not None else ["q", "kv"]
@@ -71,9 +71,7 @@ class BidirectionalAttention:
         else:
             q = self._ops.rope_and_store(q, k, v, batch.positions, self._rope, cache, batch.slot_mapping)
         attended = self._group.all_gather(
-            lambda out: self._ops.attention(
-                q, cache, batch.attention, self._head_dim**-0.5, self._window, out, causal=False
-            ),
+            lambda out: self._ops.attention(q, cache, batch.attention, self._options, out),
             q.shape[0],
             self._heads,
             self._dtype,

@@ -23,7 +23,7 @@ MIN_SCORES = 2**16
 """Attention scores of all heads together from which on threads pay."""
 
 
-class Linear:
+class Linear(ColumnParallelLinear):
     """A linear layer that every rank computes whole.
 
     Args:
@@ -42,11 +42,7 @@ class Linear:
         others: Sequence[str] = (),
     ) -> None:
         names = [name, *others]
-        self._linear = ColumnParallelLinear(context, names, inputs, [Shard(0, outputs, outputs)] * len(names), bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``."""
-        return self._linear(x)
+        super().__init__(context, names, inputs, [Shard(0, outputs, outputs)] * len(names), bias)
 
 
 class PatchEmbed:

@@ -1,9 +1,25 @@
 """Models: families by architecture, and what computes them. Importing the package imports no torch."""
 
-from penstock.checkpoint.model_config import ModelConfig, dense_config
+from penstock.checkpoint.decoder_options import DecoderOptions
+from penstock.checkpoint.experts_config import ExpertsConfig
+from penstock.checkpoint.latent_config import LatentConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 
 from .read_config import read_config
 from .registry import Family, imported, register
 from .stored import Stored
 
-__all__ = ["Family", "ModelConfig", "Stored", "dense_config", "imported", "read_config", "register"]
+__all__ = [
+    "ConfigJson",
+    "DecoderOptions",
+    "ExpertsConfig",
+    "Family",
+    "LatentConfig",
+    "ModelConfig",
+    "Stored",
+    "dense_config",
+    "imported",
+    "options_of",
+    "read_config",
+    "register",
+]

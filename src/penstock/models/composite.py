@@ -1,12 +1,8 @@
 """Models with a vision tower and a projector before a language model of another family: their configuration."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.checkpoint.vision_config import ACTIVATIONS
 from penstock.core import Code, PenstockError
 
@@ -14,16 +10,12 @@ from .registry import find_family
 from .stored import Stored
 
 TOWER = "vision_tower"
-
-
 TEXT = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Ministral3", "Mistral", "Qwen2", "Qwen3")}
 """``model_type`` of ``text_config`` → architecture of the language model."""
-
-
 PROJECTOR = "multi_modal_projector"
 
 
-def read_text(raw: Mapping[str, Any], tower: int, inputs: int) -> ModelConfig:
+def read_text(raw: ConfigJson, tower: int, inputs: int) -> ModelConfig:
     """The language model's configuration.
 
     Args:
@@ -40,7 +32,7 @@ def read_text(raw: Mapping[str, Any], tower: int, inputs: int) -> ModelConfig:
     return replace(config, vision_weights=tower + (inputs + config.hidden_size) * config.hidden_size)
 
 
-def projector_activation(raw: Mapping[str, Any]) -> str:
+def projector_activation(raw: ConfigJson) -> str:
     """``projector_hidden_act``. Raises ``PenstockError`` (``unsupported``) for one that is not known."""
     if (name := str(raw["projector_hidden_act"])) not in ACTIVATIONS:
         raise PenstockError(Code.UNSUPPORTED, f"projector_hidden_act is {name[:40]!r}", "model")

@@ -20,7 +20,7 @@ from penstock.checkpoint.checkpoint_digest import checkpoint_digest
 from penstock.checkpoint.config_json import read_plain_config_json
 from penstock.checkpoint.engine_config import model_config, read_engine_config
 from penstock.checkpoint.stored_format import quantization_config_of
-from penstock.checkpoint.stored_tensors import INDEX
+from penstock.checkpoint.stored_tensors import INDEX, plan_shards
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
@@ -201,21 +201,11 @@ def _is_part(name: str, names: Collection[str]) -> bool:
 
 
 def _plan(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int, state: str) -> list[Shard]:
-    groups: list[list[str]] = [[]]
-    room = max_bytes
-    for name, (dtype, shape) in tensors.items():
-        size = dtype.itemsize * prod(shape)
-        if size > room and groups[-1]:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(name)
-        room -= size
-    shards = []
-    for number, group in enumerate(groups, 1):
-        name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-        ordered = sorted(group, key=lambda name: (-tensors[name][0].itemsize, name))
-        shards.append(Shard(name, {name: tensors[name] for name in ordered}, state))
-    return shards
+    sizes = {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in tensors.items()}
+    return [
+        Shard(file, {name: tensors[name] for name in sorted(names, key=lambda n: (-tensors[n][0].itemsize, n))}, state)
+        for file, names in plan_shards(sizes, max_bytes).items()
+    ]
 
 
 def _write(source: Source, shard: Shard, path: Path, progress: Callable[[int], None]) -> None:

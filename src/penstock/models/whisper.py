@@ -12,7 +12,7 @@ from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.checkpoint.model_config import ModelConfig
 from penstock.layers import MLP, BuildContext, Embedding, LayerNorm, LoRATarget, PoolerHead
 from penstock.layers.vision import Linear
-from penstock.ops import Batch, CrossAttention, KVSpec, LayerExport, TransferLayout
+from penstock.ops import AttentionOptions, Batch, CrossAttention, KVSpec, LayerExport, TransferLayout
 from penstock.quant import PackedMatrix
 
 from .model import DraftHead
@@ -134,12 +134,12 @@ class _Layer:
         normed = self._norms[0](x)
         k, v = attention.keys_and_values(normed)
         ops.store_kv(own, k, v, batch.slot_mapping)
-        attended = ops.attention(attention.queries(normed), own, batch.attention, self._scale)
+        attended = ops.attention(attention.queries(normed), own, batch.attention, AttentionOptions(self._scale))
         normed, x = self._norms[1].add(attention.output(attended), x)
         attention = self.cross_attention
         queries = attention.queries(normed)
         if number in cross.recorded_layers:
             cross.queries[number] = queries
-        attended = ops.attention(queries, others, cross.attention, self._scale, causal=False)
+        attended = ops.attention(queries, others, cross.attention, AttentionOptions(self._scale, causal=False))
         normed, x = self._norms[2].add(attention.output(attended), x)
         return ops.add_residual(self._mlp(normed, None), x)

@@ -16,7 +16,16 @@ from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
 
 from . import reference
-from .batch import AttentionMetadata, Batch, CaptureOptions, CrossAttention, ForwardFn, LayerExport, QKNorms
+from .batch import (
+    AttentionMetadata,
+    AttentionOptions,
+    Batch,
+    CaptureOptions,
+    CrossAttention,
+    ForwardFn,
+    LayerExport,
+    QKNorms,
+)
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
 
@@ -112,17 +121,7 @@ class Ops(Protocol):
     def new_kv_cache(self, specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[Any]: ...
     def store_kv(self, cache: Any, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
     def attention(
-        self,
-        q: Tensor,
-        cache: Any,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int = 0,
-        out: Tensor | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        causal: bool = True,
-        chunked: bool = False,
+        self, q: Tensor, cache: Any, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
     ) -> Tensor: ...
     def pack_by_head(self, weight: Tensor) -> Any: ...
     def linear_by_head(self, x: Tensor, matrices: Any, out: Tensor | None = None) -> Tensor: ...

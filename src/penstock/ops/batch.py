@@ -39,6 +39,24 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer's queries attend."""
+
+    scale: float
+    """Factor of the products of queries and keys."""
+    window: int = 0
+    """Positions that a query sees, its own included; 0 is all."""
+    softcap: float = 0.0
+    """Scaled products become ``softcap * tanh(product / softcap)``; 0 leaves them."""
+    sinks: Tensor | None = None
+    """``[heads]`` float32, a logit of each head that takes part in the softmax and has no value; or none."""
+    causal: bool = True
+    """False lets a query see the positions after its own, too: all, or with a window as many as before it."""
+    chunked: bool = False
+    """Positions are in chunks of ``window``, and a query sees its own chunk alone; with ``causal``."""
+
+
+@dataclass(frozen=True, slots=True)
 class CrossAttention:
     """Attention of a decoder's tokens to what an encoder has made of the input."""
 

@@ -44,16 +44,14 @@ from .dialects.vllm import generate as vllm
 from .http import unknown_fields
 from .http.access import Access, OriginPolicy, origins_of
 from .http.middleware import (
+    FINGERPRINT_HEADER,
     WEIGHTS_HEADER,
     ApiKeyMiddleware,
     ApiKeys,
-    FingerprintMiddleware,
-    HeadMiddleware,
     HealthPortMiddleware,
     Refuse,
     RequestLogMiddleware,
     RootPathMiddleware,
-    TurnMiddleware,
 )
 from .http.openapi import components
 from .http.reply import refuse
@@ -160,14 +158,14 @@ def build(
     app = Starlette(routes=routes, exception_handlers={PenstockError: failed, HTTPException: failed, Exception: failed})
     options = served_models.options
     app.state.origins = OriginPolicy(options.allowed_origins, options.host)
-    wrapped: ASGIApp = HeadMiddleware(app)
+    wrapped: ASGIApp = app
     if options.api_key or options.admin_api_key:
         page = PAGE_PATHS if options.web else frozenset[str]()
         wrapped = ApiKeyMiddleware(wrapped, ApiKeys(options.api_key, options.admin_api_key), refusing(NO_KEY), page)
     exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
-    if configuration and configuration.engine.allow_fingerprint_mismatch:
-        wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
-        exposed.append(FingerprintMiddleware.HEADER)
+    allow_mismatch = configuration is not None and configuration.engine.allow_fingerprint_mismatch
+    if allow_mismatch:
+        exposed.append(FINGERPRINT_HEADER)
     if origins := origins_of(options.allowed_origins):
         wrapped = CORSMiddleware(
             wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
@@ -175,11 +173,12 @@ def build(
     if health_ports:
         wrapped = HealthPortMiddleware(wrapped, health_ports, refusing(NOT_HERE))
     wrapped = RequestLogMiddleware(
-        TurnMiddleware(wrapped),
+        wrapped,
         served_models.metrics,
         error_formats,
         served_models.options.strict_requests,
         served_models.tracer,
+        (lambda: served_models.fingerprints) if allow_mismatch else None,
     )
     return RootPathMiddleware(wrapped, prefix) if prefix else wrapped
 

@@ -55,6 +55,8 @@ class Tokenizer:
     def _use_template_of(self, folder: Path, chat_template: str | None) -> None:
         self._trusted = not chat_template and folder in (demo.CHAT, demo.DRAFT)
         self._pool = TemplatePool()
+        self._chosen: dict[bool, ChatTemplate | IsolatedTemplate] = {}
+        """The chat templates for chats with and without tools that have been used."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
@@ -127,20 +129,17 @@ class Tokenizer:
 
         Raises ``PenstockError`` (``invalid``) where there is none.
         """
+        if tools in self._chosen:
+            return self._chosen[tools]
         source = choose_template(self.templates, tools)
         if source is None:
             names = f", only others: {', '.join(self.templates)}"[:200] if self.templates else ""
             raise invalid("chat_template", f"this model has none{names}: name one, or use plain completions")
-        if source not in self._by_source:
-            trusted = self._trusted
-            self._by_source[source] = (
-                ChatTemplate(source, self.special) if trusted else IsolatedTemplate(source, self.special, self._pool)
-            )
-        return self._by_source[source]
-
-    @cached_property
-    def _by_source(self) -> dict[str, ChatTemplate | IsolatedTemplate]:
-        return {}
+        if self._trusted:
+            self._chosen[tools] = ChatTemplate(source, self.special)
+        else:
+            self._chosen[tools] = IsolatedTemplate(source, self.special, self._pool)
+        return self._chosen[tools]
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token, with U+FFFD for incomplete characters; empty for an unknown id."""

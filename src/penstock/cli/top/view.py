@@ -35,6 +35,7 @@ COLUMNS = (
 EXPENDABLE = ("CACHED", "BLOCKS", "COMPUTED", "SECONDS", "PROMPT", "STATE")
 """Columns that a narrow terminal does without, in this order."""
 SEPARATOR = "   "
+HISTOGRAMS = {"first token": "time_to_first_token_seconds", "between tokens": "inter_token_latency_seconds"}
 
 Answer = dict[str, Any]
 """What ``/web/live`` answers."""
@@ -102,35 +103,28 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
     length = max(5, min(20, width - 36))
     bar = glyphs.bar * round(length * used)
     rates = [history.rate(model["name"], counter) for counter in ("generation_tokens", "prompt_tokens")]
-    lines = [
-        *_wrapped([name, f"steps {stats['steps']:,}", f"heartbeat {_time(stats['heartbeat_age'])}"], width),
-        *_wrapped(
-            [
-                f"running {stats['running']}",
-                f"waiting {stats['waiting']}",
-                f"generated {rates[0]:,.0f} tokens/s",
-                f"prompts {rates[1]:,.0f} tokens/s",
-                f"preemptions {stats['preemptions']}",
-            ],
-            width,
-        ),
-        *_wrapped(
-            [
-                f"KV cache {bar:{glyphs.empty}<{length}} {100 * used:.0f} % of {stats['blocks']:,} blocks",
-                f"prefix hits {_share(counters['prefix_cache_hits'], counters['prefix_cache_queries'])}",
-                f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}",
-            ],
-            width,
-        ),
+    times = [
+        f"{words} within {_time(found[0])} (half), {_time(found[1])} (95 %)"
+        for words, histogram in HISTOGRAMS.items()
+        if (found := history.quantiles(model["name"], histogram))
     ]
-    times = []
-    for words, histogram in (
-        ("first token", "time_to_first_token_seconds"),
-        ("between tokens", "inter_token_latency_seconds"),
-    ):
-        if found := history.quantiles(model["name"], histogram):
-            times.append(f"{words} within {_time(found[0])} (half), {_time(found[1])} (95 %)")
-    lines += _wrapped(times, width)
+    rows = [
+        [name, f"steps {stats['steps']:,}", f"heartbeat {_time(stats['heartbeat_age'])}"],
+        [
+            f"running {stats['running']}",
+            f"waiting {stats['waiting']}",
+            f"generated {rates[0]:,.0f} tokens/s",
+            f"prompts {rates[1]:,.0f} tokens/s",
+            f"preemptions {stats['preemptions']}",
+        ],
+        [
+            f"KV cache {bar:{glyphs.empty}<{length}} {100 * used:.0f} % of {stats['blocks']:,} blocks",
+            f"prefix hits {_share(counters['prefix_cache_hits'], counters['prefix_cache_queries'])}",
+            f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}",
+        ],
+        times,
+    ]
+    lines = [line for row in rows for line in _wrapped(row, width)]
     if snapshot is None:
         return [*lines, "the engine does not say what it is doing"]
     if snapshot["steps"]:

@@ -7,7 +7,6 @@ hash, and appear under their names only once they are complete.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -23,7 +22,7 @@ from queue import SimpleQueue
 
 from xxhash import xxh3_64_intdigest
 
-from penstock.config.cache_folder import RESERVED_SHARE, open_cached
+from penstock.config.cache_folder import RESERVED_SHARE, locked_folder, open_cached
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
@@ -279,7 +278,7 @@ class DiskTier:
         """Delete the least recently used files until there is room for some more. Raises ``OSError`` where there is
         none."""
         wanted = max(self._limit // SCANS, self._file_bytes)
-        with _locked(self._folder):
+        with locked_folder(self._folder):
             files = sorted(self._files())
             disk = shutil.disk_usage(self._folder)
             used = sum(size for _, size, _ in files)
@@ -352,15 +351,3 @@ def _write_whole(descriptor: int, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The lock of those who delete files."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # of file systems that lock no folders
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

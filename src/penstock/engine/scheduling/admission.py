@@ -115,7 +115,8 @@ class Admission:
         if allowed and sampling.min_tokens and stops.issuperset(allowed):
             raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
-        request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
+        if max_tokens != sampling.max_tokens:
+            request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         all_at_once = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
         if all_at_once and self._kv.worst_case_blocks(request) > self._device_pool.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")

@@ -437,7 +437,7 @@ class EnginePool:
                 if self._routes and delta.sequence == 0:
                     entry.output += delta.token_ids
             passed_on.append(delta)
-        self._on_deltas(passed_on, engine.weights_version if (engine := replica.client.engine) else "")
+        self._on_deltas(passed_on, engine.state.weights_version if (engine := replica.client.engine) else "")
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
         """It has connected, or changed its state."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.checkpoint.config_json import CONFIG, read_config_json
-from penstock.checkpoint.stored_tensors import INDEX
+from penstock.checkpoint.stored_tensors import INDEX, Index
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
@@ -21,10 +21,6 @@ from penstock.planning.pipeline import split_layers
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NEEDED_FIRST = (CONFIG, INDEX)
 """Files by which the others are chosen."""
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 def stages_of_node(options: EngineOptions) -> set[int]:
@@ -55,7 +51,7 @@ def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str]
     layers = {layer for stage in stages for layer in split[stage]}
     at_an_end = 0 in layers or size.num_layers - 1 in layers
     try:
-        tensors = msgspec.json.decode(read_text_file(folder / INDEX), type=_Index).weight_map
+        tensors = msgspec.json.decode(read_text_file(folder / INDEX), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid("model", f"{folder / INDEX} is damaged ({error}): fetch it again") from error
 

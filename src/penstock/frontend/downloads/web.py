@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
-from penstock.checkpoint.stored_tensors import INDEX
+from penstock.checkpoint.stored_tensors import INDEX, Index
 from penstock.config.secrets import public_url
 from penstock.core.errors import Code, PenstockError, invalid
 from penstock.core.numbers import read_decimal
@@ -44,10 +44,6 @@ FILES_OF_A_FOLDER = (".json", ".safetensors")
 MAX_INDEX_BYTES = 2**26
 ABSENT = (403, 404, 410)
 """Object stores behind web servers answer 403 for what is not there."""
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 class Web:
@@ -93,7 +89,7 @@ class Web:
         """The weight files that the index names."""
         try:
             _, index = get_json(self._ranges, self._url(INDEX), MAX_INDEX_BYTES)
-            names = sorted(set(msgspec.convert(index, type=_Index).weight_map.values()))
+            names = sorted(set(msgspec.convert(index, type=Index).weight_map.values()))
         except InterruptedTransferError as error:
             raise unavailable(self.name, error) from error
         except msgspec.ValidationError as error:

@@ -38,16 +38,8 @@ class PromptMedia:
         """None for a model without videos."""
         self._placeholders = read_placeholders(folder, images, self.video_processor) if images else None
         self._loader = MediaLoader(images, self.video_processor, options) if images else None
-
-    @property
-    def sees_images(self) -> bool:
-        """Whether prompts may have images."""
-        return self._loader is not None
-
-    @property
-    def sees_videos(self) -> bool:
-        """Whether prompts may have videos."""
-        return self.video_processor is not None
+        self.sees_images, self.sees_videos = images is not None, self.video_processor is not None
+        """Whether prompts may have images, and videos."""
 
     def check(self, sources: Sequence[MediaSource]) -> None:
         """Raise ``PenstockError`` where the model sees none, or a prompt has too many."""

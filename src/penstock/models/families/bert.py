@@ -1,13 +1,8 @@
 """BERT (Devlin et al., 2019), RoBERTa (Liu et al., 2019) and XLM-RoBERTa (Conneau et al., 2020): learned positions,
 token types, and a norm after each sum."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.encoders import SUFFIXES, encoder_fields
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.core import Code, PenstockError
 
 from ..registry import Family, imported
@@ -17,7 +12,7 @@ PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.val
 """Of attention, by the names that layers ask for."""
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("is_decoder") or raw.get("add_cross_attention"):
         raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder)", "model")
     if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
@@ -25,7 +20,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return read_bert_config(raw)
 
 
-def read_bert_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_bert_config(raw: ConfigJson) -> ModelConfig:
     """The names that BERT and its successors share."""
     eps = float(raw.get("layer_norm_eps") or 1e-12)
     return dense_config(

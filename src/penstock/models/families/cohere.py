@@ -1,20 +1,23 @@
 """Command R and Command A (Cohere, 2024 and 2025): layer norms without bias, attention and MLP side by side, neighbours
 in a head rotated, scaled logits; Command A with windows, and rotary positions in windowed layers only."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions, QKNormOptions
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
+from penstock.checkpoint.model_config import (
+    ConfigJson,
+    ModelConfig,
+    dense_config,
+    options_of,
+    sliding_windows_by_pattern,
+)
 
 from ..registry import Family
 
 LAYER_NORMS = LayerNorms("input_layernorm", None, None, None)
 
 
-def read_cohere(raw: Mapping[str, Any], rope_layers: tuple[bool, ...] = (), **overrides: Any) -> ModelConfig:
+def read_cohere(raw: ConfigJson, rope_layers: tuple[bool, ...] = (), **overrides: Any) -> ModelConfig:
     scale = raw.get("logit_scale")
     options = options_of(
         raw,
@@ -30,11 +33,11 @@ def read_cohere(raw: Mapping[str, Any], rope_layers: tuple[bool, ...] = (), **ov
     return dense_config(raw, rms_norm_eps=eps, mlp_bias=False, options=options, **overrides)
 
 
-def read_command_r(raw: Mapping[str, Any]) -> ModelConfig:
+def read_command_r(raw: ConfigJson) -> ModelConfig:
     return read_cohere(raw, qk_norm=bool(raw.get("use_qk_norm")))
 
 
-def read_command_a(raw: Mapping[str, Any]) -> ModelConfig:
+def read_command_a(raw: ConfigJson) -> ModelConfig:
     windows = sliding_windows_by_pattern(raw, int(raw.get("sliding_window_pattern") or 4))
     return read_cohere(raw, tuple(map(bool, windows)), sliding_windows=windows)
 

@@ -1,20 +1,16 @@
 """DeepSeek-V2 (DeepSeek-AI, 2024), DeepSeek-V3 and R1 (2024, 2025): multi-head latent attention and
 mixture of experts. Kimi-K2 is a V3."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from penstock.checkpoint.experts_config import read_deepseek_experts
 from penstock.checkpoint.latent_config import read_latent_config
-from penstock.checkpoint.model_config import ModelConfig, dense_config
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     config = dense_config(raw, num_kv_heads=1)
     is_v2 = config.architecture == "DeepseekV2ForCausalLM"
     mlp_bias = config.mlp_bias and is_v2

@@ -1,17 +1,12 @@
 """dots.llm1 (rednote, 2025): Qwen3's attention, and DeepSeek-V3's experts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.experts_config import read_deepseek_experts
-from penstock.checkpoint.model_config import ModelConfig, dense_config, sliding_windows_by_layer_types
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, sliding_windows_by_layer_types
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     layers, first = int(raw["num_hidden_layers"]), int(raw.get("max_window_layers") or 0)
     windows = sliding_windows_by_layer_types(raw, layers)
     if windows is None:

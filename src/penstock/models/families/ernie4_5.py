@@ -1,12 +1,8 @@
 """ERNIE 4.5 (Baidu, 2025), dense: Llama with neighbours in a head rotated."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 
 from ..registry import Family
 from ..stored import Stored
@@ -15,7 +11,7 @@ MTP_MODULES = {"enorm": "mtp_emb_norm", "hnorm": "mtp_hidden_norm", "eh_proj": "
 """Modules of an MTP layer besides its block, under DeepSeek's names."""
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     bias = bool(raw.get("use_bias"))
     options = options_of(raw, rope_interleaved=True)
     return dense_config(raw, qkv_bias=bias, output_bias=bias, mlp_bias=bias, options=options)

@@ -1,20 +1,16 @@
 """ERNIE 4.5 (Baidu, 2025) with experts: a bias for the choice of softmax scores, and experts that every token has."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.core import Code, PenstockError
 
 from ..registry import Family
 from . import ernie4_5
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("use_bias"):
         raise PenstockError(Code.UNSUPPORTED, "use_bias, which gives the language model head a bias", "model")
     num_experts, size = int(raw["moe_num_experts"]), int(raw["moe_intermediate_size"])
@@ -33,7 +29,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, experts=experts)
 
 
-def _dense_layers(raw: Mapping[str, Any]) -> frozenset[int]:
+def _dense_layers(raw: ConfigJson) -> frozenset[int]:
     layers, interval = range(int(raw["num_hidden_layers"])), int(raw.get("moe_layer_interval") or 1)
     start, end = int(raw.get("moe_layer_start_index") or 0), int(raw.get("moe_layer_end_index", -1))
     end = end if end >= 0 else len(layers) - 1

@@ -1,15 +1,11 @@
 """ERNIE 4.5 VL (Baidu, 2025): ERNIE 4.5 with experts of its own for the tokens of images, and M-RoPE in which height
 and width take turns."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
-from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.vision_config import VisionConfig, rope_theta
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
+from penstock.checkpoint.vision_config import VisionConfig, rope_theta, with_mrope
 from penstock.core import Code, PenstockError
 
 from ..registry import Family, imported
@@ -17,16 +13,12 @@ from . import ernie4_5
 
 EPS = 1e-6
 """Of the encoder's norms."""
-
-
 ACTIVATION = "quick_gelu"
-
-
 FRAMES = 2
 """That share features; an image is repeated."""
 
 
-def read_vision_config(raw: Mapping[str, Any]) -> VisionConfig:
+def read_vision_config(raw: ConfigJson) -> VisionConfig:
     """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     vision = raw["vision_config"]
     size = int(vision.get("hidden_size", 1280))
@@ -50,13 +42,13 @@ def read_vision_config(raw: Mapping[str, Any]) -> VisionConfig:
     return config
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("use_bias"):
         raise PenstockError(Code.UNSUPPORTED, "use_bias, which gives the language model head a bias", "model")
-    config = ernie4_5.read_config(raw)
-    sections = [int(size) for size in config.rope_parameters.get("mrope_section") or (22, 22, 20)]
-    if len(sections) != 3 or sections[0] != sections[1] or 2 * sum(sections) != config.head_dim:
-        raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
+    config = with_mrope(ernie4_5.read_config(raw), (22, 22, 20))
+    rope = {**config.rope_parameters, "rope_type": "default"}
+    if rope["mrope_section"][0] != rope["mrope_section"][1]:
+        raise ValueError(f"mrope_section is {rope['mrope_section']}, and height and width take turns")
     layers, num_experts = int(raw["num_hidden_layers"]), int(raw.get("moe_num_experts") or 64)
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     if len(kinds) != layers:
@@ -77,7 +69,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     vision = read_vision_config(raw)
     merged = vision.size * vision.merge_size**2
     weights = vision.weights() + 4 * merged**2  # of the resampler
-    rope = {**config.rope_parameters, "rope_type": "default", "mrope_section": sections}
     return replace(config, rope_parameters=rope, experts=experts, vision_weights=weights)
 
 

@@ -1,20 +1,21 @@
 """EXAONE 4 (LG AI Research, 2025): norms behind attention and MLP, q/k norms, windows in three layers of four, and then
 rotary positions in windowed layers only."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.decoder_options import LayerNorms
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
+from penstock.checkpoint.model_config import (
+    ConfigJson,
+    ModelConfig,
+    dense_config,
+    options_of,
+    sliding_windows_by_pattern,
+)
 
 from ..registry import Family
 
 LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     pattern = raw.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):  # as LLLG
         pattern = pattern.find("G") + 1

@@ -2,13 +2,11 @@
 embedding; Gemma 2 with soft caps and windows in every second layer; Gemma 3 with q/k norms, windows in five layers of
 six, and rotary positions with another base there."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 from penstock.checkpoint.decoder_options import DecoderOptions, LayerNorms, NormOptions
 from penstock.checkpoint.model_config import (
+    ConfigJson,
     ModelConfig,
     activation_of,
     dense_config,
@@ -29,17 +27,17 @@ LAYER_NORMS = LayerNorms(
 )
 
 
-def _options(raw: Mapping[str, Any], activation: str, **options: Any) -> DecoderOptions:
+def _options(raw: ConfigJson, activation: str, **options: Any) -> DecoderOptions:
     scale = float(raw["hidden_size"]) ** 0.5
     return options_of(raw, activation=activation_of(activation), norm=NORM, embedding_scale=scale, **options)
 
 
-def read_gemma(raw: Mapping[str, Any]) -> ModelConfig:
+def read_gemma(raw: ConfigJson) -> ModelConfig:
     activation = str(raw.get("hidden_act") or TANH)
     return dense_config(raw, options=_options(raw, TANH if activation == "gelu" else activation))
 
 
-def _windowed_options(raw: Mapping[str, Any]) -> DecoderOptions:
+def _windowed_options(raw: ConfigJson) -> DecoderOptions:
     """What Gemma 2 and 3 have in common."""
     scale = float(raw.get("query_pre_attn_scalar") or 256)
     if scale <= 0:
@@ -54,11 +52,11 @@ def _windowed_options(raw: Mapping[str, Any]) -> DecoderOptions:
     )
 
 
-def read_gemma2(raw: Mapping[str, Any]) -> ModelConfig:
+def read_gemma2(raw: ConfigJson) -> ModelConfig:
     return dense_config(raw, sliding_windows=sliding_windows_by_pattern(raw, 2), options=_windowed_options(raw))
 
 
-def read_gemma3(raw: Mapping[str, Any]) -> ModelConfig:
+def read_gemma3(raw: ConfigJson) -> ModelConfig:
     return dense_config(
         raw,
         sliding_windows=sliding_windows_by_pattern(raw, int(raw.get("sliding_window_pattern") or 6)),

@@ -1,14 +1,10 @@
 """Gemma 3 that sees images (Gemma Team, 2025): SigLIP, whose patches are averaged to 256 features of an image. These
 attend to each other in both directions."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.checkpoint.vision_config import ViTConfig, read_vit
 
 from ..composite import find_stored
@@ -16,7 +12,7 @@ from ..registry import Family, imported
 from .gemma import read_gemma3
 
 
-def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, int]:
+def read_vision(raw: ConfigJson) -> tuple[ViTConfig, int]:
     """The encoder's configuration, and how many patches of an edge are averaged to a feature. Raises ``KeyError``,
     ``TypeError`` or ``ValueError`` where they are wrong."""
     config = read_vit(raw["vision_config"])
@@ -27,7 +23,7 @@ def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, int]:
     return config, pooled
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     vision, _ = read_vision(raw)
     uncapped = {**raw, "final_logit_softcapping": None}  # with images, logits have no soft cap, as in transformers
     config = read_gemma3(uncapped)

@@ -1,13 +1,8 @@
 """GLM-4 (Zhipu AI, 2024 and 2025): neighbours of a head's first half rotated, a fused MLP; later with norms behind
 attention and MLP, too."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.decoder_options import LayerNorms
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
 from ..registry import Family
@@ -18,13 +13,13 @@ LAYER_NORMS = LayerNorms(
 )
 
 
-def read_glm(raw: Mapping[str, Any], layer_norms: LayerNorms = LayerNorms()) -> ModelConfig:  # noqa: B008 (frozen)
+def read_glm(raw: ConfigJson, layer_norms: LayerNorms = LayerNorms()) -> ModelConfig:  # noqa: B008 (frozen)
     share = rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
     options = options_of(raw, rope_interleaved=True, partial_rotary_factor=share, layer_norms=layer_norms)
     return dense_config(raw, output_bias=False, mlp_bias=False, options=options)
 
 
-def read_glm4(raw: Mapping[str, Any]) -> ModelConfig:
+def read_glm4(raw: ConfigJson) -> ModelConfig:
     return read_glm(raw, LAYER_NORMS)
 
 

@@ -1,18 +1,13 @@
 """GLM-4.5 and GLM-4.6 (Zhipu AI, 2025): half of each head rotated, and DeepSeek-V3's experts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.experts_config import read_deepseek_experts
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     return dense_config(
         raw,
         output_bias=False,

@@ -1,12 +1,13 @@
 """gpt-oss (OpenAI, 2025): attention sinks, windows in every second layer, biases, and experts with a clamped SwiGLU."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of, read_routing
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_layer_types
+from penstock.checkpoint.experts_config import FusedLayout, read_experts
+from penstock.checkpoint.model_config import (
+    ConfigJson,
+    ModelConfig,
+    dense_config,
+    options_of,
+    sliding_windows_by_layer_types,
+)
 from penstock.core import Code, PenstockError
 
 from ..registry import Family
@@ -15,19 +16,19 @@ CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 """Numbers of ``ops.activations.swigluoai``, by their names in ``config.json``."""
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     for name, known in CLAMP.items():
         if (value := float(raw.get(name) or known)) != known:
             raise PenstockError(Code.UNSUPPORTED, f"{name} {value} in config.json: {known} is supported", "model")
-    layers, num_experts = int(raw["num_hidden_layers"]), num_experts_of(raw)
+    layers = int(raw["num_hidden_layers"])
     windows = sliding_windows_by_layer_types(raw, layers)
     if windows is None:
         window = int(raw.get("sliding_window") or 0)
         windows = tuple(0 if layer % 2 else window for layer in range(layers))
-    experts = ExpertsConfig(
-        num_experts,
-        int(raw["intermediate_size"]),
-        read_routing(raw, num_experts, renormalize=True),
+    experts = read_experts(
+        raw,
+        "intermediate_size",
+        {"renormalize": True},
         bias=True,
         router="router",
         router_matrix_bias=True,

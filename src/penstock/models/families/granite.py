@@ -1,19 +1,15 @@
 """Granite 3 (IBM, 2024): Llama with factors of embedding, attention, residual stream and logits; dense or with
 experts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, num_experts_of, read_routing
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.experts_config import FusedLayout, read_experts
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     embedding, attention, residual, logits = (
         float(raw.get(name) or 1)
         for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -28,12 +24,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, options=options)
 
 
-def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
-    num_experts = num_experts_of(raw)
-    experts = ExpertsConfig(
-        num_experts,
-        int(raw["intermediate_size"]),
-        read_routing(raw, num_experts, renormalize=True),
+def read_moe_config(raw: ConfigJson) -> ModelConfig:
+    experts = read_experts(
+        raw,
+        "intermediate_size",
+        {"renormalize": True},
         module="block_sparse_moe",
         router="router.layer",
         fused=FusedLayout(tensors=("input_linear.weight", "output_linear.weight")),

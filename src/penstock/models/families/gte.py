@@ -1,20 +1,16 @@
 """GTE (Zhang et al., 2024): BERT with rotary positions and gated feed-forward layers."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from penstock.checkpoint.encoders import SUFFIXES
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 
 from ..registry import Family, imported
 from ..stored import Stored, find_fused, part_of
 from .bert import read_bert_config
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     config = read_bert_config(raw)
     return replace(config, options=replace(config.options, gated_mlp=True))
 

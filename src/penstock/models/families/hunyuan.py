@@ -1,15 +1,11 @@
 """Hunyuan (Tencent, 2025): Llama with norms on rotated queries and keys, and a base of the rotary positions that a
 factor stretches; dense, or with experts and one that every token has."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.core import Code, PenstockError
 
@@ -20,7 +16,7 @@ NAMES = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 """Of norms in the checkpoint."""
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     options = options_of(raw, qk_norm=QKNormOptions(after_rope=True))
     config, rope = dense_config(raw, qk_norm=True, mlp_bias=False, options=options), rope_parameters_of(raw)
     if rope["rope_type"] != "dynamic" or not rope.get("alpha"):
@@ -33,7 +29,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_moe_config(raw: ConfigJson) -> ModelConfig:
     for name in ("use_cla", "moe_layer_num_skipped"):
         if raw.get(name):
             raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json", "model")
@@ -51,7 +47,7 @@ def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(read_config(raw), experts=experts)
 
 
-def _same_in_all_layers(raw: Mapping[str, Any], name: str) -> int:
+def _same_in_all_layers(raw: ConfigJson, name: str) -> int:
     """A number that may be given for each layer; 1 where it is not given."""
     value = raw.get(name) or 1
     values = {int(each) for each in (value if isinstance(value, list) else [value])}

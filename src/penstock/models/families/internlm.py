@@ -1,12 +1,7 @@
 """InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama; InternLM 2 under names of its own, with queries,
 keys and values in one tensor, those of each key and value head together."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.checkpoint.model_config import ModelConfig, dense_config
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config
 
 from ..registry import Family
 from ..stored import Stored
@@ -24,11 +19,11 @@ NAMES = {
 """Of modules in checkpoints of InternLM 2."""
 
 
-def read_internlm2(raw: Mapping[str, Any]) -> ModelConfig:
+def read_internlm2(raw: ConfigJson) -> ModelConfig:
     return dense_config(raw, qkv_bias=bool(raw.get("bias")), output_bias=bool(raw.get("bias")))
 
 
-def read_internlm3(raw: Mapping[str, Any]) -> ModelConfig:
+def read_internlm3(raw: ConfigJson) -> ModelConfig:
     bias = bool(raw.get("mlp_bias"))  # which is ``bias`` in its own files, and ``attention_bias`` is ``qkv_bias``
     return dense_config(raw, output_bias=bias)
 

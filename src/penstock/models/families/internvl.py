@@ -1,12 +1,7 @@
 """InternVL 3 (Zhu et al., 2025), of transformers' checkpoints: InternViT over tiles, whose patches are merged by pixel
 shuffle."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.checkpoint.vision_config import ViTConfig, ViTNames, feature_layers, read_vit
 
 from ..composite import find_stored, projector_activation, read_text
@@ -23,7 +18,7 @@ NAMES = ViTNames(
 )
 
 
-def read_vision(raw: Mapping[str, Any]) -> ViTConfig:
+def read_vision(raw: ConfigJson) -> ViTConfig:
     """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     vision = raw["vision_config"]
     if not vision.get("use_absolute_position_embeddings", True):
@@ -48,7 +43,7 @@ def read_vision(raw: Mapping[str, Any]) -> ViTConfig:
     return config
 
 
-def merge_size(raw: Mapping[str, Any]) -> int:
+def merge_size(raw: ConfigJson) -> int:
     """Patches of a feature's edge. Raises ``ValueError`` for a ``downsample_ratio`` that gives none."""
     ratio = float(raw["downsample_ratio"])
     if not 0 < ratio <= 1 or abs(1 / ratio - round(1 / ratio)) > 1e-6:
@@ -56,7 +51,7 @@ def merge_size(raw: Mapping[str, Any]) -> int:
     return round(1 / ratio)
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     vision, merge = read_vision(raw), merge_size(raw)
     projector_activation(raw)
     (depth,) = feature_layers(raw["vision_feature_layer"], vision.depth)

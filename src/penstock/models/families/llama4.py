@@ -1,14 +1,10 @@
 """Llama 4 (Meta, 2025), the language model: attention in chunks, layers without rotary positions whose queries grow
 with the position, and experts that read their input times the router's score."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from penstock.checkpoint.experts_config import ExpertsConfig, FusedLayout, Routing, num_experts_of
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.core import Code, PenstockError
 
 from ..registry import Family, imported
@@ -18,7 +14,7 @@ WITH_VISION = "Llama4ForConditionalGeneration"
 """Its vision tower is not read: a prompt has text alone."""
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     layers, interval = int(raw["num_hidden_layers"]), int(raw.get("no_rope_layer_interval") or 4)
     given = raw.get("no_rope_layers")  # where positions are, in spite of the name
     rope = tuple(map(bool, given)) if given else tuple((layer + 1) % interval != 0 for layer in range(layers))
@@ -37,7 +33,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertsConfig:
+def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
     if (top_k := int(raw.get("num_experts_per_tok") or 1)) != 1:
         raise PenstockError(Code.UNSUPPORTED, f"num_experts_per_tok {top_k} in config.json: Llama 4 has 1", "model")
     step, size, sparse = (

@@ -1,13 +1,8 @@
 """LLaVA 1.5 (Liu et al., 2023) with CLIP, SigLIP or Pixtral, and LLaVA-OneVision (Li et al., 2024) with tiles:
 a projector of two layers between encoder and language model."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.anyres import read_anyres
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.checkpoint.vision_config import ViTConfig, feature_layers, read_vit
 from penstock.core import Code, PenstockError
 
@@ -22,7 +17,7 @@ ENCODERS: dict[str, dict[str, bool]] = {
 """By ``model_type`` of ``vision_config``: switches of ``ViTConfig``."""
 
 
-def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, tuple[int, ...]]:
+def read_vision(raw: ConfigJson) -> tuple[ViTConfig, tuple[int, ...]]:
     """The encoder's configuration, and the layers whose states are projected. Raises ``KeyError``, ``TypeError`` or
     ``ValueError`` where they are wrong, and ``PenstockError`` (``unsupported``) for another encoder."""
     vision = raw["vision_config"]
@@ -36,18 +31,18 @@ def read_vision(raw: Mapping[str, Any]) -> tuple[ViTConfig, tuple[int, ...]]:
     return config, feature_layers(raw["vision_feature_layer"], config.depth)
 
 
-def is_pixtral(raw: Mapping[str, Any]) -> bool:
+def is_pixtral(raw: ConfigJson) -> bool:
     return bool(raw["vision_config"].get("model_type") == "pixtral")
 
 
-def read_llava(raw: Mapping[str, Any]) -> ModelConfig:
+def read_llava(raw: ConfigJson) -> ModelConfig:
     if is_pixtral(raw):
         return pixtral.read_config(raw)
     config, layers = read_vision(raw)
     return read_text(raw, config.weights(max(layers)), len(layers) * config.size)
 
 
-def read_onevision(raw: Mapping[str, Any]) -> ModelConfig:
+def read_onevision(raw: ConfigJson) -> ModelConfig:
     config, layers = read_vision(raw)
     read_anyres(raw)
     if config.class_token or raw["vision_feature_select_strategy"] != "full":

@@ -1,25 +1,20 @@
 """MiniMax-M2 (MiniMax, 2025): a part of each head rotated, norms over all queries and all keys of a token, and experts
 by the sigmoids of their logits."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.decoder_options import QKNormOptions
-from penstock.checkpoint.experts_config import ExpertsConfig, num_experts_of, read_routing
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.experts_config import read_experts
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    num_experts, share = num_experts_of(raw), rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
-    experts = ExpertsConfig(
-        num_experts,
-        int(raw["intermediate_size"]),
-        read_routing(raw, num_experts, scores="sigmoid", renormalize=True),
+def read_config(raw: ConfigJson) -> ModelConfig:
+    share = rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
+    experts = read_experts(
+        raw,
+        "intermediate_size",
+        {"scores": "sigmoid", "renormalize": True},
         router_bias="e_score_correction_bias",
         router_float32=True,
         module="block_sparse_moe",

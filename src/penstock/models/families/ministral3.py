@@ -1,18 +1,14 @@
 """Ministral 3 (Mistral, 2025): Mistral with YaRN, whose queries grow with the position."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 
 from ..registry import Family
 from . import mistral
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     config = mistral.read_config(raw)
     rope = {name: value for name, value in config.rope_parameters.items() if name != "max_position_embeddings"}
     scaling = float(rope.get("llama_4_scaling_beta") or 0.0), int(rope.get("original_max_position_embeddings") or 0)

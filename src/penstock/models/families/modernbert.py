@@ -1,20 +1,15 @@
 """ModernBERT (Warner et al., 2024): norms before attention and feed-forward layers, rotary positions, gated
 feed-forward layers, and windows in two of three layers."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.encoders import SUFFIXES, encoder_fields
-from penstock.checkpoint.model_config import ModelConfig, activation_of, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, activation_of, dense_config, options_of
 from penstock.checkpoint.rope import local_rope_parameters_of
 
 from ..registry import Family, imported
 from ..stored import Stored, part_of
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     activation_of(str(raw.get("classifier_activation", "gelu")))
     eps = float(raw.get("norm_eps") or 1e-5)
     window = int(raw.get("local_attention") or 128) // 2 + 1
@@ -41,7 +36,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return Stored(f"{parent}.Wo" if last in ("o_proj", "down_proj") else name)
 
 
-def layer_types(raw: Mapping[str, Any]) -> list[str]:
+def layer_types(raw: ConfigJson) -> list[str]:
     """The kind of each layer; in older files every ``global_attn_every_n_layers`` one sees everything."""
     every = int(raw.get("global_attn_every_n_layers") or 3)
     layers = range(int(raw["num_hidden_layers"]))

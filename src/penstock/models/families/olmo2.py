@@ -1,13 +1,16 @@
 """OLMo 2 and 3 (Ai2, 2025): norms behind attention and MLP, and over all queries and all keys of a token; OLMo 3 with
 windows in three layers of four."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions, QKNormOptions
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_pattern
+from penstock.checkpoint.model_config import (
+    ConfigJson,
+    ModelConfig,
+    dense_config,
+    options_of,
+    sliding_windows_by_pattern,
+)
 from penstock.checkpoint.rope import local_rope_parameters_of
 
 from ..registry import Family
@@ -15,7 +18,7 @@ from ..registry import Family
 LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
-def read_olmo2(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
+def read_olmo2(raw: ConfigJson, **overrides: Any) -> ModelConfig:
     options = options_of(
         raw,
         norm=NormOptions(float32=True),
@@ -25,7 +28,7 @@ def read_olmo2(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     return dense_config(raw, qk_norm=True, mlp_bias=False, options=options, **overrides)
 
 
-def read_olmo3(raw: Mapping[str, Any]) -> ModelConfig:
+def read_olmo3(raw: ConfigJson) -> ModelConfig:
     windows = sliding_windows_by_pattern(raw, 4)
     return read_olmo2(raw, sliding_windows=windows, local_rope_parameters=local_rope_parameters_of(raw))
 

@@ -1,18 +1,13 @@
 """Phi-3 and Phi-4 (Microsoft, 2024): Llama with fused projections, part of a head rotated, and LongRoPE."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 
 from ..registry import Family
 from ..stored import find_fused
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     share = rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
     if (kind := rope_parameters_of(raw)["rope_type"]) not in ("default", "longrope"):
         raise ValueError(f"rope_type is {kind[:40]!r}, and Phi-3 has default or longrope")

@@ -1,12 +1,7 @@
 """Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with rotary positions in two dimensions, for images
 of any size; the latter merges patches."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.checkpoint.vision_config import ViTConfig, ViTNames, feature_layers, read_vit
 
 from ..composite import find_stored, projector_activation, read_text
@@ -23,7 +18,7 @@ NAMES = ViTNames(
 )
 
 
-def read_vision(raw: Mapping[str, Any]) -> ViTConfig:
+def read_vision(raw: ConfigJson) -> ViTConfig:
     """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     config = read_vit(
         raw["vision_config"],
@@ -44,7 +39,7 @@ def read_vision(raw: Mapping[str, Any]) -> ViTConfig:
     return config
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     vision = read_vision(raw)
     layers = feature_layers(raw["vision_feature_layer"], vision.depth)
     if merge_size(raw) and len(layers) > 1:
@@ -54,7 +49,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return read_text(raw, tower, len(layers) * vision.size)
 
 
-def merge_size(raw: Mapping[str, Any]) -> int:
+def merge_size(raw: ConfigJson) -> int:
     """Patches of a feature's edge; 0 where they are not merged."""
     return int(raw["spatial_merge_size"]) if raw.get("model_type") == "mistral3" else 0
 

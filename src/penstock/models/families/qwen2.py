@@ -1,20 +1,15 @@
 """Qwen2 (Qwen Team, 2024): Llama with biases on queries, keys and values, and a window in later layers if asked for."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.checkpoint.model_config import ModelConfig, dense_config, sliding_windows_by_layer_types
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, sliding_windows_by_layer_types
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     return dense_config(raw, sliding_windows=read_sliding_windows(raw), qkv_bias=True, output_bias=False)
 
 
-def read_sliding_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
+def read_sliding_windows(raw: ConfigJson) -> tuple[int, ...]:
     """Each layer's sliding window with ``use_sliding_window``: by ``layer_types``, or from ``max_window_layers`` on."""
     layers = int(raw["num_hidden_layers"])
     if not raw.get("use_sliding_window", False):

@@ -1,24 +1,21 @@
 """Qwen2-MoE (Qwen Team, 2024): Qwen2 with experts in place of the MLP of most layers, one of which every token has."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from penstock.checkpoint.experts_config import ExpertsConfig, dense_layers_by_step, num_experts_of, read_routing
-from penstock.checkpoint.model_config import ModelConfig, sliding_windows_by_layer_types
+from penstock.checkpoint.experts_config import (
+    dense_layers_by_step,
+    read_experts,
+)
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, sliding_windows_by_layer_types
 
 from ..registry import Family
 from . import qwen2
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    num_experts = num_experts_of(raw)
-    experts = ExpertsConfig(
-        num_experts,
-        int(raw["moe_intermediate_size"]),
-        read_routing(raw, num_experts),
+def read_config(raw: ConfigJson) -> ModelConfig:
+    experts = read_experts(
+        raw,
+        "moe_intermediate_size",
         dense_layers=dense_layers_by_step(raw),
         shared_size=int(raw["shared_expert_intermediate_size"]),
         shared_name="shared_expert",
@@ -28,7 +25,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(qwen2.read_config(raw), qkv_bias=bias, experts=experts, sliding_windows=_sliding_windows(raw))
 
 
-def _sliding_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
+def _sliding_windows(raw: ConfigJson) -> tuple[int, ...]:
     """Each layer's sliding window with ``use_sliding_window``: by ``layer_types``, or in every second one before
     ``max_window_layers``, which is another rule than Qwen2's."""
     layers, window = int(raw["num_hidden_layers"]), int(raw.get("sliding_window") or 0)

@@ -1,13 +1,9 @@
 """Qwen2-VL (Wang et al., 2024) and Qwen2.5-VL (Bai et al., 2025): Qwen2 with M-RoPE, and a vision tower."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.vision_config import QWEN2_5_VL, VisionConfig, rope_theta
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
+from penstock.checkpoint.vision_config import QWEN2_5_VL, VisionConfig, rope_theta, with_mrope
 
 from ..registry import Family, imported
 from . import qwen2
@@ -25,7 +21,7 @@ class Qwen2VisionConfig(VisionConfig):
     """Layers without windows."""
 
 
-def read_vision_config(raw: Mapping[str, Any]) -> Qwen2VisionConfig:
+def read_vision_config(raw: ConfigJson) -> Qwen2VisionConfig:
     """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     vision, windowed = raw["vision_config"], QWEN2_5_VL in raw["architectures"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
@@ -57,15 +53,11 @@ def read_vision_config(raw: Mapping[str, Any]) -> Qwen2VisionConfig:
     )
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    config = qwen2.read_config(raw)
-    rope = {**config.rope_parameters, "rope_type": config.rope_parameters["rope_type"].replace("mrope", "default")}
-    sections = [int(size) for size in rope.get("mrope_section") or (16, 24, 24)]
-    if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
-        raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
+def read_config(raw: ConfigJson) -> ModelConfig:
+    config = with_mrope(qwen2.read_config(raw), (16, 24, 24))
     vision = read_vision_config(raw)
     weights = vision.weights(mlp_matrices=3 if vision.windowed else 2)
-    return replace(config, rope_parameters={**rope, "mrope_section": sections}, vision_weights=weights)
+    return replace(config, vision_weights=weights)
 
 
 FAMILY = Family(

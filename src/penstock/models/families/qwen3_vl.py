@@ -1,22 +1,16 @@
 """Qwen3-VL (Qwen Team, 2025): Qwen3, also with experts, with interleaved M-RoPE, and a vision tower whose features
 enter several layers."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from penstock.checkpoint.experts_config import (
-    ExpertsConfig,
     FusedLayout,
     dense_layers_by_step,
-    num_experts_of,
-    read_routing,
+    read_experts,
 )
-from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.vision_config import VisionConfig, rope_theta
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig
+from penstock.checkpoint.vision_config import VisionConfig, rope_theta, with_mrope
 
 from ..registry import Family, imported
 from ..stored import Stored
@@ -35,7 +29,7 @@ class Qwen3VisionConfig(VisionConfig):
     """Layers behind which features for a decoder layer are taken."""
 
 
-def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
+def read_vision_config(raw: ConfigJson) -> Qwen3VisionConfig:
     """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
     vision = raw["vision_config"]
     config = Qwen3VisionConfig(
@@ -59,25 +53,19 @@ def read_vision_config(raw: Mapping[str, Any]) -> Qwen3VisionConfig:
     return config
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    config = qwen3.read_config(raw)
-    sections = [int(size) for size in config.rope_parameters.get("mrope_section") or (24, 20, 20)]
-    if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
-        raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
+def read_config(raw: ConfigJson) -> ModelConfig:
+    config = with_mrope(qwen3.read_config(raw), (24, 20, 20))
     vision = read_vision_config(raw)
     weights = vision.weights(mergers=1 + len(vision.deepstack)) + vision.grid**2 * vision.size
-    kind = "default" if config.rope_parameters["rope_type"] == "mrope" else config.rope_parameters["rope_type"]
-    rope = {**config.rope_parameters, "rope_type": kind, "mrope_section": sections}
-    return replace(config, rope_parameters=rope, vision_weights=weights)
+    return replace(config, vision_weights=weights)
 
 
-def read_moe_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_moe_config(raw: ConfigJson) -> ModelConfig:
     """As ``read_config``, with experts as Qwen3-MoE's."""
-    num_experts = num_experts_of(raw)
-    experts = ExpertsConfig(
-        num_experts,
-        int(raw["moe_intermediate_size"]),
-        read_routing(raw, num_experts, renormalize=True),
+    experts = read_experts(
+        raw,
+        "moe_intermediate_size",
+        {"renormalize": True},
         dense_layers=dense_layers_by_step(raw),
         fused=FusedLayout(transposed=None),  # Qwen's own are, those that transformers saves are not
     )

@@ -1,16 +1,17 @@
 """SmolLM3 (Hugging Face, 2025): Llama without rotary positions in every fourth layer."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of, sliding_windows_by_layer_types
+from penstock.checkpoint.model_config import (
+    ConfigJson,
+    ModelConfig,
+    dense_config,
+    options_of,
+    sliding_windows_by_layer_types,
+)
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     layers, interval = int(raw["num_hidden_layers"]), int(raw.get("no_rope_layer_interval") or 4)
     given = raw.get("no_rope_layers")  # where positions are, in spite of the name
     rope = tuple(map(bool, given)) if given else tuple((layer + 1) % interval != 0 for layer in range(layers))

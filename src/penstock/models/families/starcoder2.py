@@ -1,17 +1,12 @@
 """StarCoder2 (BigCode, 2024): layer norms, an MLP without a gate, biases everywhere, and a sliding window."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.checkpoint.decoder_options import NormOptions
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 
 from ..registry import Family
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     bias, window = bool(raw.get("use_bias", True)), int(raw.get("sliding_window") or 0)
     options = options_of(
         {**raw, "hidden_act": raw.get("hidden_act") or "gelu_pytorch_tanh"},

@@ -1,19 +1,15 @@
 """Whisper (Radford et al., 2022): a decoder with learned positions that attends to the encoder's output, too."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from penstock.checkpoint.model_config import ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.speech import WHISPER, SpeechConfig
 from penstock.core import Code, PenstockError
 
 from ..registry import Family, imported
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: ConfigJson) -> ModelConfig:
     name = str(raw.get("activation_function") or "gelu")
     if name != "gelu":
         raise PenstockError(Code.UNSUPPORTED, f"the encoder has the activation {name[:40]!r}; known is gelu", "model")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.ops import Batch, Ops
+from penstock.ops import AttentionOptions, Batch, Ops
 
 NAME = "penstock"
 """Of the attention implementation."""
@@ -125,7 +125,7 @@ class PagedAttentions:
         q, k, v = (_padded(x, call.head_dim) for x in (q, k, v))
         self._ops.store_kv(cache, k, v, self._batch.slot_mapping)
         metadata = self._batch.attention
-        out = self._ops.attention(q, cache, metadata, scale, call.window, softcap=call.softcap, sinks=sinks)
+        out = self._ops.attention(q, cache, metadata, AttentionOptions(scale, call.window, call.softcap, sinks))
         return out.view(*q.shape)[..., : call.value_dim]
 
     def finish(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig, dtype_of
+from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig, dense_config, dtype_of
 from penstock.checkpoint.rope import max_model_len_of, rope_parameters_of
 from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
@@ -68,28 +69,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         COUNTED_WEIGHTS: weights,
         LIBRARY_CONFIG: raw,
     }
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=count("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=count("intermediate_size", 4 * hidden),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=count("num_key_value_heads", heads),
-        head_dim=count("head_dim", max(hidden // heads, 1)),
-        max_model_len=max_model_len_of(length, rope),
-        max_position_embeddings=length,
-        rms_norm_eps=0.0,
-        rope_parameters=rope,
-        tie_word_embeddings=weights["embedding_weights"] == weights["head_weights"],
-        has_lm_head=True,
-        num_mtp_layers=0,
-        dtype=dtype,
-        quantization=quantization_of(raw) or "none",
-        sliding_windows=(0,) * layers,
-        raw=sizes,
-        model_impl="transformers",
+    config = dense_config(
+        sizes, rope_parameters=rope, max_model_len=max_model_len_of(length, rope), sliding_windows=(0,) * layers
     )
+    return replace(config, architecture=architecture, has_lm_head=True, model_impl="transformers")
 
 
 def _count_weights(model: Any) -> dict[str, int]:

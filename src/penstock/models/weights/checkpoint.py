@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
-from penstock.checkpoint.stored_tensors import EMBEDDING, HEAD, INDEX, matches
+from penstock.checkpoint.stored_tensors import EMBEDDING, HEAD, INDEX, Index, matches
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.core.quantization import UNQUANTIZED, Format
@@ -221,13 +221,6 @@ MAX_NAMED = 3
 """Missing files that an error names."""
 MAX_FILE_NAME = 255
 """Bytes of a file's name, by Linux's file systems."""
-
-
-class Index(msgspec.Struct):
-    """``model.safetensors.index.json`` or ``pytorch_model.bin.index.json`` of a checkpoint in shards."""
-
-    weight_map: dict[str, str]
-    """The file of each tensor."""
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from .. import _kernels, pages
-from ..batch import AttentionMetadata, QKNorms
+from ..batch import AttentionMetadata, AttentionOptions, QKNorms
 from .dtypes import DTYPE_CODES, dtype_code
 from .elementwise import rms_norm, rope
 from .graph import empty
@@ -94,16 +94,7 @@ def rope_and_store(
 
 
 def attention(
-    q: Tensor,
-    cache: LayerCache,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int = 0,
-    out: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-    chunked: bool = False,
+    q: Tensor, cache: LayerCache, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
 ) -> Tensor:
     """As ``reference.attention``; over a latent cache ``[tokens, heads * latent]``."""
     spec, heads = cache.spec, q.shape[1]
@@ -121,17 +112,17 @@ def attention(
         spec.head_dim,
         spec.block_size,
         metadata.block_tables.shape[1],
-        window,
+        options.window,
         out.stride(0),
-        scale,
+        options.scale,
         DTYPE_CODES[q.dtype],
         bool(spec.quantization),
-        softcap,
-        0 if sinks is None else sinks.data_ptr(),
+        options.softcap,
+        0 if options.sinks is None else options.sinks.data_ptr(),
         spec.latent,
-        causal,
+        options.causal,
         0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
-        chunked,
+        options.chunked,
     )
     return out
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import _kernels
-from ..batch import AttentionMetadata
+from ..batch import AttentionMetadata, AttentionOptions
 from .dtypes import DTYPE_CODES
 from .graph import empty
 from .kv_cache import LayerCache, attention
@@ -95,5 +95,5 @@ def latent_rope_and_store(
 def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
     """As ``reference.latent_attention``."""
     assert q.is_contiguous() and latent == cache.spec.latent
-    attended: Tensor = attention(q, cache, metadata, scale).unflatten(1, (-1, latent))
+    attended: Tensor = attention(q, cache, metadata, AttentionOptions(scale)).unflatten(1, (-1, latent))
     return attended

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.checkpoint.kv_spec import KVSpec
 
-from ..batch import AttentionMetadata
+from ..batch import AttentionMetadata, AttentionOptions
 from .elementwise import power_of_two
 from .kernels import attention as kernels
 from .kv_cache import LayerCache, block_strides
@@ -112,15 +112,14 @@ def plan_of(
     heads: int,
     kv_heads: int,
     dim: int,
-    window: int = 0,
-    causal: bool = True,
+    options: AttentionOptions,
 ) -> Plan:
     """The plan of a step: the one that a layer before has made, if it has the same shape.
 
     Args:
         dim: numbers of a value.
     """
-    key = (variant, heads, kv_heads, dim, window, causal)
+    key = (variant, heads, kv_heads, dim, options.window, options.causal)
     if metadata.plan is None:
         metadata.plan = {}
     found: Plan | None = metadata.plan.get(key)
@@ -148,9 +147,9 @@ def plan_of(
         programs * ITEMS,
         HEAD_TILES=head_tiles,
         TOKENS=variant.rows // group_tile,
-        WINDOW=window,
+        WINDOW=options.window,
         SPLIT=SPLIT,
-        CAUSAL=causal,
+        CAUSAL=options.causal,
         BLOCK=PLAN_BLOCK,
     )
     return plan
@@ -162,10 +161,7 @@ def reduce_splits(
     plan: Plan,
     heads: int,
     spec: KVSpec,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    causal: bool = True,
-    chunked: bool = False,
+    options: AttentionOptions,
     num_stages: int = 6,
     max_warps: int = 8,
 ) -> None:
@@ -184,16 +180,16 @@ def reduce_splits(
         plan.tensor,
         plan.partial,
         plan.partial_sums,
-        sinks,
+        options.sinks,
         sequences,
         out.stride(0),
         KV_HEADS=spec.kv_heads,
         GROUP=heads // spec.kv_heads,
         GROUP_TILE=plan.group_tile,
         HEAD_DIM=dim,
-        WINDOW=window,
-        CAUSAL=causal,
-        CHUNKED=chunked,
+        WINDOW=options.window,
+        CAUSAL=options.causal,
+        CHUNKED=options.chunked,
         SPLIT=SPLIT,
         ROWS=plan.variant.rows,
         HEADS=rows,
@@ -204,16 +200,7 @@ def reduce_splits(
 
 
 def attention(
-    q: Tensor,
-    cache: LayerCache,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int = 0,
-    out: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-    chunked: bool = False,
+    q: Tensor, cache: LayerCache, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
 ) -> Tensor:
     """As ``reference.attention``, in three kernels: a plan of the work, which layers of one shape share
     (``metadata.plan``), attention, and the reduction of sequences that were split.
@@ -236,7 +223,8 @@ def attention(
         padded,
         architecture(q.device).capability,
     )
-    plan = plan_of(metadata, variant, heads, spec.kv_heads, dim, window, causal)
+    plan = plan_of(metadata, variant, heads, spec.kv_heads, dim, options)
+    softcap = options.softcap
     launch(
         kernels.attention,
         (plan.programs,),
@@ -250,10 +238,10 @@ def attention(
         plan.tensor,
         plan.partial,
         plan.partial_sums,
-        sinks,
+        options.sinks,
         sequences,
         plan.first_row,
-        scale / softcap if softcap else scale * math.log2(math.e),
+        options.scale / softcap if softcap else options.scale * math.log2(math.e),
         q.stride(0),
         out.stride(0),
         metadata.block_tables.stride(0),
@@ -263,9 +251,9 @@ def attention(
         GROUP_TILE=plan.group_tile,
         HEAD_DIM=dim,
         PAGE=spec.block_size,
-        WINDOW=window,
-        CAUSAL=causal,
-        CHUNKED=chunked,
+        WINDOW=options.window,
+        CAUSAL=options.causal,
+        CHUNKED=options.chunked,
         QUANTIZED=bool(spec.quantization),
         SPLIT=SPLIT,
         TILE=variant.tile,
@@ -276,5 +264,5 @@ def attention(
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
-    reduce_splits(out, metadata, plan, heads, spec, sinks, window, causal, chunked)
+    reduce_splits(out, metadata, plan, heads, spec, options)
     return out

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..batch import AttentionMetadata
+from ..batch import AttentionMetadata, AttentionOptions
 from .attention import SPLIT, Variant, plan_of, reduce_splits
 from .elementwise import power_of_two
 from .kernels import latent as kernels
@@ -121,7 +121,8 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         variant = Variant(16, 16, 4, 1, 1, True)
     else:
         variant = Variant(16, 16, 8, 2, 1, True) if spec.quantization else Variant(32, 32, 8, 2, 1, True)
-    plan = plan_of(metadata, variant, heads, 1, latent)
+    options = AttentionOptions(scale)
+    plan = plan_of(metadata, variant, heads, 1, latent, options)
     launch(
         kernels.latent_attention,
         (plan.programs,),
@@ -154,5 +155,5 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
-    reduce_splits(out, metadata, plan, heads, spec, num_stages=1, max_warps=16)
+    reduce_splits(out, metadata, plan, heads, spec, options, num_stages=1, max_warps=16)
     return out

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import AttentionMetadata, QKNorms
+from ..batch import AttentionMetadata, AttentionOptions, QKNorms
 from .elementwise import rms_norm, rope
 from .kv_cache import dequantize, store_kv
 
@@ -39,16 +39,7 @@ def rope_and_store(
 
 
 def attention(
-    q: Tensor,
-    cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int = 0,
-    out: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-    chunked: bool = False,
+    q: Tensor, cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
 ) -> Tensor:
     """Attention of every query over its own sequence's cached keys and values; ``[tokens, heads * head_dim]``.
 
@@ -56,13 +47,9 @@ def attention(
 
     Args:
         q: ``[tokens, heads, head_dim]``; ``heads`` is a multiple of the cache's.
-        scale: of the products of queries and keys.
-        window: positions that a query sees, its own included; 0 is all.
-        softcap: scaled products become ``softcap * tanh(product / softcap)``; 0 leaves them.
-        sinks: ``[heads]`` float32, a logit of each head that takes part in the softmax and has no value; or none.
-        causal: False lets a query see the positions after its own, too: all, or with a window as many as before it.
-        chunked: positions are in chunks of ``window``, and a query sees its own chunk alone; with ``causal``.
+        out: as for ``linear``.
     """
+    window, softcap, sinks = options.window, options.softcap, options.sinks
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[3]
     out = q.new_empty(q.shape[0], heads * dim) if out is None else out
@@ -72,16 +59,16 @@ def attention(
         blocks = metadata.block_tables[i, : -(-length // cache.shape[2])].long()
         k, v = (dequantize(part[blocks].flatten(0, 1)[:length]) for part in cache)
         own = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
-        scores = torch.einsum("tkgd,skd->kgts", own, k) * scale
+        scores = torch.einsum("tkgd,skd->kgts", own, k) * options.scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(length, device=q.device)
         position = at[length - len(own) :, None]
-        hidden = at > (position if causal else position + window - 1 if window else length)
+        hidden = at > (position if options.causal else position + window - 1 if window else length)
         if metadata.key_ends is not None:
             hidden = at >= metadata.key_ends[rows, None]
         if window:
-            hidden |= at < position // window * window if chunked else at <= position - window
+            hidden |= at < position // window * window if options.chunked else at <= position - window
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import AttentionMetadata
+from ..batch import AttentionMetadata, AttentionOptions
 from .attention import attention
 from .elementwise import rope
 from .kv_cache import store_vectors
@@ -65,5 +65,5 @@ def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scal
         q: ``[tokens, heads, head_dim]``.
         metadata, scale: as for ``attention``.
     """
-    whole = attention(q, cache.expand(2, *cache.shape[1:]), metadata, scale)
+    whole = attention(q, cache.expand(2, *cache.shape[1:]), metadata, AttentionOptions(scale))
     return whole.view(q.shape)[..., :latent]

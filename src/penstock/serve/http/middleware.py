@@ -1,4 +1,4 @@
-"""Middleware: request ids and the request log, API keys, health-only ports, root path, HEAD."""
+"""Middleware: request ids, the request log and turns; API keys, health-only ports, root path."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """Paths that ``health_port`` and ``metrics_port`` serve."""
 WEIGHTS_HEADER = "x-weights-version"
 """Header of answers that the model has computed: the version of its weights."""
+FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
+"""Header of all answers where the fingerprints of instances differ."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 QUIET = (200, 304, 503)
 """Statuses with which these paths are logged at level debug."""
@@ -60,12 +62,17 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestLogMiddleware:
     """Assigns the request id (``X-Request-Id``) and logs each request when it has ended.
 
+    Starts one request in each iteration of the event loop, clients in turn: many that are cheap one by one hold up
+    streams no longer than one.
+
     Unknown fields of a request are named in the response's header, and logged once per client. An unexpected exception
     becomes a response 500, and its traceback is logged.
 
     Args:
         strict: refuse requests with unknown fields.
         tracer: makes spans of requests, but for health checks and the web page; None for no traces.
+        fingerprints: returns the fingerprints of all instances, which each response names where they differ; None where
+            they cannot.
     """
 
     def __init__(
@@ -75,9 +82,12 @@ class RequestLogMiddleware:
         error_formats: ErrorFormats,
         strict: bool = False,
         tracer: Tracer | None = None,
+        fingerprints: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         self._app = app
         self._tracer = tracer
+        self._fingerprints = fingerprints
+        self._fair_queue = FairQueue()
         self._metrics = metrics
         self._error_formats = error_formats
         self._strict = strict
@@ -104,6 +114,8 @@ class RequestLogMiddleware:
                     added.append((WEIGHTS_HEADER.encode(), record.weights_version.encode()))
                 if names := record.unknown.header:
                     added.append((HEADER.encode(), names.encode()))
+                if self._fingerprints and len(several := self._fingerprints()) > 1:
+                    added.append((FINGERPRINT_HEADER.encode(), ", ".join(several).encode()))
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
@@ -114,6 +126,7 @@ class RequestLogMiddleware:
                     status_line = refused.status if refused.status != STATUS[refused.failure.code] else None
                     await refuse(send_with_headers, refused.failure, self._error_formats.of(scope), status_line)
                 else:
+                    await self._fair_queue.wait_turn(record.address)
                     await self._app(scope, receive, send_with_headers)
             except Exception as error:
                 record.failure = unexpected(error, record.request_id)
@@ -168,20 +181,6 @@ def _client(scope: Scope) -> str:
     return f"{(scope.get('client') or ('', 0))[0]} {agent[:MAX_USER_AGENT]}".strip()
 
 
-class TurnMiddleware:
-    """Starts one request in each iteration of the event loop, clients in turn: many that are cheap one by one hold up
-    streams no longer than one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._fair_queue = FairQueue()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._fair_queue.wait_turn(record_of(scope).address)
-        await self._app(scope, receive, send)
-
-
 class RootPathMiddleware:
     """Removes ``root_path`` from paths; paths without it are served, too, as a proxy may remove it itself.
 
@@ -197,45 +196,6 @@ class RootPathMiddleware:
         if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._prefix}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix) or "/"}
         await self._app(scope, receive, send)
-
-
-class FingerprintMiddleware:
-    """Names the fingerprints of all instances in each response where they differ.
-
-    Args:
-        fingerprints: returns them.
-    """
-
-    HEADER = "x-penstock-fingerprint-mismatch"
-
-    def __init__(self, app: ASGIApp, fingerprints: Callable[[], Sequence[str]]) -> None:
-        self._app = app
-        self._fingerprints = fingerprints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start" and len(several := self._fingerprints()) > 1:
-                message["headers"] = [*message.get("headers", ()), (self.HEADER.encode(), ", ".join(several).encode())]
-            await send(message)
-
-        await self._app(scope, receive, send_with_header)
-
-
-class HeadMiddleware:
-    """Answers HEAD as GET; uvicorn omits the body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        inner = {**scope, "method": "GET"}
-        try:
-            await self._app(inner, receive, send)
-        finally:
-            scope["route"] = inner.get("route")
 
 
 class HealthPortMiddleware:
