@@ -18,20 +18,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_attention import CPU, DTYPES, FEW, NAMES, close, exact, metadata_of, randn
-from test_cuda_attention import cut as cut_attention
+from test_cuda_attention import CPU, DTYPES, FEW, NAMES, close, cut, exact, metadata_of, randn
 
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.ops import KVSpec, reference
 from penstock.ops.cuda import kv_cache, latent
 from penstock.ops.reference.kv_cache import store_vectors
-
-
-def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:
-    """Another number of programs, and of items for each."""
-    cut_attention(monkeypatch, rng)
-    count = rng.choice((1, 2, 3))
-    monkeypatch.setattr(latent, "sm_count", lambda device: count)
 
 
 def draw(rng: Random, dtype: torch.dtype, kept: str) -> tuple[KVSpec, int]:
