@@ -80,9 +80,9 @@ class KVTransfers(RuleBasedStateMachine):
         self.to_decode += [(encode(message), b"") for message in self.sender.outgoing]
         self.sender.outgoing.clear()
         for sending in self.sender.sending:  # sent at once, in this test: the bytes are then on the wire
-            begin, size = sending.first_byte, sending.message.size
-            data = self.prefill.data[sending.slot, begin : begin + size].tobytes()
-            self.to_decode.append((encode(sending.message), data))
+            message = sending.message
+            data = bytes(self.prefill.layers(sending.slot, message.first_layer, message.last_layer))
+            self.to_decode.append((encode(message), data))
             self.sender.sent(sending)
         self.sender.sending.clear()
         for event in self.sender.events:

@@ -16,7 +16,7 @@ from .signature import HEADER, sign
 INSTANCE_PATH = "/penstock/instance"
 """GET at an instance: ``InstanceInfo``."""
 REGISTER_PATH = "/penstock/register"
-"""POST at a router: ``Registration``."""
+"""POST at a router: ``RegisterRequest``."""
 TIMEOUT = 5.0
 """Seconds of a request."""
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from penstock.core.errors import Code, PenstockError
+from penstock.core.errors import Code, PenstockError, invalid
 
 from .downloader import MAX_WORKERS, cannot_write, fetch
 from .http import HTTPRanges, status_of
@@ -88,11 +88,11 @@ class HuggingFace:
 
     def _gated(self) -> PenstockError:
         says = f"{self.name} is gated: ask for access at {self.endpoint}/{self.name}, then set HF_TOKEN or --hf-token"
-        return PenstockError(Code.INVALID, f"model: {says}", "model")
+        return invalid("model", says)
 
     def _no_access(self) -> PenstockError:
         says = f"{self.endpoint} refuses {self.name}: set HF_TOKEN or --hf-token to a token that may read it"
-        return PenstockError(Code.INVALID, f"model: {says}", "model")
+        return invalid("model", says)
 
     def _as_penstock_error(self, problem: Exception) -> PenstockError:
         from huggingface_hub import errors

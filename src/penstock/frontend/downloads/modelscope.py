@@ -100,7 +100,7 @@ class ModelScope:
 
     def _no_access(self) -> PenstockError:
         says = f"{self.endpoint} refuses {self.name}: set MODELSCOPE_API_TOKEN to a token that may read it"
-        return PenstockError(Code.INVALID, f"model: {says}", "model")
+        return invalid("model", says)
 
     def _unavailable(self, problem: object) -> PenstockError:
         return unavailable(f"{self.name} from {self.endpoint}", problem, ADVICE)

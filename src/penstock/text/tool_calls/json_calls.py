@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .brace_scanner import BraceScanner
-from .format import Schemas, ToolCallFormat
-from .parser import ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import is_beginning, is_text
 
 NAME_AND_ARGUMENTS = re.compile(
@@ -66,7 +65,7 @@ class _JSONCallParser(ToolCallParser):
     """
 
     def __init__(self, form: JSONFormat) -> None:
-        super().__init__(form.start_markers, form.allow_unmarked, form.new_id)
+        super().__init__(form, form.separators)
         self._form = form
         self._scanner = BraceScanner(form.stops)
         self._scanned = 0
@@ -140,23 +139,11 @@ class _JSONCallParser(ToolCallParser):
         return ended
 
     def _read_end(self, last: bool) -> bool:
-        form = self._form
         self._held = self._held.lstrip()
-        if not self._held:
-            return False
-        for text in (*form.end_markers, *form.separators):
-            if self._held.startswith(text):
-                self._held = self._held[len(text) :]
-                if text in form.separators:
-                    self._gap, self._marker, self._step = "", text, self._read_start
-                return True
-            if text.startswith(self._held):
-                return self._wait_for_end(last)
-        if form.allow_unmarked and self._held.startswith("{"):
+        if self._form.allow_unmarked and self._held.startswith("{"):
             self._gap, self._marker, self._step = "", "", self._read_start
-        else:
-            self._step = self._read_content
-        return True
+            return True
+        return super()._read_end(last)
 
     def _begin(self, name: str, in_object: bool, call_id: str = "") -> None:
         self._start_call(name, call_id=call_id)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .forced_values import arguments_sequence, json_format
-from .format import Schemas, ToolCallFormat
-from .parser import ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import literal
 
 NAME = r"[\w.:/-]{1,128}"
@@ -49,7 +48,7 @@ class _PythonicCallParser(ToolCallParser):
     """Writes arguments as JSON, each when it is complete. A value that is no literal is passed on as a text."""
 
     def __init__(self, form: PythonicFormat) -> None:
-        super().__init__(form.start_markers, form.allow_unmarked, form.new_id)
+        super().__init__(form)
         self._form = form
         self._in_list = self._open = False
         """Whether the calls are in brackets, and whether another one may follow."""
@@ -128,21 +127,13 @@ class _PythonicCallParser(ToolCallParser):
     def _read_end(self, last: bool) -> bool:
         """Behind a call: another one, or the end of the list."""
         self._held = self._held.lstrip()
-        if not self._held:
-            return False
-        if self._open and self._in_list and self._held.startswith(("]", ",")):
-            self._open, self._held = self._held[0] == ",", self._held[1:]
-            return True
-        for text in self._form.end_markers:
-            if self._held.startswith(text):
-                self._open, self._held = False, self._held[len(text) :]
+        if self._open and self._held:
+            if self._in_list and self._held.startswith(("]", ",")):
+                self._open, self._held = self._held[0] == ",", self._held[1:]
                 return True
-            if text.startswith(self._held):
-                return self._wait_for_end(last)
-        if self._open:
             if self._read_call(self._held):
                 return True
             if CALL_SO_FAR.fullmatch(self._held):
                 return self._wait_for_end(last)
-        self._step = self._read_content
-        return True
+            self._open = False
+        return super()._read_end(last)

@@ -11,8 +11,7 @@ from typing import Any
 from penstock.text.markers import partial_match_length, split_at_marker
 
 from .forced_values import arguments_sequence, value_format
-from .format import Schemas, ToolCallFormat
-from .parser import ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
 NAME = re.compile(r"[^\s<>\"'=]{1,256}")
@@ -63,7 +62,7 @@ class _XMLCallParser(ToolCallParser):
     """Writes arguments as JSON: texts as they come, other values when they are complete."""
 
     def __init__(self, form: XMLFormat, schemas: Schemas) -> None:
-        super().__init__(form.start_markers, form.allow_unmarked, form.new_id)
+        super().__init__(form, (form.name_start,) if form.name_start else ())
         self._form = form
         self._schemas = schemas
         markers = (form.parameter[0], form.close, form.name_start, *form.start_markers, *form.end_markers)
@@ -171,24 +170,4 @@ class _XMLCallParser(ToolCallParser):
             self._add_key()
             call.arguments += value
         self._step = self._read_parameters
-        return True
-
-    def _read_end(self, last: bool) -> bool:
-        form = self._form
-        self._held = self._held.lstrip()
-        if not self._held:
-            return False
-        for text in form.end_markers:
-            if self._held.startswith(text):
-                self._held = self._held[len(text) :]
-                return True
-            if text.startswith(self._held):
-                return self._wait_for_end(last)
-        if form.name_start and self._held.startswith(form.name_start):
-            self._gap, self._marker, self._step = "", form.name_start, self._read_start
-            self._held = self._held[len(form.name_start) :]
-            return True
-        if form.name_start.startswith(self._held):
-            return self._wait_for_end(last)
-        self._step = self._read_content
         return True

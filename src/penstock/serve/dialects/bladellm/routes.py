@@ -85,6 +85,9 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
         self.kind = "chat.completion"
         return self.response(choices, self.usage(outputs))
 
+    async def add_prompt(self, answer: msgspec.Struct, output: RequestOutput) -> None:
+        """The answers have no place for it."""
+
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
         choice = await self.whole(output, completion)
         return ChatChoice(

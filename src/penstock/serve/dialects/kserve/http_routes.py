@@ -64,7 +64,7 @@ class LoadRequest(RequestBody, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
 
 
-class Registration(RequestBody, forbid_unknown_fields=True):
+class RegionRequest(RequestBody, forbid_unknown_fields=True):
     """Body of a request to register a region."""
 
     key: str
@@ -192,7 +192,7 @@ class Endpoints:
         return Json(self._memory_of(request).status(name))
 
     async def register(self, request: Request, name: str) -> Response:
-        wish = await self._change_of(request, Registration)
+        wish = await self._change_of(request, RegionRequest)
         self._memory_of(request).register(name, wish.key, wish.offset, wish.byte_size)
         return Response()
 

@@ -21,7 +21,6 @@ export class Answer {
   constructor(parent, onToolResult) {
     this.element = parent;
     this.text = "";
-    this.reasoning = "";
     this.toolCalls = [];
     this.tokens = [];
     this.finish = "";
@@ -78,7 +77,6 @@ export class Answer {
     if (!text) return;
     this.arrived();
     this.details.hidden = false;
-    this.reasoning += text;
     this.thoughts.append(text);
   }
 
