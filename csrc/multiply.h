@@ -79,6 +79,11 @@ void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column,
                        : !last ? begin + steps * step
                                : next.at;
     const char* const until = soon + steps * next.step;
+    // Calls `f(row, height)` for each tile of rows, as even as can be: one of one or two rows takes nearly as long as of four.
+    auto each_tile = [&](auto&& f) {
+      for (int64_t row = first, height; row < end; row += height)
+        f(row, height = ceil_div(end - row, ceil_div(end - row, F::kRows)));
+    };
     auto multiply = [&](int64_t row, int64_t height, int64_t from, int64_t columns) {
       with_rows<F::kRows>(height, [&]<int R>() {
         auto by = [&]<int G>() {
@@ -93,20 +98,25 @@ void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column,
           by.template operator()<others>();
       });
     };
-    // Columns that stay near while all rows take them.
-    const int64_t together = kWidth < 16 && tiles > 1 ? width : count;
-    for (int64_t c = 0; c < count; c += together)
-      // Tiles of rows are as even as can be: one of one or two rows takes nearly as long as of four.
-      for (int64_t row = first, height; row < end; row += height) {
-        height = ceil_div(end - row, ceil_div(end - row, F::kRows));
-        const bool ends = last && c + together >= count;
-        if (ends) sink.prepare(sink.self, row, height, column, count);
-        multiply(row, height, c, together);
-        if (!ends) continue;
-        Outputs* const values = kept + (row - first);
-        complete<F>(a, row, height, column, count, values);
-        sink.finish(sink.self, row, height, column, count, values);
-      }
+    auto finish = [&](int64_t row, int64_t height) {
+      Outputs* const values = kept + (row - first);
+      complete<F>(a, row, height, column, count, values);
+      sink.finish(sink.self, row, height, column, count, values);
+    };
+    if (kWidth < 16 && tiles > 1) {  // a tile's columns of the piece stay near while all rows take them
+      for (int64_t c = 0; c < count; c += width)
+        each_tile([&](int64_t row, int64_t height) {
+          if (last && c + width >= count) sink.prepare(sink.self, row, height, column, count);
+          multiply(row, height, c, width);
+          if (last && c + width >= count) finish(row, height);
+        });
+      continue;
+    }
+    each_tile([&](int64_t row, int64_t height) {
+      if (last) sink.prepare(sink.self, row, height, column, count);
+      multiply(row, height, 0, count);
+      if (last) finish(row, height);
+    });
   }
 }
 
