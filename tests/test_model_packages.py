@@ -25,7 +25,8 @@ GENERATE = """
 import json, sys
 from penstock import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], dtype="float32", num_gpu_blocks_override=60, block_size=16)
+ranks = int(sys.argv[4])
+llm = LLM(sys.argv[1], dtype="float32", num_gpu_blocks_override=60, block_size=16, tensor_parallel_size=ranks)
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
 print(json.dumps([each.outputs[0].token_ids for each in llm.generate(json.loads(sys.argv[3]), params, use_tqdm=False)]))
 """
@@ -73,13 +74,14 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, llama
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_family_of_a_package_generates_the_tokens_of_transformers(
-    packages: dict[str, str], acme: tuple[Path, Any]
+    packages: dict[str, str], acme: tuple[Path, Any], ranks: int
 ) -> None:
     folder, llama = acme
     rng = Random(0)
     prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (5, 70)]
-    command = [sys.executable, "-c", GENERATE, str(folder), str(NEW_TOKENS), json.dumps(prompts)]
+    command = [sys.executable, "-c", GENERATE, str(folder), str(NEW_TOKENS), json.dumps(prompts), str(ranks)]
     ran = subprocess.run(command, env=packages, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -103,7 +105,7 @@ def test_engine_and_api_processes_know_the_family_of_a_package(
 
 
 def test_without_the_package_the_architecture_is_refused(acme: tuple[Path, Any]) -> None:
-    ran = subprocess.run([sys.executable, "-c", GENERATE, str(acme[0]), "1", "[]"], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", GENERATE, str(acme[0]), "1", "[]", "1"], capture_output=True, text=True)
     assert ran.returncode and "architecture AcmeForCausalLM; known are" in ran.stderr
 
 
