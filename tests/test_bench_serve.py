@@ -325,6 +325,7 @@ def test_help_waits_for_no_library() -> None:
     [
         ("--num-prompts", "0", "num_prompts: 0 is wrong: it must be at least 1"),
         ("--goodput", "itl:5", "goodput: itl is not one of ttft, tpot, e2el"),
+        ("--goodput", "ttft:0", "goodput: 0 is wrong"),
         ("--metric-percentiles", "90,101", "metric_percentiles: 101 is wrong"),
         ("--header", "name", "header: name has no ="),
         ("--extra-body", "[]", "extra_body: must be a JSON object"),
@@ -340,7 +341,7 @@ def test_wrong_option_is_refused_before_any_request(flag: str, value: str, messa
 
 
 def test_nobody_there_is_one_sentence() -> None:
-    said = bench("--base-url", "http://127.0.0.1:9")
+    said = bench("--base-url", "http://127.0.0.1:9", "--goodput", "ttft:500", "e2el:2000.5")
     assert said.returncode == 2
     assert said.stderr.startswith("penstock bench: no server answers at http://127.0.0.1:9")
     assert said.stderr.count("\n") == 1

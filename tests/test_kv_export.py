@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from penstock.checkpoint.kv_spec import PROGRESS_BITS
 from penstock.engine.worker.model_runner import ModelRunner
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.models.model import Model
 from penstock.ops import AttentionMetadata, Batch, LayerExport, Ops, backend
 
@@ -96,6 +96,7 @@ def test_stages_export_their_layers(checkpoint: Path) -> None:
     ops = backend(CPU, "reference")
     whole = load_model(checkpoint, ops).transfer_layouts(SLOT_TOKENS)
     stages = [
-        load_model(checkpoint, ops, layers=layers).transfer_layouts(SLOT_TOKENS) for layers in (range(1), range(1, 3))
+        load_model(checkpoint, ops, LoadOptions(layers=layers)).transfer_layouts(SLOT_TOKENS)
+        for layers in (range(1), range(1, 3))
     ]
     assert [*stages[0], *stages[1]] == whole

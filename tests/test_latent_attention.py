@@ -29,7 +29,7 @@ from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.ops import AttentionMetadata, KVSpec, backend, reference
 from penstock.planning.kv_size import bytes_per_weight, kv_specs
 from penstock.planning.model_size import model_size_of
@@ -316,7 +316,7 @@ def test_a_step_exports(checkpoint: Path) -> None:
 def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
     """Bytes of a token, and of weights, of which the matrix that is absorbed is not quantized."""
     config = read_config(checkpoint)
-    model = load_model(checkpoint, backend(CPU, "reference"), dtype=torch.bfloat16)
+    model = load_model(checkpoint, backend(CPU, "reference"), LoadOptions(dtype=torch.bfloat16))
     size = model_size_of(config.raw)
     for quantization in ("auto", "int8"):
         planned = kv_specs(size, 16, quantization, "bfloat16")

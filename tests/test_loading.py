@@ -18,7 +18,7 @@ from penstock import ops
 from penstock.core import PenstockError
 from penstock.layers import BuildContext, ColumnParallelLinear
 from penstock.models import read_config
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint
 from penstock.parallel import SINGLE_RANK, Group, shard_heads, shard_outputs
@@ -133,7 +133,7 @@ def test_ranks_share_heads(heads: int, kv_heads: int, ranks: int, shares: list[t
 
 def test_heads_that_cannot_be_shared_are_refused(folder: Path) -> None:
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
-        load_model(folder, ops.backend(CPU), group=groups(3)[0])
+        load_model(folder, ops.backend(CPU), LoadOptions(group=groups(3)[0]))
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -30,7 +30,7 @@ from transformers import (
 from penstock import LLM, demo
 from penstock.checkpoint.kv_spec import KV_QUANTIZATION, bytes_per_block
 from penstock.cli.main import main
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.ops import reference
 from penstock.planning.kv_size import CachePlan, block_ratio, kv_cache_ratio
 from penstock.planning.model_size import model_size_of
@@ -103,7 +103,7 @@ def test_the_engine_logs_the_same_numbers(
     assert numbers[2:] == [str(n) for n in (found["kv_bytes_per_token"], 640, 2.5, 256, 30)]
     assert found["total_tokens"] == 640 and found["kv_cache_sequences"] == 2.5
     assert found["prefill_kvcache_block_num"] == 30
-    model = load_model(tmp_path, reference, load_format="dummy")
+    model = load_model(tmp_path, reference, LoadOptions(load_format="dummy"))
     assert found["kv_bytes_per_block"] == bytes_per_block(model.kv_specs(16, KV_QUANTIZATION[kv_cache_dtype]))
 
 

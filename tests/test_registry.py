@@ -22,7 +22,7 @@ from penstock.layers import AttentionLayer, BuildContext
 from penstock.models import Family, ModelConfig, register
 from penstock.models.decoder import Decoder
 from penstock.models.layer import grouped_query_attention
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.models.registry import unregister
 from penstock.ops import backend
 
@@ -92,7 +92,7 @@ def test_layers_may_keep_different_things_in_the_cache(families: None, tmp_path:
     options = {"load_format": "dummy", "kv_cache_memory_bytes": 2**20, "num_gpu_blocks_override": 0}
     assert tokens(tmp_path, ops="cpu", **options) == tokens(tmp_path, ops="reference", **options)
     llm = LLM(tmp_path, **OPTIONS | options)
-    model = load_model(tmp_path, backend(torch.device("cpu")), dtype=torch.float32, load_format="dummy")
+    model = load_model(tmp_path, backend(torch.device("cpu")), LoadOptions(dtype=torch.float32, load_format="dummy"))
     specs = model.kv_specs(16)
     assert [spec.kv_heads for spec in specs] == [2, 1, 1]
     block = 16 * (2 + 1 + 1) * 2 * 16 * 4

@@ -94,6 +94,9 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.code in RETRYABLE
 
 
+CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
+
+
 class PenstockError(Exception):
     """Raised for requests, checkpoints and configurations that cannot be served; ``failure`` has the details."""
 

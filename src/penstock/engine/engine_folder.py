@@ -23,7 +23,7 @@ from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.models import ModelConfig, read_config
-from penstock.models.loader import compute_dtype, load_model
+from penstock.models.loader import LoadOptions, compute_dtype, load_model
 from penstock.models.output_folder import OutputFolder
 from penstock.models.weights import Checkpoint, EngineOutput
 from penstock.parallel import SingleRank, shard_heads
@@ -144,10 +144,7 @@ def build_rank(job: RankJob, progress: Callable[[int], None], threads: int = 0) 
             stack.enter_context(made.writing())
             return made
 
-        load_model(
-            job.folder,
-            backend,
-            config=model,
+        loading = LoadOptions(
             dtype=getattr(torch, config.dtype),
             device=device,
             max_len=1,  # of tables that are made at each start
@@ -155,8 +152,8 @@ def build_rank(job: RankJob, progress: Callable[[int], None], threads: int = 0) 
             mtp_heads=config.mtp,
             group=SingleRank(rank, config.tensor_parallel_size),
             layers=range(first, first + config.layers[stage]) if len(config.layers) > 1 else None,
-            output=output,
         )
+        load_model(job.folder, backend, loading, model, output)
 
 
 def _has_mtp(folder: Path, model: ModelConfig) -> bool:

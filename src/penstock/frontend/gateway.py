@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
-from penstock.core.errors import invalid, too_long
+from penstock.core.errors import CANCELLED, invalid, too_long
 from penstock.engine.service.pool import EnginePool
 from penstock.text.encoding import Texts
 from penstock.text.infill import infill_prompt
@@ -36,7 +36,6 @@ NUM_MEDIA_THREADS = 8
 """Threads that fetch, decode and resize images."""
 MAX_SHRINKAGE = 4
 """Factor by which a tokenizer's normalization may shorten a text."""
-CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 DEADLINE_PASSED = Failure(Code.TIMEOUT, "the deadline has passed")
 
 
@@ -268,7 +267,7 @@ class Gateway(Steps):
             if timer:
                 timer.cancel()
             del self._open[name], self._outputs[name], self._owned[name]
-            self.engine_pool.release(name, cancel=not output.finished)
+            self.engine_pool.release(name, abort=not output.finished)
 
     def running(self, tenant: str = "") -> dict[str, int]:
         """Open requests of a tenant: request id → number of tokens generated."""

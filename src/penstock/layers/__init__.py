@@ -1,7 +1,7 @@
 """The layers that models are made of."""
 
 from .attention import Attention, AttentionLayer, QKNormLayers
-from .context import BuildContext, PackedWeights, Weights
+from .context import BuildContext, BuildOptions, PackedWeights, Weights
 from .encoder import BidirectionalAttention
 from .expert_load import ExpertLoad
 from .latent_attention import LatentAttention

@@ -85,32 +85,22 @@ class PackedOutput(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class BuildContext:
-    """Shared by all layers while a model is built."""
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Which part of a model is built, and what for."""
 
-    ops: Ops
-    weights: Weights
-    dtype: torch.dtype
-    """Dtype of the computation."""
-    device: torch.device
-    max_len: int
-    """Tokens that a sequence may have."""
     group: Group = SINGLE_RANK
+    """The rank whose part of the model is built."""
     layers: range | None = None
-    """Numbers of the layers of this pipeline stage; None for all."""
+    """Numbers of the layers of the pipeline stage that is built; None for all."""
     expert_parallel: bool = False
     """Whether ranks have whole experts, not shares of each."""
     expert_placement: Mapping[int, Ranks] = field(default_factory=dict)
     """The experts of each rank, by layer; others are as ``even_placement`` says. With ``expert_parallel``."""
     num_redundant_experts: int = 0
-    """Of layers without a placement."""
+    """Number of redundant experts of layers without a placement."""
     expert_load: ExpertLoad | None = None
     """Counts the tokens of experts; None does not."""
-    scheme: Scheme = field(default_factory=Scheme)
-    weight_cache: PackedWeights | None = None
-    output: PackedOutput | None = None
-    """Gets all weights. Layers then keep no matrices: the model is built to be written, and cannot compute."""
     check_finite: bool = False
     """Whether weights with values that are not finite are refused, as those of a model that is in use should be."""
     max_loras: int = 0
@@ -121,6 +111,23 @@ class BuildContext:
     """Tokens of a step, at most."""
     threads: int = 0
     """Threads of this rank; 0 is one for each usable core."""
+
+
+@dataclass(frozen=True)
+class BuildContext(BuildOptions):
+    """Shared by all layers while a model is built."""
+
+    ops: Ops
+    weights: Weights
+    dtype: torch.dtype
+    """Dtype of the computation."""
+    device: torch.device
+    max_len: int
+    """Tokens that a sequence may have."""
+    scheme: Scheme = field(default_factory=Scheme)
+    weight_cache: PackedWeights | None = None
+    output: PackedOutput | None = None
+    """Gets all weights. Layers then keep no matrices: the model is built to be written, and cannot compute."""
     lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
     """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
     dequantized_bytes: Counter[tuple[Format, Format]] = field(default_factory=Counter)

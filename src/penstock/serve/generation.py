@@ -8,6 +8,7 @@ from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
+from penstock.core.errors import CANCELLED
 from penstock.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 
@@ -17,7 +18,6 @@ from .spans import GenerationSpan
 
 MAX_CONCURRENT_PROMPTS = 64
 """Prompts of one request that are in the engine at the same time, so that no request fills the queue by itself."""
-CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 Output = tuple[int, RequestOutput]
 """The output so far of one of a request's prompts, and the prompt's index."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.logs import TRACE
 from penstock.core import Code, Failure, PenstockError, SamplingParams
+from penstock.core.errors import CANCELLED
 from penstock.frontend.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 REQUEST = "llm_request"
 """Name of the span of a prompt, vLLM's."""
-ABANDONED = Failure(Code.CANCELLED, "the request was cancelled")
 INTERNAL = Failure(Code.INTERNAL, "an internal error; the log has its traceback")
 
 
@@ -131,6 +131,6 @@ class GenerationSpan:
         if isinstance(error, PenstockError):
             failure = error.failure
         else:
-            failure = INTERNAL if isinstance(error, Exception) else ABANDONED
+            failure = INTERNAL if isinstance(error, Exception) else CANCELLED
         self._span.fail(failure.code.value, failure.message)
         self._span.end(time.monotonic())

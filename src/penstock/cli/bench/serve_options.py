@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -110,7 +109,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         pairs = dict(_pair("goodput", text, ":") for text in self.goodput)
         if unknown := pairs.keys() - set(GOODPUT_METRICS):
             raise invalid("goodput", f"{min(unknown)} is not one of {', '.join(GOODPUT_METRICS)}")
-        return {metric: _number("goodput", text) for metric, text in pairs.items()}
+        return {metric: _number("goodput", text, msgspec.Meta(gt=0)) for metric, text in pairs.items()}
 
     @property
     def metrics(self) -> list[str]:
@@ -123,7 +122,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def percentiles(self) -> list[float]:
         """``metric_percentiles`` as numbers."""
-        return [_number("metric_percentiles", text, 100) for text in self.metric_percentiles.split(",")]
+        return [_number("metric_percentiles", text, msgspec.Meta(ge=0, le=100)) for text in self.metric_percentiles.split(",")]
 
 
 def _pair(name: str, text: str, mark: str) -> tuple[str, str]:
@@ -133,9 +132,9 @@ def _pair(name: str, text: str, mark: str) -> tuple[str, str]:
     return key, value
 
 
-def _number(name: str, text: str, maximum: float = math.inf) -> float:
+def _number(name: str, text: str, bounds: msgspec.Meta) -> float:
     try:
-        number: float = msgspec.convert(text, Annotated[float, msgspec.Meta(ge=0, le=maximum)], strict=False)
+        number: float = msgspec.convert(text, Annotated[float, bounds], strict=False)
     except msgspec.ValidationError as error:
         raise invalid(name, f"{text} is wrong: {error}") from error
     return number

@@ -94,7 +94,7 @@ class Preemption:
             victim, *others = victims
             for other in others:
                 other.state = State.FINISHED
-                self._running.release(other)
+                self._running.free(other)
             group.restart_search(self._device_pool.block_size)
             self._builder.drop_beam_steps(group.request.request_id)
         elif plan is not None and self._swaps and (moved := self._kv.swap_out(victim)):
@@ -103,5 +103,5 @@ class Preemption:
             victim.state, victim.swapping_out = State.SWAPPED, True
         if victim.state is not State.SWAPPED:
             victim.reset_computed()
-        self._running.release(victim)
+        self._running.free(victim)
         self._waiting.push(victim)

@@ -62,12 +62,12 @@ class RunningBatch:
             self.start(sibling)
 
     def remove(self, sequence: Sequence) -> None:
-        """Stop running a sequence, which keeps its row and blocks until ``release``."""
+        """Stop running a sequence, which keeps its row and blocks until ``free``."""
         del self._sequences[bisect.bisect_left(self._sequences, self._schedule_key(sequence), key=self._schedule_key)]
         self._num_reserved_rows -= sequence.num_unforked
         self._kv.unreserve(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Free row and blocks of a removed sequence. Does nothing while a step in flight computes it: call it again
         once that step is collected. A sequence without a row is ignored."""
         if sequence.inflight_steps == 0 and sequence.row >= 0:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, TokenDelta
-from penstock.core.errors import invalid
+from penstock.core.errors import CANCELLED, invalid
 
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
@@ -40,7 +40,6 @@ from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 REQUEST_FAILED = "an internal error ended request %s"
 OUTPUT_FAILED = Failure(Code.INTERNAL, "an internal error ended the output; the server's log has its traceback")
 
@@ -265,7 +264,7 @@ class Scheduler:
             self.kv.release_host(sequence)
             self.kv.release_imported(sequence)
         sequence.state = State.FINISHED
-        self.running.release(sequence)
+        self.running.free(sequence)
         self.admission.invalidate_free_capacity()
 
     def _remove_if_ended(self, request_id: str, failure: Failure | None = None) -> None:
@@ -300,7 +299,7 @@ class Scheduler:
             self.kv.offloading.cancel(plan.stores, plan.loads)
         for item in plan.scheduled:
             for sequence in (item.sequence, *item.sampling_sequences):
-                self.running.release(sequence)
+                self.running.free(sequence)
         return deltas
 
     def update(self, plan: Plan, output: StepOutput) -> list[TokenDelta]:
@@ -351,7 +350,7 @@ class Scheduler:
         """
         sequence.inflight_steps -= 1
         if sequence.state is State.FINISHED:
-            self.running.release(sequence)
+            self.running.free(sequence)
             return
         sequence.num_computed = end
         self.kv.cache_full_blocks(sequence, start, end, accepted or [])

@@ -299,11 +299,11 @@ class EnginePool:
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
         self._open[request.request_id] = OpenRequest(request, replica, uncached, prefills, full)
 
-    def release(self, request_id: str, cancel: bool) -> None:
-        """Forget a request that has ended, or, with ``cancel``, cancel it."""
+    def release(self, request_id: str, abort: bool) -> None:
+        """Forget a request. ``abort``: it has not ended, and the engine is told to end it."""
         if (entry := self._open.pop(request_id, None)) is None:
             return
-        if cancel:
+        if abort:
             entry.replica.client.tell(messages.Abort(request_id))
         if self._routes:
             self._prefixes.insert(entry.request, entry.output, entry.replica.number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +18,12 @@ from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.core.expert_placement import read_placement
+from penstock.core.expert_placement import Ranks, read_placement
 from penstock.core.lora import parse_lora_modules
 from penstock.layers import ExpertLoad
 from penstock.models import ModelConfig, read_config
 from penstock.models.draft_heads import load_draft_heads
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.models.model import Model
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
@@ -91,7 +90,7 @@ def load_models(
     speculative = SpeculativeConfig.read(options.speculative_config)
     mtp = bool(speculative and speculative.method == "mtp")
 
-    expert_load, placement = ExpertLoad(), None
+    expert_load, placement = ExpertLoad(), dict[int, Ranks]()
     if options.expert_placement and config.experts:
         numbers = config.experts.num_experts, group.size, options.num_redundant_experts
         placement = read_placement(options.expert_placement, *numbers).layers
@@ -100,9 +99,7 @@ def load_models(
         size = size_of(config)
         layers = split_layers(size, stage.size, split, options.quantization, options.dtype)[stage.rank]
 
-    load = partial(
-        load_model,
-        ops=backend,
+    loading = LoadOptions(
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
         device=device,
         load_format=options.load_format,
@@ -118,8 +115,8 @@ def load_models(
         layers=layers,
         expert_parallel=options.enable_expert_parallel,
     )
-    load_served = partial(
-        load,
+    served = replace(
+        loading,
         max_len=options.max_model_len or None,
         max_loras=max_loras,
         expert_placement=placement,
@@ -128,10 +125,11 @@ def load_models(
     )
 
     def read_model(other: Path | None) -> Model:
+        checked = replace(served, check_finite=True)
         if not other:
-            return load_served(folder, config=config, check_finite=True)
-        own = _config_of(other, config)
-        return load_served(other, config=own, check_finite=True, load_format="safetensors", weight_cache_dir=None)
+            return load_model(folder, backend, checked, config)
+        checked = replace(checked, load_format="safetensors", weight_cache_dir=None)
+        return load_model(other, backend, checked, _config_of(other, config))
 
     def reload(other: Path | None) -> Model:
         result = read_model(other)
@@ -140,7 +138,7 @@ def load_models(
         return result
 
     draft = _draft(speculative, options, config)
-    model = read_model(Path(weights)) if weights else load_served(folder, config=config)
+    model = read_model(Path(weights)) if weights else load_model(folder, backend, served, config)
     heads = None
     if draft and not draft.config:
         quantized = options.quantization
@@ -172,7 +170,9 @@ def load_models(
         heads=tuple(model.heads),
         embedding_size=model.heads["dense"].outputs if "dense" in model.heads else config.hidden_size,
     )
-    draft_model = load(draft.folder, config=draft.config, max_len=max_model_len) if draft and draft.config else None
+    draft_model = None
+    if draft and draft.config:
+        draft_model = load_model(draft.folder, backend, replace(loading, max_len=max_model_len), draft.config)
     return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, expert_load, reload)
 
 

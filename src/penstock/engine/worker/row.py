@@ -10,6 +10,7 @@ import numpy as np
 from penstock.core import SamplingParams
 
 from ..step import NewRow
+from .logits_processors import adjusts_logits
 from .token_counts import TokenCounts
 
 
@@ -119,13 +120,4 @@ class Position(NamedTuple):
 
 def _is_plain_greedy(params: SamplingParams, num_candidates: int) -> bool:
     needs_logits = num_candidates or params.logprobs is not None or params.return_generation_logits
-    adjusted = (
-        params.allowed_token_ids is not None
-        or params.bad_word_ids
-        or params.min_tokens > 0
-        or params.logit_bias
-        or params.repetition_penalty != 1
-        or params.frequency_penalty != 0
-        or params.presence_penalty != 0
-    )
-    return params.greedy and not needs_logits and not adjusted
+    return params.greedy and not needs_logits and not adjusts_logits(params)

@@ -43,8 +43,8 @@ async def stay_registered(routers: Sequence[str], secret: bytes, reports: Callab
             problem = ""
             try:
                 await say(router, leaves=False)
-            except (OSError, PenstockError) as error:
-                problem = str(error) if isinstance(error, PenstockError) else f"{error.strerror or error}"
+            except (OSError, ValueError, PenstockError) as error:
+                problem = getattr(error, "strerror", None) or str(error)
             if problem != told:
                 told = problem
                 if problem:
@@ -54,9 +54,7 @@ async def stay_registered(routers: Sequence[str], secret: bytes, reports: Callab
             await asyncio.sleep(INTERVAL)
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for router in routers:
-                group.create_task(register(router))
+        await asyncio.gather(*map(register, routers))
     finally:
         leaving = asyncio.gather(*(say(router, leaves=True) for router in routers), return_exceptions=True)
         try:

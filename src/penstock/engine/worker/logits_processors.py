@@ -1,0 +1,146 @@
+"""Logits processors: grammar bitmask, penalties, biases and excluded tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core import SamplingParams
+from penstock.ops import Ops, reference
+
+from .decoding_rules import EXCLUDED, apply_rules
+from .host_copy import to_device
+
+if TYPE_CHECKING:
+    from .row import Position
+
+
+def process_logits(
+    logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None, ops: Ops = reference
+) -> Tensor:
+    """Logits after grammar bitmask, penalties, biases and excluded tokens; temperature and truncation come later.
+
+    Args:
+        logits, positions, grammar_bitmask, ops: as in ``sample``.
+
+    Returns:
+        ``[positions, vocabulary]``: ``logits`` itself where nothing is adjusted, else a copy.
+    """
+    adjusted = logits
+    for needed, entries, apply in LOGITS_PROCESSORS:
+        if not (rows := [i for i, position in enumerate(positions) if needed(position.params)]):
+            continue
+        if adjusted is logits:
+            adjusted = logits.clone()
+        own = [entries(positions[i], logits.shape[1]) for i in rows]
+        counts = [len(token_ids) for token_ids, _ in own]
+        places = np.stack((np.repeat(rows, counts), np.concatenate([token_ids for token_ids, _ in own])))
+        values = np.concatenate([np.broadcast_to(np.float32(value), len(token_ids)) for token_ids, value in own])
+        device = logits.device
+        row, token = to_device(places, device)
+        apply(adjusted, to_device(rows, device), row, token, to_device(values, device))
+    if grammar_bitmask is not None and len(rows := np.flatnonzero((grammar_bitmask != -1).any(1)).tolist()):
+        if adjusted is logits:
+            adjusted = logits.clone()
+        for part in [slice(i, i + 1) for i in rows] if logits.device.type == "cpu" else [slice(None)]:
+            ops.apply_bitmask(adjusted[part], to_device(grammar_bitmask[part], logits.device))
+    for i, position in enumerate(positions):
+        if rules := position.row.rules:
+            if adjusted is logits:
+                adjusted = logits.clone()
+            apply_rules(adjusted[i], position, rules)
+    return adjusted
+
+
+Entries = tuple[np.ndarray, np.ndarray | float]
+"""Tokens whose logits of a row are changed, int64, and a value for each or for all."""
+
+
+def _allowed_token_ids(position: Position, vocabulary: int) -> Entries:
+    return _ids(position.params.allowed_token_ids or ()), 0
+
+
+def _bad_words(position: Position, vocabulary: int) -> Entries:
+    """The last token of each bad word whose other tokens were just generated."""
+
+    def has_begun(beginning: list[int]) -> bool:
+        end = position.row.tokens[position.length - len(beginning) : position.length]
+        return position.num_output_tokens >= len(beginning) and end.tolist() == beginning
+
+    return _ids([last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]), EXCLUDED
+
+
+def _min_tokens(position: Position, vocabulary: int) -> Entries:
+    reached = position.num_output_tokens >= position.params.min_tokens
+    return _ids([] if reached else [token for token in position.row.stop_token_ids if token < vocabulary]), EXCLUDED
+
+
+def _logit_bias(position: Position, vocabulary: int) -> Entries:
+    biases = position.params.logit_bias
+    return _ids(biases), np.fromiter(biases.values(), np.float32)
+
+
+def _repetition(position: Position, vocabulary: int) -> Entries:
+    return position.counts.token_ids, position.params.repetition_penalty
+
+
+def _frequency_and_presence(position: Position, vocabulary: int) -> Entries:
+    """OpenAI's frequency and presence penalties, over the output."""
+    params, counts = position.params, position.counts
+    frequencies = np.float32(params.frequency_penalty) * counts.output_counts.astype(np.float32)
+    return counts.output_ids, -(frequencies + np.float32(params.presence_penalty))
+
+
+def _ids(token_ids: Iterable[int]) -> np.ndarray:
+    return np.fromiter(token_ids, np.int64)
+
+
+def _exclude_others(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    kept = logits[row, token]
+    logits.index_fill_(0, rows, EXCLUDED)
+    logits[row, token] = kept
+
+
+def _exclude(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    logits[row, token] = value  # not a number of the host, which PyTorch would wait for to copy
+
+
+def _add(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    logits[row, token] += value
+
+
+def _penalize(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    """The repetition penalty of Keskar et al., 2019: logits of tokens in prompt and output are divided by it where they
+    are positive, and multiplied where they are negative."""
+    own = logits[row, token]
+    logits[row, token] = torch.where(own > 0, own / value, own * value)
+
+
+class LogitsProcessor(NamedTuple):
+    """What changes the logits of positions whose sampling parameters need it."""
+
+    needed: Callable[[SamplingParams], bool]
+    entries: Callable[[Position, int], Entries]
+    """Lists the tokens of a position whose logits change, for a vocabulary of that size."""
+    apply: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """Changes the logits of all rows at once: ``rows`` that need it, and row, token and value of each entry."""
+
+
+LOGITS_PROCESSORS = (
+    LogitsProcessor(lambda p: p.allowed_token_ids is not None, _allowed_token_ids, _exclude_others),
+    LogitsProcessor(lambda p: bool(p.bad_word_ids), _bad_words, _exclude),
+    LogitsProcessor(lambda p: p.min_tokens > 0, _min_tokens, _exclude),
+    LogitsProcessor(lambda p: bool(p.logit_bias), _logit_bias, _add),
+    LogitsProcessor(lambda p: p.repetition_penalty != 1, _repetition, _penalize),
+    LogitsProcessor(lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence, _add),
+)
+"""The logits processors in the order in which they are applied."""
+
+
+def adjusts_logits(params: SamplingParams) -> bool:
+    """Whether a logits processor is needed, so that the next token is not the argmax of the model's own logits."""
+    return any(processor.needed(params) for processor in LOGITS_PROCESSORS)
