@@ -140,7 +140,7 @@ def test_help_loads_no_torch_and_names_units() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("penstock.serve.process.api_server", "torch"),
+        ("penstock.serve.process.api_server", "torch numpy"),
         ("penstock.serve.process.supervisor", "torch starlette uvicorn"),
         ("penstock.cli.main", "torch starlette huggingface_hub asyncio"),
         ("penstock.engine.executor.node_process", "torch starlette uvicorn"),

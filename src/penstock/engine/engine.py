@@ -38,12 +38,13 @@ from .checks.options import checked_options
 from .checks.requests import check_request
 from .checks.whole_prompts import scratch_blocks
 from .draft_folder import draft_size
-from .executor import WorkerLostError, start_executor
+from .executor.base import WorkerLostError
+from .executor.start import start_executor
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
-from .kv.offloading import start_offloading
+from .kv.offloading import KVOffloading, new_host_tier, start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import LoRAManager
 from .request_spans import RequestSpans
@@ -149,16 +150,19 @@ class Engine:
             blocks = min(blocks, scratch_blocks(options, self._max_concurrent_batches))
         host_blocks = count_host_blocks(options, self._memory)
         speculative = SpeculativeConfig.read(options.speculative_config)
-        device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self._transfer_buffer = None
         if options.role != "mixed":
             self._transfer_buffer = new_transfer_buffer(options, model_layouts(options, self._config.raw, info))
         layouts = model_layouts(options, self._config.raw, info, options.block_size)
-        self.kv_offloading = start_offloading(options, layouts, info.fingerprint, device_pool)
-        """Lower tiers of the prefix cache; None where there are none."""
+        host_tier = new_host_tier(options, layouts)
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
-        offload = self.kv_offloading.memory if self.kv_offloading else None
-        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))
+        offload = host_tier.memory if host_tier else None
+        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))  # before lists of as many blocks are made
+        device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
+        self.kv_offloading: KVOffloading | None = None
+        """Lower tiers of the prefix cache; None where there are none."""
+        if host_tier:
+            self.kv_offloading = start_offloading(options, layouts, info.fingerprint, device_pool, host_tier)
         self.scheduler = Scheduler(
             scheduling,
             device_pool,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .executor import Executor
+from .executor.base import Executor
 from .scheduling.scheduler import Scheduler
 from .step import LoadLoRA, UnloadLoRA
 

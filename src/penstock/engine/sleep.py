@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from penstock.core import Code, Failure, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 
-from .executor import Executor, WorkerLostError
+from .executor.base import Executor, WorkerLostError
 from .modes import KV_CACHE, TAGS, WEIGHTS, PauseMode
 from .scheduling.scheduler import Scheduler
 from .step import AllocateCache, FreeMemory

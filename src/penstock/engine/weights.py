@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core import Code, PenstockError
 
-from .executor import Executor, WorkerLostError
+from .executor.base import Executor, WorkerLostError
 from .modes import Running
 from .scheduling.scheduler import Scheduler
 from .step import ChangeWeights, LoadWeights

@@ -36,7 +36,7 @@ from .dialects import (
     tgi,
 )
 from .dialects.bladellm import BladeLLM
-from .dialects.dispatch import Dialect, add_shared_routes
+from .dialects.dispatch import SharedPathDialect, add_shared_routes
 from .dialects.openai.batches.routes import Batches
 from .dialects.openai.batches.routes import add_routes as add_batch_routes
 from .dialects.vllm import development, management
@@ -106,11 +106,11 @@ def build(
         storage: keeps responses, files and batches; None where nothing is kept.
     """
     blade = BladeLLM(served_models)
-    default: Dialect = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
+    default: SharedPathDialect = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
     if served_models.options.compat == fastdeploy.NAME:
         default = fastdeploy.FastDeploy(served_models)
     paddle = paddlenlp.PaddleNLP(served_models)
-    dialects: list[Dialect] = [blade, paddle, default]
+    dialects: list[SharedPathDialect] = [blade, paddle, default]
     by_head = [blade.error_format_of, paddle.error_format_of, anthropic.error_format_of]
     error_formats = ErrorFormats(default.error_format, by_head)
     routes = Routes(error_formats)

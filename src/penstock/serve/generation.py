@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
+from penstock.core import FinishReason, PenstockError, SamplingParams
 from penstock.core.errors import CANCELLED
 from penstock.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt

@@ -122,7 +122,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def percentiles(self) -> list[float]:
         """``metric_percentiles`` as numbers."""
-        return [_number("metric_percentiles", text, msgspec.Meta(ge=0, le=100)) for text in self.metric_percentiles.split(",")]
+        return [
+            _number("metric_percentiles", text, msgspec.Meta(ge=0, le=100))
+            for text in self.metric_percentiles.split(",")
+        ]
 
 
 def _pair(name: str, text: str, mark: str) -> tuple[str, str]:

@@ -1,29 +1,2 @@
 """Executors, which run the engine's workers: in its own process (``UniProcExecutor``) or in others
 (``MultiprocExecutor``)."""
-
-from __future__ import annotations
-
-from penstock.config.options import EngineOptions, LogOptions
-from penstock.core.errors import invalid
-
-from .base import Executor, StepFailedError, WorkerLostError
-
-__all__ = ["Executor", "StepFailedError", "WorkerLostError", "start_executor"]
-
-
-def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:
-    """The executor that the options name; nothing is loaded yet."""
-    several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
-    if several and options.distributed_executor_backend == "uni":
-        raise invalid("distributed_executor_backend", "several ranks need processes of their own (mp)")
-    if several and options.distributed_executor_backend == "ray":
-        from .ray_executor import RayExecutor
-
-        return RayExecutor(options, logs)
-    if several or options.distributed_executor_backend == "mp":
-        from .multiproc import MultiprocExecutor
-
-        return MultiprocExecutor(options, logs)
-    from .uniproc import UniProcExecutor  # imports PyTorch
-
-    return UniProcExecutor(options, max_in_flight)

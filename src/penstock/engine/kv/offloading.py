@@ -21,7 +21,6 @@ from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 
 from ..sequence.plan import OffloadedBlock
-from ..step import TransferMemory
 from .block_pool import BlockPool
 from .disk_tier import DiskTier
 from .host_tier import HostTier
@@ -52,11 +51,6 @@ class KVOffloading:
         """Number of blocks loaded since the start."""
         self.num_stored = 0
         """Number of blocks stored since the start."""
-
-    @property
-    def memory(self) -> TransferMemory:
-        """What workers need to map the host tier."""
-        return self._host.memory
 
     # --- Stores -------------------------------------------------------------------------------------------------------
 
@@ -174,17 +168,13 @@ class KVOffloading:
         self._finalizer()
 
 
-def start_offloading(
-    options: EngineOptions, layouts: Sequence[TransferLayout], fingerprint: str, device_pool: BlockPool
-) -> KVOffloading | None:
-    """The tiers that the options ask for; None where they ask for none.
+def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> HostTier | None:
+    """The host tier that the options ask for; None where they ask for none.
 
     Args:
         layouts: of each layer of the model in a slot of ``block_size`` tokens.
-        fingerprint: ``ModelInfo.fingerprint``.
-        device_pool: blocks of the KV cache.
 
-    Raises ``PenstockError`` where that is impossible.
+    Raises ``PenstockError`` where it is impossible.
     """
     if not options.host_tier_bytes:
         if options.kv_offloading_size or options.kv_offloading_disk_path:
@@ -195,6 +185,21 @@ def start_offloading(
         raise PenstockError(Code.UNSUPPORTED, words, "kv_offloading_size")
     host = HostTier(options.host_tier_bytes, layouts[0].slot_bytes, options.block_size)
     logger.info("prefix cache: %d blocks of %d bytes in host memory", host.num_slots, host.slot_bytes)
+    return host
+
+
+def start_offloading(
+    options: EngineOptions, layouts: Sequence[TransferLayout], fingerprint: str, device_pool: BlockPool, host: HostTier
+) -> KVOffloading:
+    """The host tier with the disk tier that the options ask for.
+
+    Args:
+        layouts, host: as of ``new_host_tier``.
+        fingerprint: ``ModelInfo.fingerprint``.
+        device_pool: blocks of the KV cache.
+
+    Raises ``PenstockError`` where that is impossible.
+    """
     if not options.kv_offloading_disk_path:
         return KVOffloading(device_pool, host)
     layers = [(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts]

@@ -19,7 +19,7 @@ from penstock.planning.kv_size import kv_specs
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
-from ..executor import Executor
+from ..executor.base import Executor
 from ..executor.cluster_secret import read_secret
 from ..scheduling.scheduler import Scheduler
 from ..step import ModelInfo

@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core import Code, EngineRequest, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.requests import trace_facts
 
-from ..executor import Executor, WorkerLostError
+from ..executor.base import Executor, WorkerLostError
 from ..scheduling.scheduler import Scheduler
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, Failure, PenstockError
 
-from ..executor import Executor, WorkerLostError
+from ..executor.base import Executor, WorkerLostError
 from ..kv.cache_manager import ImportedPrefix, KVCacheManager
 from ..scheduling.prerequisites import Prerequisite
 from ..sequence.sequence import Sequence

@@ -7,11 +7,10 @@ argmax without storing logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from penstock.core import Code, Failure, Logprob, SamplingParams

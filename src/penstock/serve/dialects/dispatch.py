@@ -23,7 +23,7 @@ CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
 ``/v1/chat/completions``, as PaddleNLP's documentation shows it."""
 
 
-class Dialect(Protocol):
+class SharedPathDialect(Protocol):
     """A dialect on the shared paths."""
 
     error_format: ErrorFormat
@@ -77,7 +77,10 @@ def answer_by_body(
 
 
 def add_shared_routes(
-    routes: Routes, served_models: ServedModels, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
+    routes: Routes,
+    served_models: ServedModels,
+    dialects: Sequence[SharedPathDialect],
+    described: dict[str, dict[str, Any]],
 ) -> None:
     """Add the shared paths. The first dialect that recognizes a request answers it.
 
@@ -85,7 +88,7 @@ def add_shared_routes(
         described: operations of the OpenAPI document for the first path of each.
     """
 
-    def recognize(raw_request: Request, fields: dict[str, Any]) -> Dialect:
+    def recognize(raw_request: Request, fields: dict[str, Any]) -> SharedPathDialect:
         dialect = next(
             dialect
             for dialect in dialects

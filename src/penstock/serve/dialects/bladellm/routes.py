@@ -15,7 +15,7 @@ from starlette.types import Scope
 from penstock.core import Code, PenstockError
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.serve.chat.request import ChatRequest
-from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
+from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, SharedPathDialect
 from penstock.serve.dialects.openai.chat import ChatHandler
 from penstock.serve.dialects.openai.choices import ChoiceHandler
 from penstock.serve.dialects.openai.completions import CompletionHandler
@@ -116,7 +116,7 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
         ]
 
 
-class BladeLLM(Dialect):
+class BladeLLM(SharedPathDialect):
     """Selected by ``Authorization`` with a token without a scheme (Alibaba's EAS), or by the profile."""
 
     error_format = ERROR_FORMAT

@@ -12,7 +12,7 @@ from penstock.core import SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.chat.messages import messages_of, template_options
 from penstock.serve.chat.request import ChatRequest, PromptRequest
-from penstock.serve.dialects.dispatch import Dialect
+from penstock.serve.dialects.dispatch import SharedPathDialect
 from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import RequestBody, convert
@@ -105,7 +105,7 @@ RESPONSES = (
 )
 
 
-class OpenAI(Dialect):
+class OpenAI(SharedPathDialect):
     """The default dialect of the shared paths.
 
     Args:

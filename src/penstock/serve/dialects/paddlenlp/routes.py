@@ -20,7 +20,7 @@ from penstock.frontend.outputs import RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.messages import messages_of
 from penstock.serve.chat.request import ChatRequest
-from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
+from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, SharedPathDialect
 from penstock.serve.generation import GenerationHandler, Output, SequenceCursor
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.reply import Reply, encode
@@ -154,7 +154,7 @@ class PaddleNLPHandler(GenerationHandler):
         return prompt
 
 
-class PaddleNLP(Dialect):
+class PaddleNLP(SharedPathDialect):
     """Spoken where a request has a field that only PaddleNLP has, and not all that OpenAI's have: a prompt, or messages
     and a model. So whatever an OpenAI client adds, it gets an answer that it can read. Under PaddleNLP's profile a
     request that names no model is PaddleNLP's, too."""

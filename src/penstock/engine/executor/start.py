@@ -1,0 +1,26 @@
+"""The choice of an executor."""
+
+from __future__ import annotations
+
+from penstock.config.options import EngineOptions, LogOptions
+from penstock.core.errors import invalid
+
+from .base import Executor
+
+
+def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:
+    """The executor that the options name; nothing is loaded yet."""
+    several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
+    if several and options.distributed_executor_backend == "uni":
+        raise invalid("distributed_executor_backend", "several ranks need processes of their own (mp)")
+    if several and options.distributed_executor_backend == "ray":
+        from .ray_executor import RayExecutor
+
+        return RayExecutor(options, logs)
+    if several or options.distributed_executor_backend == "mp":
+        from .multiproc import MultiprocExecutor
+
+        return MultiprocExecutor(options, logs)
+    from .uniproc import UniProcExecutor  # imports PyTorch
+
+    return UniProcExecutor(options, max_in_flight)
