@@ -254,3 +254,12 @@ def test_sizes_are_those_of_the_files(family: str, tmp_path: Path) -> None:
     assert size.layer_weights == sum(layers)
     assert size.num_layers == config.num_hidden_layers
     assert [spec.kv_heads for spec in kv_specs(size)] == [config.num_attention_heads]
+
+
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
+def test_decoder_of_encoder_class_has_size(name: str) -> None:
+    """An architecture that only transformers runs: an encoder's family does not compute it."""
+    config = BertConfig().to_dict() | {"architectures": [name]}
+    size = model_size_of(config)
+    assert (size.architecture, size.encoder) == (name, False)
+    assert size.layer_weights >= 12 * (4 * 768**2 + 2 * 768 * 3072)

@@ -23,6 +23,7 @@ from penstock.core import PenstockError, SamplingParams
 from penstock.engine.step import NewRow, RowUpdates, SampledTokens
 from penstock.engine.worker import sampler
 from penstock.engine.worker.input_batch import InputBatch
+from penstock.engine.worker.logits_processors import adjusts_logits
 from penstock.engine.worker.row import Position, Row
 from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, process_logits
 
@@ -36,7 +37,8 @@ def position(
     prompt = prompt or [1, 2]
     tokens = np.array([*prompt, *(output or [])], np.int32)
     stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (0,)))
-    return Row(NewRow(0, tokens, len(prompt), 0, sampling, stops, seed, index), tokens).position(len(tokens))
+    new = NewRow(0, tokens, len(prompt), 0, sampling, stops, seed, index)
+    return Row(new, tokens, adjusts_logits(sampling)).position(len(tokens))
 
 
 def sample(
@@ -180,7 +182,7 @@ def test_penalties_follow_a_row(seed: int) -> None:
     logits = scores(1, seed % 2**31)
 
     def check(row: int, tokens: list[int]) -> None:
-        fresh = Row(new[row], np.array(tokens, np.int32)).position(len(tokens))
+        fresh = Row(new[row], np.array(tokens, np.int32), adjusts_logits(new[row].sampling)).position(len(tokens))
         assert torch.equal(
             process_logits(logits, [batch.row(row).position(len(tokens))]), process_logits(logits, [fresh])
         )

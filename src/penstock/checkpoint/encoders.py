@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.core import Code, PenstockError
+
 from .config_defaults import CLASSIFIER, class_named
 
 PREFIXES = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "ModernBert": "model", "Gte": "gte"}
@@ -59,9 +61,12 @@ class EncoderConfig:
 
 
 def encoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``dense_config`` that encoders name in another way."""
-    prefix = encoder_prefix(raw)
-    assert prefix is not None
+    """Fields of ``dense_config`` that encoders name in another way.
+
+    Raises ``PenstockError`` (``unsupported``) for the architecture of a decoder, as ``BertLMHeadModel``.
+    """
+    if (prefix := encoder_prefix(raw)) is None:
+        raise PenstockError(Code.UNSUPPORTED, f"{architecture_name(raw)}: an encoder as a decoder", "model")
     return {
         "encoder": EncoderConfig(prefix, int(raw.get("type_vocab_size") or 0)),
         "max_model_len": max_encoder_len(raw),

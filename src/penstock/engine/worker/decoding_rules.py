@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from penstock.core.audio import DecodingRules
 
-if TYPE_CHECKING:
-    from .row import Position
-
+from .row import Position
 
 EXCLUDED = float("-inf")
 """The logit of a token that must not be sampled."""

@@ -10,6 +10,7 @@ import torch
 from penstock.ops import AttentionMetadata, Batch
 
 from ..step import RowUpdates
+from .logits_processors import adjusts_logits
 from .row import Row
 
 
@@ -60,7 +61,7 @@ class InputBatch:
         for new in updates.new:
             tokens = self.tokens[new.row]
             tokens[: len(new.token_ids)] = new.token_ids
-            self.rows[new.row] = row = Row(new, tokens)
+            self.rows[new.row] = row = Row(new, tokens, adjusts_logits(new.sampling))
             self.prompt_outputs[new.row] = row.has_prompt_outputs
             self.lora_slots[new.row] = new.lora_slot
             self._second_texts[new.row] = new.second_text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from penstock.ops import Ops, reference
 
 from .decoding_rules import EXCLUDED, apply_rules
 from .host_copy import to_device
-
-if TYPE_CHECKING:
-    from .row import Position
+from .row import Position
 
 
 def process_logits(

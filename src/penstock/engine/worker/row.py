@@ -10,7 +10,6 @@ import numpy as np
 from penstock.core import SamplingParams
 
 from ..step import NewRow
-from .logits_processors import adjusts_logits
 from .token_counts import TokenCounts
 
 
@@ -21,9 +20,10 @@ class Row:
         new: the message that starts the row.
         tokens: ``[max_len]`` int32: the row of ``InputBatch.tokens``, which the batch writes to. The row does not know
             how many of them are set.
+        adjusts_logits: whether its parameters need a logits processor.
     """
 
-    def __init__(self, new: NewRow, tokens: np.ndarray) -> None:
+    def __init__(self, new: NewRow, tokens: np.ndarray, adjusts_logits: bool) -> None:
         self.params: SamplingParams = new.sampling
         self.tokens = tokens
         self.prompt_length = new.prompt_length
@@ -41,7 +41,8 @@ class Row:
         self.rules = new.audio.rules if new.audio else None
         self.counts: TokenCounts | None = None
         """Token counts for penalties; None until the first ``Position.counts``."""
-        self.is_plain_greedy = self.rules is None and _is_plain_greedy(self.params, self.num_candidates)
+        self._takes_argmax = not (self.rules or self.num_candidates or adjusts_logits)
+        self.is_plain_greedy = self._takes_argmax and _needs_token_alone(self.params)
         """Whether the next token is the argmax of the unadjusted logits, and nothing but the token is returned."""
 
     def fork(self, index: int, tokens: np.ndarray) -> Row:
@@ -92,7 +93,7 @@ class Row:
     @cached_property
     def _draft_params(self) -> tuple[SamplingParams, bool]:
         params = self.params.replace(logprobs=None, return_generation_logits=False, guided_decoding=None)
-        return params, _is_plain_greedy(params, self.num_candidates)
+        return params, self._takes_argmax and _needs_token_alone(params)
 
 
 class Position(NamedTuple):
@@ -118,6 +119,5 @@ class Position(NamedTuple):
         return self.row.counts
 
 
-def _is_plain_greedy(params: SamplingParams, num_candidates: int) -> bool:
-    needs_logits = num_candidates or params.logprobs is not None or params.return_generation_logits
-    return params.greedy and not needs_logits and not adjusts_logits(params)
+def _needs_token_alone(params: SamplingParams) -> bool:
+    return params.greedy and params.logprobs is None and not params.return_generation_logits

@@ -37,7 +37,8 @@ class Resizing(NamedTuple):
     def check(self, tiles: int, height: int, width: int) -> None:
         """Raise ``PenstockError`` (``invalid``) for more pixels than an image may have."""
         if tiles * height * width > self.limit:
-            words = f"would be {tiles} x {width} x {height} pixels, more than max_image_pixels ({self.limit})"
+            size = f"{tiles} tiles of {width} x {height}" if tiles > 1 else f"{width} x {height}"
+            words = f"would be resized to {size} pixels, more than max_image_pixels ({self.limit})"
             raise invalid("image", words, self.limit)
 
     def resize(self, image: Image, height: int, width: int) -> Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, NamedTuple
 
@@ -234,14 +235,14 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return endpoint
 
     async def tags(_: Request) -> Response:
-        return JSONResponse({"models": models.listed()})
+        return JSONResponse({"models": await asyncio.to_thread(models.listed)})
 
     async def running(_: Request) -> Response:
-        return JSONResponse({"models": models.running()})
+        return JSONResponse({"models": await asyncio.to_thread(models.running)})
 
     async def show(raw_request: Request) -> Response:
         request, _ = await added.read(raw_request, ShowRequest)
-        return JSONResponse(models.shown(request.model or request.name))
+        return JSONResponse(await asyncio.to_thread(models.shown, request.model or request.name))
 
     async def pull(raw_request: Request) -> Response:
         request, _ = await added.read(raw_request, ShowRequest)
