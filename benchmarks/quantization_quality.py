@@ -38,7 +38,7 @@ from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.gguf_file import GGUFFile
 from penstock.core.quantization import SCHEMES
 from penstock.frontend.gguf_folder import checkpoint_folder
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.models.model import Model
 from penstock.ops import AttentionMetadata, Batch
 from penstock.planning.kv_size import bytes_per_weight
@@ -200,7 +200,7 @@ def distributions(variant: Variant, texts: Sequence[Text]) -> Iterator[Tensor]:
     """Log probabilities of each text's measured tokens, ``[tokens, vocabulary]`` float32, some at a time."""
     backend = ops.backend(torch.device("cpu"))
     folder = checkpoint_folder(variant.path) if variant.path.suffix == ".gguf" else variant.path
-    model = load_model(folder, backend, dtype=torch.bfloat16, quantization=variant.quantization)
+    model = load_model(folder, backend, LoadOptions(dtype=torch.bfloat16, quantization=variant.quantization))
     longest, kept = max(len(text.ids) for text in texts), variant.kv_cache_dtype.replace("auto", "")
     cache = backend.new_kv_cache(model.kv_specs(BLOCK, kept), -(-longest // BLOCK), torch.device("cpu"))
     for text in texts:

@@ -27,7 +27,7 @@ from tritonclient.grpc import service_pb2_grpc
 from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.frontend.fair_queue import FairQueue
-from penstock.serve.http import body_parser
+from penstock.serve.http import body as http_body
 from penstock.serve.http.body import BodyParser, ElementCount
 from penstock.serve.http.body_memory import MAX_WAITING_OF_CLIENT, BodyMemory, Reservation
 from penstock.serve.shared_result import SharedResult
@@ -86,12 +86,12 @@ def test_elements_are_counted_without_parsing(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3000):
         document = draw_document(draw)
         text = json.dumps(document, ensure_ascii=draw.random() < 0.5).encode()
-        monkeypatch.setattr(body_parser, "PIECE_SIZE", draw.choice((1, 2, 3, 7, 64)))
+        monkeypatch.setattr(http_body, "PIECE_SIZE", draw.choice((1, 2, 3, 7, 64)))
         count = ElementCount()
         count.add(text)
         right = elements(document)
-        memory = body_parser.OBJECT_BYTES * right["objects"]
-        assert count.memory == memory + body_parser.VALUE_BYTES * (right["members"] + right["values"]), text
+        memory = http_body.OBJECT_BYTES * right["objects"]
+        assert count.memory == memory + http_body.VALUE_BYTES * (right["members"] + right["values"]), text
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_text_with_too_many_elements_is_refused(text: bytes, what: str) -> None:
 @pytest.mark.parametrize("place", ["begin", "end"])
 def test_long_text_has_to_be_ascii(wide: str, place: str) -> None:
     """Base64 of images may be longer than a text that is decoded to several bytes a character."""
-    long = "a" * (body_parser.MAX_WIDE_TEXT + 2**18)
+    long = "a" * (http_body.MAX_WIDE_TEXT + 2**18)
     ElementCount().add(f'["{wide}", "{long}", "{wide}"]'.encode())
     ElementCount().add(f'["{wide * 1000}{long[: 2**23]}"]'.encode())
     text = wide + long if place == "begin" else long + wide * 2**15
@@ -300,7 +300,7 @@ def test_large_bodies_are_parsed_one_at_a_time_clients_in_turn() -> None:
             assert len(running) == 1
             order.append(running.pop())
 
-        large = body_parser.MAX_INLINE_SIZE + 1
+        large = http_body.MAX_INLINE_SIZE + 1
         parses = [parser.parse(client, large, lambda client=client: work(client)) for client in "aaaabc"]
         tasks = [asyncio.create_task(parse) for parse in parses]
         await asyncio.sleep(0)

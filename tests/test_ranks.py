@@ -39,10 +39,10 @@ from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
-from penstock.engine.executor import local_ranks, multiproc, rank_process
-from penstock.engine.executor.base import StepFailedError, WorkerLostError
+from penstock.engine.executor import local_ranks, multiproc
+from penstock.engine.executor.base import Executor, StepFailedError, WorkerLostError
 from penstock.engine.executor.multiproc import MultiprocExecutor
-from penstock.engine.step import EMPTY, Propose, RowUpdates, StepInput
+from penstock.engine.step import EMPTY, Propose, RowUpdates, StepInput, WorkerCall
 from penstock.ops.cores import bind_replica, cores_of_rank
 from penstock.parallel import RankFailedError
 from penstock.planning.model_size import model_size_of
@@ -288,13 +288,15 @@ def test_ranks_draft_what_one_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = with_head(tmp_path, knowing=False)
     config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
     drafted: list[list[list[int] | None]] = []
-    propose = Engine._propose
+    run_call = Executor.run
 
-    def noted(self: Engine, message: Propose) -> list[list[int] | None]:
-        drafted.append(propose(self, message))
-        return drafted[-1]
+    def noted(self: Executor, call: WorkerCall) -> Any:
+        answer = run_call(self, call)
+        if isinstance(call, Propose):
+            drafted.append(answer)
+        return answer
 
-    monkeypatch.setattr(Engine, "_propose", noted)
+    monkeypatch.setattr(Executor, "run", noted)
     found = []
     for size in (1, 2):
         drafted.clear()
@@ -398,8 +400,7 @@ def test_long_messages_hold_up_no_pipeline(checkpoint: Path, monkeypatch: pytest
     params = SamplingParams(temperature=0, max_tokens=3, return_context_logits=True)
     options = OPTIONS | {"max_num_batched_tokens": 64, "dtype": "float32"}
     expected = [output.context_logits for output in LLM(checkpoint, **options).generate(prompts, params)]
-    for module in (rank_process, local_ranks):
-        monkeypatch.setattr(module, "RING_BYTES", 1024)
+    monkeypatch.setattr(local_ranks, "RING_BYTES", 1024)
     llm = LLM(checkpoint, **options, pipeline_parallel_size=2, max_concurrent_batches=4, engine_iteration_timeout=20.0)
     with closing(llm.engine):
         assert [output.context_logits for output in llm.generate(prompts, params)] == expected

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from penstock import LLM, SamplingParams, demo
 from penstock.config.cache_folder import new_file
 from penstock.core import PenstockError
-from penstock.models.loader import load_model
+from penstock.models.loader import LoadOptions, load_model
 from penstock.ops import backend
 from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory
 
@@ -283,9 +283,7 @@ def test_each_rank_has_a_file(checkpoint: Path, tmp_path: Path) -> None:
         model = load_model(
             checkpoint,
             backend(torch.device("cpu")),
-            quantization="w8a8",
-            weight_cache_dir=cache,
-            group=SharedMemoryGroup(memory, rank, ranks),
+            LoadOptions(quantization="w8a8", weight_cache_dir=cache, group=SharedMemoryGroup(memory, rank, ranks)),
         )
         for thread in threading.enumerate():
             if thread.name == "keep-weights":

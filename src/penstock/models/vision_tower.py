@@ -1,4 +1,4 @@
-"""Vision towers: their sizes, and their interface, what the worker calls to make features of images."""
+"""The interface of vision towers: what the worker calls to make features of images."""
 
 from __future__ import annotations
 

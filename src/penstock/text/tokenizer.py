@@ -135,7 +135,9 @@ class Tokenizer:
         if source is None:
             names = f", only others: {', '.join(self.templates)}"[:200] if self.templates else ""
             raise invalid("chat_template", f"this model has none{names}: name one, or use plain completions")
-        if self._trusted:
+        if (other := self._chosen.get(not tools)) and source == choose_template(self.templates, not tools):
+            self._chosen[tools] = other
+        elif self._trusted:
             self._chosen[tools] = ChatTemplate(source, self.special)
         else:
             self._chosen[tools] = IsolatedTemplate(source, self.special, self._pool)

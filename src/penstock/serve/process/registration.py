@@ -54,7 +54,7 @@ async def stay_registered(routers: Sequence[str], secret: bytes, reports: Callab
             await asyncio.sleep(INTERVAL)
 
     try:
-        await asyncio.gather(*map(register, routers))
+        await asyncio.gather(*map(register, routers), return_exceptions=True)
     finally:
         leaving = asyncio.gather(*(say(router, leaves=True) for router in routers), return_exceptions=True)
         try:
