@@ -4,8 +4,8 @@
 
 The server runs unmodified: a ``sitecustomize`` module on ``PYTHONPATH`` sets a profile function in every thread of the
 two processes. It records what is called from the request until the last event of its stream. Earlier requests have
-imported modules and filled caches. The result is the intersection over several requests: periodic work, such as
-heartbeats and statistics, does not run during each of them.
+imported modules and filled caches. The result is the intersection over several requests, without the files of which
+nothing is called that is not called while the server is idle, too: heartbeats, statistics and other periodic work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import json
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,6 +27,8 @@ import penstock
 PACKAGE = Path(penstock.__file__).parent
 PROCESSES = {"api": "penstock.serve.process.api_process", "engine": "penstock.engine.service.server"}
 WARM_UPS, REQUESTS = 2, 5
+IDLE_TIME = 3.0
+"""Seconds without a request; periodic work runs at least once a second."""
 RECORDER = '''
 import json, os, socket, sys, threading
 
@@ -72,14 +76,18 @@ def streamed_chat() -> dict[str, Called]:
         with Served(environment={"PYTHONPATH": folder}) as server:
             for number in range(WARM_UPS):
                 _ask(server, number)
-            recorded = [_record(server, Path(folder), number) for number in range(WARM_UPS, WARM_UPS + REQUESTS)]
-    return {name: _files(set.intersection(*(each[name] for each in recorded))) for name in PROCESSES}
+            recorded = [
+                _record(Path(folder), partial(_ask, server, number)) for number in range(WARM_UPS, WARM_UPS + REQUESTS)
+            ]
+            idle = _record(Path(folder), partial(time.sleep, IDLE_TIME))
+    return {name: _files(set.intersection(*(each[name] for each in recorded)), idle[name]) for name in PROCESSES}
 
 
-def _record(server: Served, folder: Path, number: int) -> dict[str, set[tuple[str, str]]]:
+def _record(folder: Path, action: Callable[[], None]) -> dict[str, set[tuple[str, str]]]:
+    """The functions of each process that are called during ``action``."""
     for name in PROCESSES:
         _called(folder / name)
-    _ask(server, number)
+    action()
     return {name: _called(folder / name) for name in PROCESSES}
 
 
@@ -96,11 +104,13 @@ def _ask(server: Served, number: int) -> None:
     assert answer.is_success and answer.text.endswith("data: [DONE]\n\n"), answer.text
 
 
-def _files(called: set[tuple[str, str]]) -> Called:
+def _files(called: set[tuple[str, str]], idle: set[tuple[str, str]]) -> Called:
     files: Called = {}
+    of_requests = {path for path, _ in called - idle}
     for path, name in called:
-        function = re.split(r"\.<locals>|\.?<", name)[0]
-        files.setdefault(Path(path).relative_to(PACKAGE).as_posix(), set()).add(function or "(module)")
+        if path in of_requests:
+            function = re.split(r"\.<locals>|\.?<", name)[0]
+            files.setdefault(Path(path).relative_to(PACKAGE).as_posix(), set()).add(function or "(module)")
     return dict(sorted(files.items()))
 
 
