@@ -39,7 +39,7 @@ def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: ty
     encoded = msgspec.msgpack.encode(request)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],
             input=len(encoded).to_bytes(8, "little") + encoded + data,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -25,7 +25,7 @@ class IsolatedProcess:
         quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with child_socket:
             number = child_socket.fileno()
-            command = [sys.executable, "-m", module, str(number)]
+            command = [sys.executable, "-P", "-m", module, str(number)]
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             self._process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
                 command, pass_fds=(number,), env=environment, process_group=0, **quiet

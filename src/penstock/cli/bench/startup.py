@@ -90,7 +90,7 @@ class Server:
     def __init__(self, flags: list[str], log: IO[bytes]) -> None:
         with socket.create_server((HOST, 0)) as free:
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--host", HOST, "--port", str(self.port)]
+        command = [sys.executable, "-P", "-m", "penstock.cli.main", "serve", "--host", HOST, "--port", str(self.port)]
         self._log = log
         self._process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
 

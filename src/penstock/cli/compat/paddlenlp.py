@@ -117,7 +117,7 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
     options, engine = configuration.server, configuration.engine
     if not engine.node_rank:
         _check_ports(options)
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
+    command = [sys.executable, "-P", "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
     if name := os.environ.get(MODEL_NAME):
         folder = Path(os.environ.get("MODEL_DIR") or MODELS, name)
         from penstock.frontend.downloads import missing_files

@@ -71,7 +71,7 @@ class _Process:
             kill_with_parent(own)
             os.sched_setaffinity(0, cores)
 
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", *arguments]
+        command = [sys.executable, "-P", "-m", "penstock.cli.main", "serve", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=prepare, start_new_session=True)
         assert self.process.stderr
         self._printer = threading.Thread(target=self._print, args=(self.process.stderr,), daemon=True)

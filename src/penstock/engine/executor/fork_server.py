@@ -113,7 +113,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(FORK_TIMEOUT)
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._count = 0

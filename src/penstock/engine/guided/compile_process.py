@@ -192,7 +192,7 @@ class CompileProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", f"{__package__}.llguidance_process"]
+            command = [sys.executable, "-P", "-m", f"{__package__}.llguidance_process"]
             output = subprocess.DEVNULL
             process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
                 command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0

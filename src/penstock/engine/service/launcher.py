@@ -162,7 +162,7 @@ class EngineProcess:
             await self._launch()
 
     async def _launch(self) -> messages.Ready:
-        command = [sys.executable, "-m", "penstock.engine.service.server", self.address]
+        command = [sys.executable, "-P", "-m", "penstock.engine.service.server", self.address]
         self._heartbeat.reset()
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert process.stdin is not None

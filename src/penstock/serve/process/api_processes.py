@@ -217,7 +217,7 @@ class ApiProcesses:
 
 
 async def _launch(start: ApiProcessStart) -> ApiProcess:
-    command = [sys.executable, "-m", "penstock.serve.process.api_process"]
+    command = [sys.executable, "-P", "-m", "penstock.serve.process.api_process"]
     process = ApiProcess(
         await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets)
     )
