@@ -271,7 +271,7 @@ def test_one_that_cannot_live_is_not_served_and_the_other_is(
             if pid != stays:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        return any("small is not served any more" in line for line in served.lines[seen:])
+        return any("small is no longer served" in line for line in served.lines[seen:])
 
     wait(gone)
     wait(lambda: states(repository)["small"] == "UNAVAILABLE")
