@@ -83,7 +83,7 @@ def test_token_ids_are_a_prompt(server: Served, stream: bool) -> None:
             {"messages": [], "prompt_token_ids": [5], "continue_final_message": True},
             "continue_final_message: cannot be combined",
         ),
-        ({"messages": []}, "messages: must hold at least one"),
+        ({"messages": []}, "messages: must have at least one"),
         ({"messages": [], "prompt_token_ids": []}, "prompt_token_ids"),
         ({"messages": [], "prompt_token_ids": [10**6]}, "token ids go from 0"),
     ):
@@ -257,7 +257,7 @@ def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None
         ASKED, documents=documents, chat_template="rag", add_generation_prompt=True, tokenize=False
     )
     assert by_name.tokenizer.render(ASKED, documents=documents) == expected
-    with pytest.raises(PenstockError, match="tools: this model's chat template has no form for them"):
+    with pytest.raises(PenstockError, match="tools: this model's chat template does not support them"):
         run_inline(by_name.chats.text(ASKED, {"tools": TOOLS}, Steps()))
     with pytest.raises(PenstockError, match="rage cannot be read"):
         InputProcessor(several_templates, ModelOptions(chat_template="rage"))
