@@ -42,7 +42,7 @@ STARTS = {
     "long temporary folder": ('mkdir -p "$LONG"; TMPDIR="$LONG" $SERVE', "TMPDIR: .* has more than 80 bytes"),
     "address space": ("ulimit -v 1000000; $SERVE", r"\(ulimit -[vu]\)"),
     "little address space": ("ulimit -v 200000; $SERVE", r"not enough memory \(ulimit -v\)"),
-    "file descriptors": ("ulimit -n 12; $SERVE", r"no file descriptor left \(ulimit -n\)"),
+    "file descriptors": ("ulimit -n 12; $SERVE", r"no file descriptors left \(ulimit -n\)"),
     "file size": ("ulimit -f 0; $SERVE", "temporary folder cannot be written"),
     "deleted folder": ('mkdir "$GONE"; cd "$GONE"; rmdir "$GONE"; $SERVE', "working directory has been deleted"),
     "no home": (WITHOUT_HOME, "user 12345 has no home folder: set HOME"),

@@ -60,18 +60,18 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """Date, time, process, level unless INFO, message, and ``name=value`` for each of ``extra={"facts": …}``."""
+    """Date, time, process, level unless INFO, message, and ``name=value`` for each of ``extra={"fields": …}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
-        line = f"{time} {self._process}: {level}{record.getMessage()}{facts}"
+        fields = "".join(f" {name}={_shown(value)}" for name, value in _log_fields(record).items())
+        line = f"{time} {self._process}: {level}{record.getMessage()}{fields}"
         return secrets.mask(line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""))
 
 
 class JsonFormatter(_Formatter):
-    """An object with ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the facts."""
+    """An object with ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         result = {
@@ -80,16 +80,16 @@ class JsonFormatter(_Formatter):
             "process": self._process,
             "logger": record.name,
             "message": secrets.mask(record.getMessage()),
-            **_facts(record),
+            **_log_fields(record),
         }
         if record.exc_info:
             result["exception"] = secrets.mask(self.formatException(record.exc_info))
         return json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = {**getattr(record, "facts", {}), **TRACE.get()}
-    return {name: secrets.mask(value) if isinstance(value, str) else value for name, value in facts.items()}
+def _log_fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = {**getattr(record, "fields", {}), **TRACE.get()}
+    return {name: secrets.mask(value) if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _shown(value: Any) -> str:

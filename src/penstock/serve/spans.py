@@ -26,7 +26,7 @@ INTERNAL = Failure(Code.INTERNAL, "an internal error; the log has its traceback"
 @contextmanager
 def logged(span: Span) -> Iterator[None]:
     """Lines of the log name the trace meanwhile."""
-    token = TRACE.set(span.log_facts)
+    token = TRACE.set(span.log_fields)
     try:
         yield
     finally:

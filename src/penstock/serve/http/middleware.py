@@ -172,7 +172,7 @@ class RequestLogMiddleware:
             self._metrics.record_failure(record.failure)
         if record.failure:
             facts |= {"error": record.failure.code.value, "reason": record.failure.message}
-        logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"facts": facts})
+        logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"fields": facts})
 
 
 def _client(scope: Scope) -> str:

@@ -14,7 +14,7 @@ INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 def unexpected(error: BaseException, request_id: str = "") -> Failure:
     """The failure for an unexpected error, which is logged: with its traceback, unless a resource is used up."""
-    fields = {"facts": {"id": request_id}} if request_id else {}
+    fields = {"fields": {"id": request_id}} if request_id else {}
     if failure := exhausted(error):
         logger.error("a request failed: %s", error, extra=fields)
         return failure

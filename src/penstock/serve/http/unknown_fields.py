@@ -125,7 +125,7 @@ class UnknownFieldLog:
         while len(self._logged) > MAX_LOGGED:
             del self._logged[next(iter(self._logged))]
         facts = {"id": request_id, "client": client}
-        logger.info("unknown fields are ignored: %s", ", ".join(new), extra={"facts": facts})
+        logger.info("unknown fields are ignored: %s", ", ".join(new), extra={"fields": facts})
 
 
 def _constrains(name: str, value: Any) -> bool:

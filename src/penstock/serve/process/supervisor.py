@@ -141,7 +141,7 @@ class Supervisor:
         urls = [url_of(options, listener) for listener in listeners]
         address = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
         names = ", ".join(name for model in self._models.serving for name in model.names) or "no model"
-        logger.info("ready: %s %s", names, address, extra={"facts": facts})
+        logger.info("ready: %s %s", names, address, extra={"fields": facts})
         for url in urls:
             logger.info("health and metrics at %s", url)
         if self._grpc_address:
@@ -163,10 +163,10 @@ class Supervisor:
             await self._models.operate(request.name, request.operation)
         elif isinstance(request, Unload):
             await self._models.unload(request.name)
-            logger.info("unloaded %s", request.name, extra={"facts": {"seconds": time.monotonic() - started}})
+            logger.info("unloaded %s", request.name, extra={"fields": {"seconds": time.monotonic() - started}})
         elif ready := await self._models.load(request.name):
             facts = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
-            logger.info("loaded %s", request.name, extra={"facts": facts})
+            logger.info("loaded %s", request.name, extra={"fields": facts})
 
     def _api_process_start(self, number: int, listeners: list[socket.socket]) -> ApiProcessStart:
         return ApiProcessStart(
