@@ -279,7 +279,10 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
         ({"quantization": "block_wise_fp8"}, "quantization: .* is wrong: it is not one of"),
         ({"max_waiting_time": -3}, "max_waiting_time: -3.0 is wrong: it must be at least 0"),
         ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: 'maybe' is wrong"),
-        ({"speculative_config": {"method": "mtp", "model": "x"}}, "speculative_config: the method mtp takes no model"),
+        (
+            {"speculative_config": {"method": "mtp", "model": "x"}},
+            "speculative_config: model cannot be set with the method mtp",
+        ),
     ]
     for wrong, words in refusals:
         with pytest.raises(PenstockError, match=words):

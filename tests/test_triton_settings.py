@@ -123,7 +123,7 @@ def test_a_flag_without_a_meaning_is_told(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
+        (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1 (no HTTP) without grpc_port"),
         (["--allow-http", "perhaps"], "it is not one of true"),
         (["--trace-config", "level=TIMESTAMPS"], "--otlp-endpoint and --trace-sampling-ratio send traces"),
         (

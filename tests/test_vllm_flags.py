@@ -237,7 +237,7 @@ def test_help_has_our_flags_in_their_places(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     ours, _, theirs = capsys.readouterr().out.partition("options of vLLM")
-    assert "--dtype {auto,bfloat16,float16,float32}" in ours and "Type of the computation" in ours
+    assert "--dtype {auto,bfloat16,float16,float32}" in ours and "Data type of the computation" in ours
     assert "--dtype" not in theirs and "--trust-remote-code" in theirs
 
 
