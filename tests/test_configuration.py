@@ -53,9 +53,9 @@ def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
     ("text", "environment", "words"),
     [
         ("max_num_sequences: 3", {}, r"no such option, in .*did you mean max_num_seqs\?"),
-        ("port: many", {}, "port: 'many' is wrong: it must be a whole number, in "),
+        ("port: many", {}, "port: 'many' is wrong: it must be an integer, in "),
         ("port: 70000", {}, "port: .*65535"),
-        ("- port", {}, "does not hold options by name"),
+        ("- port", {}, "is not a YAML mapping of options"),
         ("port: [", {}, "cannot be read"),
         ("", {"PENSTOCK_BLOCK_SIZE": "zero"}, "block_size: .*in PENSTOCK_BLOCK_SIZE"),
         ("", {"PENSTOCK_LOG_FORMAT": "xml"}, "log_format: .*xml"),
