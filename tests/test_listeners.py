@@ -46,7 +46,7 @@ def test_http_can_be_off_where_grpc_is() -> None:
         off.kill()
     deaf = Served("--port", "-1")
     assert deaf.ended() == 2
-    assert "port: is -1, which turns HTTP off, and no grpc_port is given" in deaf.lines[-1]
+    assert "port: is -1 (no HTTP) without grpc_port" in deaf.lines[-1]
 
 
 def test_a_base_url_that_is_a_path_finds_its_way(served: Served) -> None:

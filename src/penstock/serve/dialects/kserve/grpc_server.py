@@ -515,7 +515,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
         elif quiet:
             level = logging.DEBUG
-        logger.log(level, "gRPC %s", record.path, extra={"facts": facts})
+        logger.log(level, "gRPC %s", record.path, extra={"fields": facts})
 
 
 def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
