@@ -137,7 +137,7 @@ def template_options(request: TemplateFields, tools: Sequence[Tool] | None, call
         raise invalid("chat_template_kwargs", f"must not contain {wrong[0]}")
     if tools:
         if not calls_tools:
-            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support them", "tools")
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support tools", "tools")
         options["tools"] = [msgspec.to_builtins(tool) for tool in tools]
         for tool in options["tools"]:
             tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
