@@ -177,7 +177,7 @@ def _message(message: Message, path: str, images: bool, count: ElementCount) -> 
         ]
     reasoning = message.reasoning_content or message.reasoning
     rest = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
-    if not (message.tool_calls and result["content"]):  # gpt-oss's template reads "thinking", and rejects both
+    if not (message.tool_calls and result["content"]):  # read by gpt-oss's template, which rejects it with content
         rest["thinking"] = reasoning
     return result | {name: value for name, value in rest.items() if value is not None}
 

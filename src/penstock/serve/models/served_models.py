@@ -331,7 +331,8 @@ class ServedModels:
         """Count a request. Raises ``PenstockError`` (``overloaded``) if ``max_concurrency`` requests are open."""
         maximum = self.options.max_concurrency
         if self._open >= maximum:
-            raise PenstockError(Code.OVERLOADED, f"{maximum} requests are open", "max_concurrency", maximum)
+            message = f"{maximum} requests are open; try again later"
+            raise PenstockError(Code.OVERLOADED, message, "max_concurrency", maximum)
         self._open += 1
         try:
             yield
