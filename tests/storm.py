@@ -45,7 +45,7 @@ LOUD = {"/completions": {"logprobs": 20}, "/chat/completions": {"logprobs": True
 UNSTARTED = {"threads of api": NUM_ENCODE_THREADS - 1, "files of engine": 1}
 """What a process may have more of than when it was warm: one thread encodes all where a machine is too busy for two;
 the engine's process that compiles grammars, to which it has a socket, starts once there is nothing to do."""
-HOLD = r"event loop was held for ([\d.]+) s"
+HOLD = r"event loop was blocked for ([\d.]+) s"
 HELD = 0.3
 """Seconds of processor time that one iteration of an event loop may take: far more than the log tells from, as a core
 that others use, too, has less in its caches. ``make thorough`` has a bound for an idle machine."""

@@ -259,7 +259,7 @@ def test_start_says_which_routes_need_no_key(caplog: pytest.LogCaptureFixture) -
     for keys, expected in (((), True), (("key-a",), False)):
         caplog.clear()
         log_access(ServerOptions(api_key=keys, admin_api_key=("key-admin",)))
-        assert ("only routes that change the server need a key" in caplog.text) == expected
+        assert ("only routes that change the server require a key" in caplog.text) == expected
 
 
 # --- API keys --------------------------------------------------------------------------------------------------------

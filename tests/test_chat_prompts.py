@@ -83,7 +83,7 @@ def test_token_ids_are_a_prompt(server: Served, stream: bool) -> None:
             {"messages": [], "prompt_token_ids": [5], "continue_final_message": True},
             "continue_final_message: cannot be combined",
         ),
-        ({"messages": []}, "messages: must hold at least one"),
+        ({"messages": []}, "messages: must have at least one"),
         ({"messages": [], "prompt_token_ids": []}, "prompt_token_ids"),
         ({"messages": [], "prompt_token_ids": [10**6]}, "token ids go from 0"),
     ):

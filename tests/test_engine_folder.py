@@ -239,7 +239,7 @@ BROKEN = {
     "bits flipped": (on_shard(flipped), " is damaged" + AGAIN),
     "other header": (on_shard(lambda data: data.replace(b"float32", b"float23")), "its header is damaged.*" + AGAIN),
     "other file": (on_shard(lambda data: b"x" * len(data)), "cannot be used" + ".*" + AGAIN),
-    "fifo": (shard_is_a_fifo, "it is no regular file.*" + AGAIN),
+    "fifo": (shard_is_a_fifo, "it is not a regular file.*" + AGAIN),
     "missing shard": (
         lambda folder: (folder / "rank_0" / "weights-00000.packed").unlink(),
         "is missing or empty" + AGAIN,

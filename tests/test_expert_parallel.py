@@ -22,7 +22,7 @@ from penstock import LLM, SamplingParams
 from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
-from penstock.core.expert_placement import Ranks, balancedness, even_placement, neighbours, place, rank_loads
+from penstock.core.expert_placement import Ranks, balancedness, contiguous_placement, even_placement, place, rank_loads
 from penstock.engine.engine import Engine
 
 EXPERTS, TOP_K, SPARSE_LAYERS = 8, 2, (0, 2)
@@ -127,7 +127,7 @@ def test_plans() -> None:
     assert place([1, 1, 1, 1], 2) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
     assert place([90, 10, 10, 10], 2, 2) == [[0, 1, 3], [0, 2, 3]] or place([90, 10, 10, 10], 2, 2)[0][0] == 0
     skewed = [int(rng.paretovariate(1.1) * 100) for _ in range(64)]
-    before, after = (rank_loads(skewed, each) for each in (neighbours(64, 8), place(skewed, 8, 16)))
+    before, after = (rank_loads(skewed, each) for each in (contiguous_placement(64, 8), place(skewed, 8, 16)))
     assert balancedness(after) > max(balancedness(before), 0.9)
 
 
@@ -157,9 +157,9 @@ def test_the_table_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     ("layers", "words"),
     [
         ({0: [[0, 1, 2, 3, 4, 5, 6]]}, "is for 1 ranks, not 2"),
-        ({0: [[0, 1, 2, 3], [4, 5, 6]]}, "some of the 8 experts have no rank"),
-        ({0: [[0, 1, 2, 3], [4, 5, 6, 7, 7]]}, "or one of them twice"),
-        ({0: [[0, 1, 2, 3, 9], [4, 5, 6, 7]]}, "or there are others"),
+        ({0: [[0, 1, 2, 3], [4, 5, 6]]}, "must place each of the experts 0 to 7"),
+        ({0: [[0, 1, 2, 3], [4, 5, 6, 7, 7]]}, "or the same expert twice"),
+        ({0: [[0, 1, 2, 3, 9], [4, 5, 6, 7]]}, "and no others"),
     ],
 )
 def test_placements_that_do_not_fit(
@@ -181,7 +181,7 @@ def test_what_is_refused(
         LLM(folder, expert_placement="placement.json")
     with pytest.raises(PenstockError, match="do not share experts"):
         Engine(EngineOptions(model=str(folder), enable_expert_parallel=True, data_parallel_size=2))
-    with pytest.raises(PenstockError, match="room for 8 replicas more"):
+    with pytest.raises(PenstockError, match="must be at most 8, is 9"):
         LLM(folder, **ranks, num_redundant_experts=9)
     with pytest.raises(PenstockError, match="cannot be read: no such file"):
         LLM(folder, **ranks, expert_placement=str(tmp_path / "none.json"))
@@ -192,7 +192,7 @@ def test_what_is_refused(
         Engine(EngineOptions(model=str(tmp_path), expert_load=True))
     (tmp_path / "load.json").write_text('{"num_experts": 4, "layers": {"0": [1, 2]}}')
     assert main(["plan", "experts", str(tmp_path / "load.json"), "--expert-parallel-size", "2"])
-    assert "has no layers, or some with another number of experts" in capsys.readouterr().err
+    assert "has no layers, or a layer whose number of experts is not" in capsys.readouterr().err
 
 
 def test_replicas_take_memory(

@@ -154,7 +154,10 @@ def test_separate_instances_are_set_up_by_their_ports() -> None:
     common = "--cache-transfer-protocol rdma,ipc --rdma-comm-ports 7671,7672"
     prefill = configured(*f"--splitwise-role prefill --engine-worker-queue-port 8182 {common}".split())
     assert (prefill["role"], prefill["engine_address"]) == ("prefill", "0.0.0.0:8182")
-    assert "--rdma_comm_ports has no meaning here and is ignored: KV goes through shared memory" in prefill["said"]
+    assert (
+        "--rdma_comm_ports has no meaning here and is ignored: KV is transferred through shared memory"
+        in prefill["said"]
+    )
     decode = configured(*"--splitwise-role decode --innode-prefill-ports 8182,8190 --scheduler-name local".split())
     assert (decode["role"], decode["prefill_instances"]) == ("decode", ["127.0.0.1:8182", "127.0.0.1:8190"])
     routed = configured(*"--splitwise-role prefill --pd-comm-port 2334 --router 10.0.0.1:9000".split())
@@ -231,8 +234,8 @@ def test_ranks_may_have_whole_experts() -> None:
         ("--splitwise-role both", "--splitwise_role: 'both' is wrong: it is not one of mixed, prefill, decode"),
         ("--innode-prefill-ports a", "--innode_prefill_ports: 'a' is wrong: "),
         ("--cache-transfer-protocol tcp", "--cache_transfer_protocol: 'tcp' is wrong: 'tcp' is neither ipc nor rdma"),
-        ("--scheduler-name splitwise", "--scheduler_name: 'splitwise' is wrong: instances are found by a router"),
-        ("--splitwise-role decode --engine-worker-queue-port x", "--engine_worker_queue_port: 'x' is no port"),
+        ("--scheduler-name splitwise", "--scheduler_name: 'splitwise' is wrong: requests are distributed by a router"),
+        ("--splitwise-role decode --engine-worker-queue-port x", "--engine_worker_queue_port: 'x' is not a port"),
         ("--dynamic-load-weight 2", "unknown argument 2"),
         ("--graph-optimization-config [1]", "--graph_optimization_config: '[1]' is wrong: it is not a JSON object"),
         ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
@@ -279,7 +282,10 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
         ({"quantization": "block_wise_fp8"}, "quantization: .* is wrong: it is not one of"),
         ({"max_waiting_time": -3}, "max_waiting_time: -3.0 is wrong: it must be at least 0"),
         ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: 'maybe' is wrong"),
-        ({"speculative_config": {"method": "mtp", "model": "x"}}, "speculative_config: the method mtp takes no model"),
+        (
+            {"speculative_config": {"method": "mtp", "model": "x"}},
+            "speculative_config: model cannot be set with the method mtp",
+        ),
     ]
     for wrong, words in refusals:
         with pytest.raises(PenstockError, match=words):

@@ -358,7 +358,7 @@ def test_reference_into_unknown_keyword_is_followed(llm: LLM) -> None:
     ],
 )
 def test_malformed_schema_is_refused_with_keyword(schema: dict[str, Any], message: str) -> None:
-    with pytest.raises(PenstockError, match=f"guided_json: is no JSON Schema: {message}") as caught:
+    with pytest.raises(PenstockError, match=f"guided_json: is not a valid JSON Schema: {message}") as caught:
         guided(json=schema)
     assert caught.value.failure.code is Code.INVALID
 

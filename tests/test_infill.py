@@ -74,7 +74,7 @@ def test_a_suffix_continues_a_text(tmp_path: Path) -> None:
 
 
 def test_a_model_without_the_tokens_says_so(servers: Servers) -> None:
-    with pytest.raises(PenstockError, match="cannot fill in the middle"):
+    with pytest.raises(PenstockError, match="no fill-in-the-middle tokens"):
         infill_prompt(Tokenizer(demo.CHAT), PREFIX, SUFFIX)
     root = servers.get().root
     for path, body in (
@@ -83,7 +83,7 @@ def test_a_model_without_the_tokens_says_so(servers: Servers) -> None:
         ("/infill", {"input_prefix": PREFIX, "input_suffix": SUFFIX}),
     ):
         answer = httpx.post(root + path, json=body)
-        assert answer.status_code == 400 and "cannot fill in the middle" in answer.text
+        assert answer.status_code == 400 and "no fill-in-the-middle tokens" in answer.text
 
 
 @pytest.fixture(scope="module")

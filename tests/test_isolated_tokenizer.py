@@ -71,11 +71,11 @@ def huge_template(folder: Path) -> None:
 
 
 HOSTILE: dict[Callable[[Path], None], str] = {
-    token_of_huge_id: "has a token of id 1000000000; 4194304 are allowed",
-    token_of_huge_id_in_the_configuration: "has an added token of id 1000000000; 4194304 are allowed",
+    token_of_huge_id: "has a token with id 1000000000; the limit is 4194304",
+    token_of_huge_id_in_the_configuration: "has an added token with id 1000000000; the limit is 4194304",
     growing_text: REFUSED,
-    huge_file: r"tokenizer.json has 1048576 MiB; 128 MiB are allowed",
-    huge_configuration: r"tokenizer_config.json has 1024 MiB; 16 MiB are allowed",
+    huge_file: r"tokenizer.json has 1048576 MiB; the limit is 128 MiB",
+    huge_configuration: r"tokenizer_config.json has 1024 MiB; the limit is 16 MiB",
     deep_configuration: "tokenizer_config.json is not JSON",
     endless_template: REFUSED,
     huge_template: REFUSED,
@@ -138,7 +138,7 @@ def test_a_killed_process_is_started_again_and_a_closed_one_is_gone(isolated: Is
     expected = isolated.encode("the river")
     (pid,) = left()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(PenstockError, match="is started again") as ended:
+    with pytest.raises(PenstockError, match="is restarted") as ended:
         isolated.encode("the river")
     assert ended.value.failure.retryable
     assert isolated.encode("the river") == expected

@@ -52,7 +52,7 @@ def test_bodies_of_every_dialect() -> None:
                 assert (await post(server, path, MARK + json.dumps(body)))[0] == 200, path
                 for text, where in HALVES.items():
                     status, message = await post(server, path, text.replace("FIELD", next(iter(body))))
-                    assert status == 400 and "half of a pair" in message, path
+                    assert status == 400 and "half of a surrogate pair" in message, path
                     assert ("at the end" in message) == (where == "at the end")
                 status, message = await post(server, path, r'{"prompt": "\\ud800"')
                 assert status == 400 and "truncated" in message
@@ -68,7 +68,7 @@ def test_batch_files(tmp_path: Path) -> None:
     first, second = requests(file)
     assert not isinstance(first, BatchError) and first.custom_id == "1"
     assert isinstance(second, BatchError) and "line 2: JSON is malformed" not in second.message
-    assert "half of a pair" in second.message
+    assert "half of a surrogate pair" in second.message
 
 
 def test_top_logprobs_that_ask_for_nothing() -> None:

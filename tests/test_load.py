@@ -116,7 +116,7 @@ def test_long_text_has_to_be_ascii(wide: str, place: str) -> None:
     ElementCount().add(f'["{wide}", "{long}", "{wide}"]'.encode())
     ElementCount().add(f'["{wide * 1000}{long[: 2**23]}"]'.encode())
     text = wide + long if place == "begin" else long + wide * 2**15
-    with pytest.raises(PenstockError, match="a text of more than 16777216 bytes that is not ASCII"):
+    with pytest.raises(PenstockError, match="a string of more than 16777216 bytes that is not ASCII"):
         ElementCount().add(f'{{"a": "x", "b": "{text}"}}'.encode())
 
 

@@ -39,10 +39,10 @@ def can_map_users() -> bool:
 
 WITHOUT_HOME = "unshare --user --map-user=12345 env -u HOME -u XDG_CACHE_HOME $SERVE"
 STARTS = {
-    "long temporary folder": ('mkdir -p "$LONG"; TMPDIR="$LONG" $SERVE', "TMPDIR: .* has more than 80 bytes"),
+    "long temporary folder": ('mkdir -p "$LONG"; TMPDIR="$LONG" $SERVE', "TMPDIR: .* must have at most 80 bytes"),
     "address space": ("ulimit -v 1000000; $SERVE", r"\(ulimit -[vu]\)"),
     "little address space": ("ulimit -v 200000; $SERVE", r"not enough memory \(ulimit -v\)"),
-    "file descriptors": ("ulimit -n 12; $SERVE", r"no file descriptor left \(ulimit -n\)"),
+    "file descriptors": ("ulimit -n 12; $SERVE", r"no file descriptors left \(ulimit -n\)"),
     "file size": ("ulimit -f 0; $SERVE", "temporary folder cannot be written"),
     "deleted folder": ('mkdir "$GONE"; cd "$GONE"; rmdir "$GONE"; $SERVE', "working directory has been deleted"),
     "no home": (WITHOUT_HOME, "user 12345 has no home folder: set HOME"),
@@ -169,7 +169,7 @@ def test_log_file_on_a_full_disk_is_reported_once(tmp_path: Path) -> None:
         filler = fill(folder)
         for _ in range(30):
             httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1, "user": "x" * 200})
-        server.find(r"the log file \S+ cannot be written \(no space left on device\): \d+ lines are missing")
+        server.find(r"the log file \S+ cannot be written \(no space left on device\): \d+ lines lost")
         assert "Traceback" not in "".join(server.lines)
         assert len([line for line in server.lines if "cannot be written" in line]) <= 3  # one for each process
         filler.unlink()

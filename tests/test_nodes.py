@@ -713,7 +713,7 @@ def test_fastdeploy_s_addresses_are_nodes(capsys: pytest.CaptureFixture[str]) ->
         found = json.loads(capsys.readouterr().out)
         assert tuple(found[name]["value"] for name in ("nnodes", "node_rank", "master_addr")) == expected
     assert main(["config", "--compat", "fastdeploy", "--ips", "198.51.100.1,198.51.100.2"]) == 2
-    assert "none is an address of this machine" in capsys.readouterr().err
+    assert "none of them is an address of this machine" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -167,7 +167,7 @@ def test_a_model_by_its_name(shell: Shell) -> None:
         for arguments, words in (
             (("-m", "org/chat-2nodes", "-n", "3"), "--nnodes: is 3, and org/chat-2nodes is for 2 nodes"),
             (("--mode", "slave"), "--mode: slave is for several nodes, and --nnodes is 1"),
-            (("--model_name", "org/chat/a8w8_fp8"), "weights as a8w8_fp8 are not supported yet"),
+            (("--model_name", "org/chat/a8w8_fp8"), "the format a8w8_fp8 is not supported"),
             (("--model_name", "org/unknown"), "has no model org/unknown"),
         ):
             status, said = shell.run("download_model.py", *arguments, **named)
@@ -255,25 +255,25 @@ def test_names_before_version_3() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"GRPC_PORT": "1"}, "SERVICE_GRPC_PORT: is 8811, and GRPC_PORT, its older name, is 1"),
+        ({"GRPC_PORT": "1"}, "SERVICE_GRPC_PORT: is 8811, but GRPC_PORT (the former name) is 1"),
         ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: must be a port"),
         ({"SERVICE_GRPC_PORT": "x"}, "SERVICE_GRPC_PORT: 'x' is wrong"),
         ({"SERVICE_HTTP_PORT": "-2"}, "SERVICE_HTTP_PORT: '-2' is wrong: must be a port"),
         ({"POD_0_IP": "10.0.0.3", "POD_IPS": "10.0.0.1"}, r"POD_0_IP: 10.0.0.3 is not among POD_IPS \(10.0.0.1\)"),
         ({"POD_0_IP": "10.0.0.3"}, "POD_0_IP: 10.0.0.3 is not among POD_IPS"),
-        ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: is missing, and MP_NNODE is 2"),
-        ({"MP_NNODE": "2", "POD_IPS": "a,b"}, "POD_0_IP: is missing, and MP_NNODE is 2"),
-        ({"POD_IPS": "a,b", "POD_0_IP": "a"}, "POD_IPS: names 2 nodes, and MP_NNODE is 1"),
-        ({"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES: names 1 devices, where MP_NUM 2"),
-        ({"MP_NUM": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES: names 2 devices, where MP_NUM 1"),
-        ({"MP_NUM": "3", "MP_NNODE": "2", "POD_IPS": "a,b", "POD_0_IP": "a"}, "MP_NUM: 3 cannot be divided"),
-        ({"MP_NUM": "0"}, "MP_NUM: '0' is not a number from 1 on"),
+        ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: must be set, as MP_NNODE is 2"),
+        ({"MP_NNODE": "2", "POD_IPS": "a,b"}, "POD_0_IP: must be set, as MP_NNODE is 2"),
+        ({"POD_IPS": "a,b", "POD_0_IP": "a"}, "POD_IPS: has 2 addresses, but MP_NNODE is 1"),
+        ({"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES: has 1 devices, but MP_NUM=2"),
+        ({"MP_NUM": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES: has 2 devices, but MP_NUM=1"),
+        ({"MP_NUM": "3", "MP_NNODE": "2", "POD_IPS": "a,b", "POD_0_IP": "a"}, "MP_NUM: 3 is not a multiple"),
+        ({"MP_NUM": "0"}, "MP_NUM: '0' is not a positive integer"),
         ({"BATCH_SIZE": "129"}, "BATCH_SIZE: '129' is wrong: must be from 1 to 128"),
         ({"PUSH_MODE_HTTP_WORKERS": "9"}, "PUSH_MODE_HTTP_WORKERS: '9' is wrong: must be from 1 to 8"),
         ({"BLOCK_BS": "many"}, "BLOCK_BS: 'many' is wrong"),
         ({"BLOCK_RATIO": "1.5"}, "BLOCK_RATIO: 1.5 is wrong: it must be at most 1"),
         ({"USE_WARMUP": "yes"}, "USE_WARMUP: 'yes' is wrong: must be 0 or 1"),
-        ({"model_name": "chat"}, "model_name: 'chat' is wrong: a name is org/model"),
+        ({"model_name": "chat"}, "model_name: 'chat' is wrong: it must be org/model"),
     ],
 )
 def test_what_is_wrong_in_the_environment_is_named(given: dict[str, str], words: str) -> None:

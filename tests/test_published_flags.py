@@ -207,12 +207,12 @@ def test_value_or_short_form_is_translated(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--tokenizer-revision b", "is not --revision, with which the tokenizer comes"),
+        ("--tokenizer-revision b", "must equal --revision"),
         ("--num-speculative-tokens 3", "requires --speculative-model"),
         ("--spec-method ngram -sc {}", "cannot be combined with --speculative-config"),
         ("--spec-model a --speculative-model b", "is given twice"),
         ("-sc [1] -sc.method ngram", "is not a JSON object"),
-        ("--mm-encoder-only", "a server has the whole model"),
+        ("--mm-encoder-only", "a server always runs the whole model"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(

@@ -320,7 +320,7 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
         f"127.0.0.1:{deployment.port}",
     ) as other:
         line = deployment.router.find(
-            r"instance at (\S+) is not used: its results have other bits: its kernels are ([^\s,]+)"
+            r"instance at (\S+) is not used: its results differ bitwise: its kernels are ([^\s,]+)"
         )
         assert "kv8" in line[2] and deployment.states == before
         named = f"{roles['decode']},{other.root},{roles['prefill']}"
@@ -329,7 +329,7 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
             until(lambda: "x-penstock-fingerprint-mismatch" in httpx.get(f"{second.root}/health").headers)
             found = httpx.post(f"{second.url}/completions", json={"prompt": "The sea", "max_tokens": 2})
             assert found.status_code == 200 and line[2] in found.headers["x-penstock-fingerprint-mismatch"]
-            second.find(f"{roles['prefill']} is not used: it is a prefill instance, and is named as a decode or mixed")
+            second.find(f"{roles['prefill']} is not used: its role is prefill, but it is configured as decode or mixed")
 
 
 def test_a_router_with_another_tokenizer_uses_no_instance(deployment: Deployment, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_router_with_another_tokenizer_uses_no_instance(deployment: Deployment
     flags = ("--role", "router", "--model", str(tmp_path), "--decode-instances", deployment.decode[-1].root)
     router = Served(*flags, *deployment.secret)
     try:
-        router.find("is not used: it has another tokenizer than the model of this router: give both the same --model")
+        router.find("is not used: its tokenizer is not that of this router's model: use the same --model for both")
         router.terminate()
         assert router.ended() == 0
     finally:

@@ -116,7 +116,7 @@ def test_log_lines_show_no_secret(log_format: Any, capsys: pytest.CaptureFixture
         try:
             raise ValueError(f"the library says {secret} {json.dumps(secret)}")
         except ValueError:
-            logging.getLogger("x").exception("%s and %s-environment", URL, CANARY, extra={"facts": facts})
+            logging.getLogger("x").exception("%s and %s-environment", URL, CANARY, extra={"fields": facts})
         logging.getLogger("x").info("http://host/path and org/name@main stay")
     finally:
         logging.basicConfig(level=level, handlers=handlers, force=True)

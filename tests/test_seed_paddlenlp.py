@@ -305,7 +305,7 @@ python download_model.py --model_name $model_name --dir $MODEL_PATH --nnodes 2 {
     assert status == 0 and (elsewhere.folder / "org/chat-2nodes/weight_only_int8/model.safetensors").exists(), said
     start = 'model_name="org/chat-2nodes/weight_only_int8"\nstart_server $model_name\n'
     status, said = elsewhere.run(PORTS + start)
-    assert status == 2 and "model_name: org/chat-2nodes/weight_only_int8 is for 2 nodes, and MP_NNODE is 1" in said
+    assert status == 2 and "model_name: org/chat-2nodes/weight_only_int8 is for 2 nodes, but MP_NNODE is 1" in said
 
 
 SEVERAL = """

@@ -214,7 +214,7 @@ def test_a_draft_of_no_numbers_ends_no_other(tmp_path: Path) -> None:
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"tokens": 3}, "tokens"),
         ({"prompt_lookup_min": 5}, "prompt_lookup_min"),
-        ({"method": "ngram", "model": "here"}, "takes no model"),
+        ({"method": "ngram", "model": "here"}, "model cannot be set"),
         ({"model": "/nowhere"}, "config.json"),
         ({"method": "mtp"}, "num_nextn_predict_layers"),
     ],

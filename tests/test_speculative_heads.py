@@ -494,7 +494,7 @@ def test_what_does_not_fit_is_refused(
         ({"method": "medusa"}, "has no medusa heads"),
         ({"method": "eagle3", "model": "HEAD/medusa"}, "layers|has no tensor"),
         ({"method": "medusa", "model": "HEAD/eagle"}, "has no medusa heads"),
-        ({"method": "mtp", "model": "HEAD/eagle"}, "the method mtp takes no model"),
+        ({"method": "mtp", "model": "HEAD/eagle"}, "model cannot be set with the method mtp"),
     ],
 )
 def test_what_is_missing_is_refused(simple: tuple[Path, Any], given: dict[str, str], words: str) -> None:

@@ -127,7 +127,7 @@ def test_in_the_background(client: openai.OpenAI) -> None:
         client.responses.create(**PLAIN, input=CAPITAL, background=True, stream=True)
     with pytest.raises(openai.BadRequestError, match="leave store out"):
         client.responses.create(**PLAIN, input=CAPITAL, background=True, store=False)
-    with pytest.raises(openai.BadRequestError, match="no background response"):
+    with pytest.raises(openai.BadRequestError, match="not a background response"):
         client.responses.cancel(client.responses.create(**PLAIN, input=CAPITAL).id)
 
 

@@ -68,7 +68,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 FORMS = ("json", "regex", "choice", "forced call")
 RANDOM = ("sampled", "truncated")
 FORBIDDEN: dict[frozenset[str], str] = {
-    **{frozenset(pair): "another constraint|one constraint|give one of" for pair in itertools.combinations(FORMS, 2)},
+    **{
+        frozenset(pair): "another constraint|one constraint|set exactly one of"
+        for pair in itertools.combinations(FORMS, 2)
+    },
     **{
         frozenset((form, other)): EXCLUSIVE["guided_decoding"][i] + "|tool_choice"
         for form in FORMS

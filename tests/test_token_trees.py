@@ -129,10 +129,10 @@ def test_trees_have_more_accepted_than_their_first_paths(attending: Heads, plain
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"medusa_choices": "[(0,"}, "it is no tree such as"),
-        ({"medusa_choices": [[0]], "eagle_choices": [[0]]}, "give one of medusa_choices and eagle_choices"),
-        ({"eagle_choices": [[0]], "method": "medusa"}, "eagle_choices is not for the method medusa"),
-        ({"speculative_token_tree": "[(0,)]", "method": "ngram"}, "is not for the method ngram"),
+        ({"medusa_choices": "[(0,"}, "it is not a tree such as"),
+        ({"medusa_choices": [[0]], "eagle_choices": [[0]]}, "set only one of medusa_choices and eagle_choices"),
+        ({"eagle_choices": [[0]], "method": "medusa"}, "eagle_choices cannot be set with the method medusa"),
+        ({"speculative_token_tree": "[(0,)]", "method": "ngram"}, "cannot be set with the method ngram"),
         ({"speculative_token_tree": [[0] * 33]}, "a depth of at most 32"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be at most 32"),
         (

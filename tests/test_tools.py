@@ -68,7 +68,7 @@ def test_names_that_no_form_can_tell_are_refused(client: openai.OpenAI, name: st
 def test_a_template_that_reads_no_tools_gets_none(client: openai.OpenAI) -> None:
     """Which is said, and not passed over."""
     template = "{% for m in messages %}{{ m.content }}<tool_call>{% endfor %}"
-    with pytest.raises(openai.BadRequestError, match="no form for them"):
+    with pytest.raises(openai.BadRequestError, match="does not support tools"):
         ask(client, False, IN_PARIS, tools=TOOLS, extra_body={"chat_template": template})
 
 
@@ -164,5 +164,5 @@ def test_what_a_form_cannot_follow_is_refused(client: openai.OpenAI) -> None:
 
 def test_tools_of_an_unknown_form_are_refused(client: openai.OpenAI) -> None:
     template = {"chat_template": PLAIN.replace("TEACHES", "<|calls|>")}
-    with pytest.raises(openai.BadRequestError, match="tools: this model's chat template has no form for them"):
+    with pytest.raises(openai.BadRequestError, match="tools: this model's chat template does not support tools"):
         ask(client, False, IN_PARIS, tools=TOOLS, extra_body=template)

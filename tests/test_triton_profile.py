@@ -88,9 +88,9 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--world_size", "2"], "--world_size: '2' is wrong: an engine's folder says how many ranks it is for"),
-        (["--model-control-mode", "poll"], "only none and explicit"),
-        (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
+        (["--world_size", "2"], "--world_size: '2' is wrong: the number of ranks is that of the engine folder"),
+        (["--model-control-mode", "poll"], "set none or explicit"),
+        (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1 (no HTTP) without grpc_port"),
         (["--allow-grpc", "perhaps"], "not one of true"),
         (["--http-prot", "1"], "did you mean --http-port"),
         (["--model-repository", "/nowhere"], "model_repository: /nowhere holds no folder"),

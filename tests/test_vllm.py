@@ -198,7 +198,7 @@ def test_its_modules_start_a_server_where_shims_are_asked_for(shims: Path) -> No
         ({}, "--tensor-parallel-size=0", "--tensor-parallel-size: '0' is wrong"),
         ({}, "--num-speculative-tokens 3", "--num_speculative_tokens: requires --speculative-model"),
         ({}, "--allowed-origins [here", "--allowed-origins: '[here' is wrong"),
-        ({}, "--response-role user", "--response_role: 'user' is wrong: answers are the assistant's"),
+        ({}, "--response-role user", "--response_role: 'user' is wrong: the role of responses cannot be changed"),
         ({}, "--quantization nvfp4", "--quantization: 'nvfp4' is wrong: it is not one of none, w8a8"),
         ({}, "--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype: 'fp8_e5m2' is wrong"),
         ({}, "--load-format tensorizer", "--load-format: 'tensorizer' is wrong: it is not one of"),

@@ -150,7 +150,7 @@ def test_load_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert configured(capsys, "--expert-placement-strategy", "linear")["expert_placement"] == ""
     for flags in (["--enable-eplb"], ["--eplb-config", '{"step_interval": 3000}']):
         assert main(["config", *flags])
-    assert "experts are not moved while they serve" in capsys.readouterr().err
+    assert "experts are not rebalanced at run time" in capsys.readouterr().err
 
 
 @pytest.mark.row("vllm", "--enable-auto-tool-choice", "--enable-prompt-tokens-details", "--enable-request-id-headers")
@@ -197,12 +197,12 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--stream-interval 10", "--stream_interval: '10' is wrong"),
         ("--cpu-offload-gb 4", "--cpu_offload_gb: '4' is wrong"),
         ("--kv-offloading-backend lmcache", "--kv_offloading_backend: 'lmcache' is wrong"),
-        ('--kv-transfer-config {"kv_connector":"OffloadingConnector"}', "must give cpu_bytes_to_use"),
+        ('--kv-transfer-config {"kv_connector":"OffloadingConnector"}', "must have cpu_bytes_to_use"),
         ("--kv-transfer-config {}", "kv_role must be kv_producer or kv_consumer"),
-        ('--kv-transfer-config {"kv_role":"kv_both"}', "an instance of both is one without this flag"),
+        ('--kv-transfer-config {"kv_role":"kv_both"}', "omit this flag for an instance with both roles"),
         (
             '--kv-transfer-config {"kv_role":"kv_producer","kv_connector_extra_config":{}}',
-            "kv_connector_extra_config has no counterpart",
+            "kv_connector_extra_config is not supported",
         ),
         ("--tool-parser-plugin a.py", "--tool_parser_plugin: 'a.py' is wrong: loading code is not supported"),
         ("--reasoning-parser-plugin a.py", "--reasoning_parser_plugin: 'a.py' is wrong"),
@@ -217,7 +217,7 @@ def test_what_changes_nothing_is_taken_and_said(
         ('--override-generation-config {"temprature":1}', "Unexpected keyword argument 'temprature'"),
         ('--override-generation-config {"top_p":2}', "top_p: must be at most 1, is 2"),
         ('--structured-outputs-config {"backend":"x"}', "--structured_outputs_config: "),
-        ('--structured-outputs-config {"reasoning_parser":"x"}', "reasoning_parser has no counterpart"),
+        ('--structured-outputs-config {"reasoning_parser":"x"}', "reasoning_parser is not supported"),
         ("--quantization nvfp4", "'nvfp4' is wrong: it is not one of none, w8a8"),
         ("--enforce-eagre", "unknown argument --enforce-eagre; did you mean --enforce-eager?"),
     ],
@@ -237,7 +237,7 @@ def test_help_has_our_flags_in_their_places(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     ours, _, theirs = capsys.readouterr().out.partition("options of vLLM")
-    assert "--dtype {auto,bfloat16,float16,float32}" in ours and "Type of the computation" in ours
+    assert "--dtype {auto,bfloat16,float16,float32}" in ours and "Data type of the computation" in ours
     assert "--dtype" not in theirs and "--trust-remote-code" in theirs
 
 

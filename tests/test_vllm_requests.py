@@ -318,7 +318,7 @@ def test_known_fields_are_kept_or_refused_by_name(plain: httpx.Client, path: str
         assert refused.json()["error"]["message"] == f"{field}: not supported yet"
     for name, asked in (("mm_processor_kwargs", {"max_pixels": 9408}), ("media_io_kwargs", {"video": {"fps": 1}})):
         refused = plain.post(f"/v1/{path}", json=body | {name: asked})
-        reason = "this model sees no images, only text" if "messages" in body else "is for chats only"
+        reason = "this model does not support images" if "messages" in body else "is for chats only"
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"{name}: {reason}")
     taken = {
         "mm_processor_kwargs": {},

@@ -114,7 +114,7 @@ def test_structured_output_and_its_errors(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.fill("[name=schema]", '{"type": "object"')
     ask(page, QUESTION)
-    expect(page.locator("#notice")).to_contain_text("schema: this is not JSON")
+    expect(page.locator("#notice")).to_contain_text("schema: not valid JSON")
     page.click("#clear")
     schema = {
         "type": "object",
@@ -173,7 +173,7 @@ def test_stopping(servers: Servers, page: Page) -> None:
     ask(page, QUESTION)
     expect(page.locator(".message.assistant .text").last).not_to_be_empty()
     page.keyboard.press("Escape")
-    expect(page.locator(".speed")).to_contain_text("ended by you")
+    expect(page.locator(".speed")).to_contain_text("ended by user")
     expect(page.locator("#send")).to_be_enabled()
 
 

@@ -202,7 +202,7 @@ def test_what_another_user_may_have_written_is_not_used(
     ways: dict[str, Callable[[], object]] = {
         "other users may write to it": lambda: file.chmod(0o666),
         "Too many levels of symbolic links": linked,
-        "it is no regular file": waiting,
+        "it is not a regular file": waiting,
     }
     if os.geteuid() == 0:
         ways["it belongs to another user"] = lambda: os.chown(file, 12345, 12345)

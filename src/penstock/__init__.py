@@ -2,7 +2,7 @@
 
 >>> from penstock import LLM, SamplingParams
 
-Names are loaded when they are first used: ``import penstock`` itself loads no torch.
+Public names are imported on first use, so ``import penstock`` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""The version of this installation, which ``pyproject.toml`` reads."""
+"""Version of the package, read by ``pyproject.toml``."""
 
 __version__ = "0.0.1"

@@ -1,4 +1,4 @@
-"""Addresses of machines: how they are written, and which of several is this one's."""
+"""Parsing of network addresses, and checks whether they belong to this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")
-"""Hosts that mean all addresses of a machine."""
+"""Hosts that stand for all addresses of a machine."""
 
 
 def split_address(text: str, option: str) -> tuple[str, int]:
-    """Host and port of an address: ``host:port``, or ``[address]:port`` for one of IPv6.
+    """Split ``host:port``, or ``[address]:port`` for IPv6. Raises ``PenstockError`` (``invalid``) for other texts.
 
-    Raises ``PenstockError`` (``invalid``), which names the option, where it is none.
+    Args:
+        option: name of the option, for the error.
     """
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
@@ -27,18 +28,18 @@ def split_address(text: str, option: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """The address that ``split_address`` splits."""
+    """Join host and port; the inverse of ``split_address``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def reachable(address: str, host: str) -> str:
-    """An address that another machine reported, with ``host`` for one that means all of its addresses."""
+    """Replace the host of an address reported by another machine by ``host`` if it stands for all addresses."""
     own, port = split_address(address, "address")
     return join_address(host if own in ANY_ADDRESS else own, port)
 
 
 def own_index(addresses: Sequence[str]) -> int | None:
-    """Index of the first address that is one of this machine's; None where none is."""
+    """Index of the first address that belongs to this machine; None if none does."""
     return next((index for index, address in enumerate(addresses) if _is_own(address)), None)
 
 

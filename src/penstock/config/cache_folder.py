@@ -1,4 +1,4 @@
-"""The folder of the weight cache: its place, its size limit, and eviction of the least recently used files."""
+"""Folder of the weight cache: path, size limit, and eviction of the least recently used files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SUFFIX = ".packed"
 UNFINISHED = ".part"
 """Suffix of files that are being written. Their writers hold a lock on them."""
 DEFAULT_SHARE = 0.3
-"""Share of the disk that the cache may take where no size is given."""
+"""Default size limit of the cache, as a share of the disk."""
 RESERVED_SHARE = 0.1
 """Share of the disk that the cache always leaves free."""
 
 
 def cache_folder(name: str) -> Path | None:
-    """The folder that ``weight_cache_dir`` names: the user's default for an empty name, None for ``none``."""
+    """Folder for a value of ``weight_cache_dir``: the default for an empty string, None for ``none``."""
     if name == "none":
         return None
     return Path(name) if name else cache_home() / "penstock"
@@ -34,48 +34,48 @@ def cache_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """The disk usage of a weight cache."""
+    """Disk usage of a weight cache."""
 
     files: int
     """Number of files."""
     used: int
-    """Bytes."""
+    """Size of the files in bytes."""
     limit: int
-    """Bytes."""
+    """Size limit in bytes."""
 
 
 def disk_usage(folder: Path, limit: float) -> DiskUsage:
-    """The disk usage of a weight cache; ``limit`` is ``weight_cache_size`` in GiB, 0 for the default."""
+    """Measure a weight cache; ``limit`` is ``weight_cache_size`` in GiB (0: default)."""
     sizes = [status.st_size for _, status in _entries(folder, SUFFIX)]
     return DiskUsage(len(sizes), sum(sizes), limit_bytes(folder, limit))
 
 
 def limit_bytes(folder: Path, limit: float) -> int:
-    """``limit`` GiB, or the default share of the folder's disk."""
+    """Size limit in bytes: ``limit`` GiB, or if it is 0, the default share of the folder's disk."""
     if limit:
         return int(limit * 2**30)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return int(shutil.disk_usage(there).total * DEFAULT_SHARE)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return int(shutil.disk_usage(existing).total * DEFAULT_SHARE)
 
 
 def open_cached(path: Path) -> IO[bytes]:
-    """Open a file of the cache to read. Marks it as used now, and locks it, so that no process evicts it.
+    """Open a cached file for reading. Updates its access time, and locks it against eviction.
 
-    The lock lasts until the file and every mapping of it are closed.
+    The lock lasts until the file and all mappings of it are closed.
 
-    Raises ``OSError`` where there is no such file; ``PermissionError`` where another user wrote it, or could have.
+    Raises ``OSError`` if the file cannot be opened, ``PermissionError`` if another user can have written it.
     """
-    # A symbolic link is not followed, and opening a FIFO does not wait for its writer.
+    # O_NOFOLLOW: do not follow a symbolic link. O_NONBLOCK: do not wait for the writer of a FIFO.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise PermissionError("it is no regular file")
+            raise PermissionError("it is not a regular file")
         if status.st_uid not in (os.geteuid(), 0):
             raise PermissionError(f"it belongs to another user (uid {status.st_uid})")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"other users may write to it (mode {stat.S_IMODE(status.st_mode):o})")
-        with contextlib.suppress(OSError):  # of file systems without locks, and a cache that may only be read
+        with contextlib.suppress(OSError):  # file systems without locks, read-only caches
             fcntl.flock(file, fcntl.LOCK_SH)
             os.utime(file.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
     except BaseException:
@@ -86,12 +86,16 @@ def open_cached(path: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
-    """A file to write, which is renamed to ``path`` when the block ends without an error.
+    """Open a temporary file for writing, and rename it to ``path`` if the block ends without an error.
 
-    Room for it is reserved first, under a lock on the folder: the least recently used files are deleted, but none that
-    an engine has mapped.
+    First reserves ``size`` bytes, under a lock on the folder, by deleting the least recently used files. Files that an
+    engine has mapped are kept.
 
-    Raises ``OSError`` where there is not enough room.
+    Args:
+        size: size of the file in bytes.
+        limit: size limit of the cache in bytes.
+
+    Raises ``OSError`` if there is not enough room.
     """
     folder = path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,20 +104,20 @@ def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
             _make_room(path, size, limit)
             file = stack.enter_context(NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=UNFINISHED))
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.truncate(size)  # so that the next writer counts it, though nothing is written yet
+            file.truncate(size)  # lets other writers count it before the data is written
         yield file
         file.flush()
-        os.fsync(file.fileno())  # before the name exists: a loss of power must not leave a name without its data
+        os.fsync(file.fileno())  # before renaming: a power loss must not leave a complete name with incomplete data
         os.link(file.name, written := file.name + UNFINISHED)
         os.replace(written, path)
 
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of those who make room in a folder."""
+    """Hold the folder's lock, which serializes evictions."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # of file systems that lock no folders
+        with contextlib.suppress(OSError):  # file systems without locks on folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -121,9 +125,9 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _make_room(replaced: Path, size: int, limit: int) -> None:
-    """Delete files until there is room for ``size`` bytes in place of the file ``replaced``."""
+    """Delete files until there is room for ``size`` bytes, which will replace the file ``replaced``."""
     if size > limit:
-        raise OSError(f"they have {size / 2**30:.2g} GiB, and weight_cache_size is {limit / 2**30:.2g} GiB")
+        raise OSError(f"they have {size / 2**30:.2g} GiB, more than weight_cache_size ({limit / 2**30:.2g} GiB)")
     folder = replaced.parent
     for path, _ in _entries(folder, UNFINISHED):
         _delete_unused(path)  # its writer has died
@@ -139,10 +143,10 @@ def _make_room(replaced: Path, size: int, limit: int) -> None:
         if _delete_unused(path):
             room += status.st_size
     if room < size:
-        left = (
-            f"{max(room, 0) / 2**30:.2g} GiB of {limit / 2**30:.2g}, {RESERVED_SHARE:.0%} of the disk being kept free"
+        available = (
+            f"{max(room, 0) / 2**30:.2g} of {limit / 2**30:.2g} GiB ({RESERVED_SHARE:.0%} of the disk stay free)"
         )
-        raise OSError(f"they have {size / 2**30:.2g} GiB, and {folder} has room for {left}")
+        raise OSError(f"they have {size / 2**30:.2g} GiB, and {folder} has room for {available}")
 
 
 def _delete_unused(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The log file, which may be on a disk that is full."""
+"""Logging handler for the log file, which tolerates a full disk."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 REPORT_INTERVAL = 60.0
-"""Seconds between two reports that lines cannot be written."""
+"""Minimum seconds between two warnings about lines that cannot be written."""
 
 
 class LogFile(WatchedFileHandler):
-    """Appends lines to a file, which is opened anew when log rotation moves it.
+    """Appends lines to a file, which is reopened when log rotation moves it.
 
-    Lines that cannot be written are lost: standard error says so once in ``REPORT_INTERVAL``, in one line.
+    Lines that cannot be written are lost. A warning on standard error counts them, once per ``REPORT_INTERVAL``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class LogFile(WatchedFileHandler):
         self._reported = -REPORT_INTERVAL
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called in an ``except`` block, with the lock held."""
+        """Handle the exception being raised, with the lock held."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -38,6 +38,6 @@ class LogFile(WatchedFileHandler):
                 handler.handle(self._report(error))
 
     def _report(self, error: OSError) -> logging.LogRecord:
-        message = "the log file %s cannot be written (%s): %d lines are missing there so far"
+        message = "the log file %s cannot be written (%s): %d lines lost so far"
         arguments = (self.baseFilename, (error.strerror or str(error)).lower(), self._lost)
         return logging.LogRecord("penstock", logging.WARNING, __file__, 0, message, arguments, None)

@@ -1,4 +1,4 @@
-"""Standard error for the log, written without ever waiting for who reads it."""
+"""Logging handler for standard error that never blocks on a slow reader."""
 
 from __future__ import annotations
 
@@ -13,70 +13,73 @@ import threading
 import time
 from typing import TextIO
 
-MAX_WAITING = 2**20
-"""Bytes that wait for a reader; further lines are dropped, and counted."""
-LAST_WAIT = 1.0
-"""Seconds that an ending process waits for its last lines to be read."""
+MAX_BUFFERED = 2**20
+"""Maximum bytes buffered for a slow reader; further lines are dropped and counted."""
+FLUSH_TIMEOUT = 1.0
+"""Maximum seconds that ``flush``, also called at exit, waits for buffered lines to be written."""
 
 
 class LogHandler(logging.Handler):
-    """Writes lines to standard error. A reader that stalls, as a log collector may, does not hold up the process: lines
-    wait in memory, up to ``MAX_WAITING``, and how many were dropped is the first line after them."""
+    """Writes lines to standard error without blocking if its reader (a log collector) stalls.
+
+    Up to ``MAX_BUFFERED`` bytes are buffered in memory. Further lines are dropped; a warning says how many.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self._descriptor, self._socket = _without_waiting(descriptor)
-        self._waiting = bytearray()
+        self._descriptor, self._socket = _open_nonblocking(descriptor)
+        self._buffer = bytearray()
         self._dropped = 0
-        self._came = threading.Condition(self.lock)
+        self._buffered = threading.Condition(self.lock)
         self._thread: threading.Thread | None = None
         atexit.register(self.flush)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called with the lock held."""
+        """Write a line or buffer it. Called with the lock held."""
         try:
-            if self._dropped and len(self._waiting) < MAX_WAITING // 2:
-                words = "%d lines of the log were dropped, as standard error was not read"
-                self._write(self.format(logging.makeLogRecord(_warning(words, self._dropped))))
+            if self._dropped and len(self._buffer) < MAX_BUFFERED // 2:
+                message = "%d log lines were dropped, as the reader of standard error was too slow"
+                arguments = (message, (self._dropped,), None)
+                self._write(self.format(logging.LogRecord("penstock", logging.WARNING, __file__, 0, *arguments)))
                 self._dropped = 0
             self._write(self.format(record))
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait for what is written to be read, for at most ``LAST_WAIT``."""
-        deadline = time.monotonic() + LAST_WAIT
-        while self._waiting and time.monotonic() < deadline:
+        """Wait until the buffer is written, for at most ``FLUSH_TIMEOUT``."""
+        deadline = time.monotonic() + FLUSH_TIMEOUT
+        while self._buffer and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="backslashreplace")
-        if self._waiting and len(self._waiting) + len(data) > MAX_WAITING:
+        if self._buffer and len(self._buffer) + len(data) > MAX_BUFFERED:
             self._dropped += 1
             return
-        if not self._waiting:
+        if not self._buffer:
             data = data[self._send(data) :]
         if data:
-            self._waiting += data
-            if self._thread is None or not self._thread.is_alive():  # as after a fork
-                self._thread = threading.Thread(target=self._send_waiting, name="log", daemon=True)
+            self._buffer += data
+            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+                self._thread = threading.Thread(target=self._send_buffer, name="log", daemon=True)
                 self._thread.start()
-            self._came.notify()
+            self._buffered.notify()
 
-    def _send_waiting(self) -> None:
-        """Thread: write what waits whenever the reader takes more."""
+    def _send_buffer(self) -> None:
+        """Write the buffer whenever the reader accepts more (thread)."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         while True:
-            with self._came:
-                while not self._waiting:
-                    self._came.wait()
+            with self._buffered:
+                while not self._buffer:
+                    self._buffered.wait()
             poll.poll()
-            with self._came:
-                del self._waiting[: self._send(bytes(self._waiting[: select.PIPE_BUF]))]
+            with self._buffered:
+                del self._buffer[: self._send(bytes(self._buffer[: select.PIPE_BUF]))]
 
     def _send(self, data: bytes) -> int:
-        """How many of the bytes could be written at once; all of them where nobody will ever read them."""
+        """Write without blocking; returns the number of bytes written, or all of them if the reader is gone."""
         try:
             if self._socket:
                 return self._socket.send(data, socket.MSG_DONTWAIT)
@@ -88,16 +91,19 @@ class LogHandler(logging.Handler):
 
 
 def handler(stream: TextIO) -> logging.Handler:
-    """The handler for ``sys.stderr``, or for what stands in its place."""
+    """Create the handler for ``sys.stderr``, or for a stream that replaces it."""
     try:
         return LogHandler(stream.fileno()) if stream is sys.stderr else logging.StreamHandler(stream)
-    except (OSError, ValueError):  # no file of the system
+    except (OSError, ValueError):  # the stream has no file descriptor
         return logging.StreamHandler(stream)
 
 
-def _without_waiting(descriptor: int) -> tuple[int, socket.socket | None]:
-    """A descriptor for the same file whose writes do not wait, and a socket where it is one. Others who have it open
-    keep their own mode: a pipe is opened anew, and a socket is asked each time."""
+def _open_nonblocking(descriptor: int) -> tuple[int, socket.socket | None]:
+    """Open a descriptor of the same file for non-blocking writes; also returns the socket if it is one.
+
+    The mode of the given descriptor, which other processes may share, is unchanged: a pipe is reopened, and a socket
+    uses ``MSG_DONTWAIT``.
+    """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISSOCK(mode):
         duplicate = socket.socket(fileno=os.dup(descriptor))
@@ -105,7 +111,3 @@ def _without_waiting(descriptor: int) -> tuple[int, socket.socket | None]:
     if stat.S_ISREG(mode):
         return os.dup(descriptor), None
     return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), None
-
-
-def _warning(words: str, *arguments: object) -> dict[str, object]:
-    return {"name": "penstock", "levelno": logging.WARNING, "levelname": "WARNING", "msg": words, "args": arguments}

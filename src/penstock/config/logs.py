@@ -1,6 +1,6 @@
-"""Log formats: text, or one JSON object per line; secrets are masked (``secrets``).
+"""Logging setup and formats: text, or one JSON object per line. Secrets are masked (``secrets``).
 
-Every process writes to standard error and, with ``log_file``, appends to one file, a line at a time.
+Each process writes to standard error and, with ``log_file``, appends line by line to the same file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from penstock.core.errors import invalid
 from . import log_stream, secrets
 from .options import LogOptions
 
-TRACE: ContextVar[Mapping[str, str]] = ContextVar("TRACE", default={})  # noqa: B039, as nobody changes it
-"""Facts of every line that is written for a traced request: ``trace_id``, ``span_id``."""
+TRACE: ContextVar[Mapping[str, str]] = ContextVar("TRACE", default={})  # noqa: B039, as it is never modified
+"""Fields of all log lines of a traced request: ``trace_id``, ``span_id``."""
 
 
 def set_up(options: LogOptions, process: str) -> None:
     """Configure all loggers of this process.
 
     Args:
-        process: name of the process, in every line.
+        process: name of the process, shown in each line.
 
-    Raises ``PenstockError`` (``invalid``) where the file cannot be written.
+    Raises ``PenstockError`` (``invalid``) if the log file cannot be written.
     """
     handlers: list[logging.Handler] = [_file(Path(options.log_file))] if options.log_file else []
     handlers.append(log_stream.handler(sys.stderr))
@@ -48,11 +48,11 @@ def _file(path: Path) -> logging.Handler:
         path.parent.mkdir(parents=True, exist_ok=True)
         return LogFile(path)
     except OSError as error:
-        raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
+        raise invalid("log_file", f"cannot write {path} ({error.strerror}); set another file, or none") from error
 
 
 class _Formatter(logging.Formatter):
-    """A format whose lines name the process."""
+    """Base class: lines name the process."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -60,18 +60,18 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """Date, time, process, level unless INFO, message, and ``name=value`` for each of ``extra={"facts": …}``."""
+    """Lines of date, time, process, level (unless INFO), message, and ``name=value`` per ``extra={"fields": …}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
-        line = f"{time} {self._process}: {level}{record.getMessage()}{facts}"
+        fields = "".join(f" {name}={_shown(value)}" for name, value in _log_fields(record).items())
+        line = f"{time} {self._process}: {level}{record.getMessage()}{fields}"
         return secrets.mask(line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""))
 
 
 class JsonFormatter(_Formatter):
-    """An object with ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the facts."""
+    """JSON objects with ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         result = {
@@ -80,16 +80,16 @@ class JsonFormatter(_Formatter):
             "process": self._process,
             "logger": record.name,
             "message": secrets.mask(record.getMessage()),
-            **_facts(record),
+            **_log_fields(record),
         }
         if record.exc_info:
             result["exception"] = secrets.mask(self.formatException(record.exc_info))
         return json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = {**getattr(record, "facts", {}), **TRACE.get()}
-    return {name: secrets.mask(value) if isinstance(value, str) else value for name, value in facts.items()}
+def _log_fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = {**getattr(record, "fields", {}), **TRACE.get()}
+    return {name: secrets.mask(value) if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Options of a model beside its engine."""
+"""Options of a model that its engine does not use."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from .option import option
 
 MAX_MEDIA = {"image": 16, "video": 4}
-"""Images and videos that a prompt may have by default."""
+"""Default maximum numbers of images and videos in a prompt."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a model beside its engine: tokenizer, chat template, parsers, default sampling parameters,
-    download."""
+    """Options of a model that its engine does not use: tokenizer, chat template, parsers, default sampling parameters,
+    media, download."""
 
     pooling_type: Literal["auto", "last", "cls", "mean", "all"] = "auto"
-    """Hidden state that becomes an embedding, or goes into a classifier: the last or first (cls) token's, the mean, or
-    one for each token (all); auto is what the checkpoint says, else of decoders last and of encoders cls."""
+    """Pooling of hidden states for embeddings and classifiers: the last or first (cls) token's, the mean, or all
+    tokens' (one vector each); auto: the checkpoint's, or else last for decoders and cls for encoders."""
     pooling_task: Literal["auto", "embed", "classify", "score"] = "auto"
-    """What is pooled for: auto is classes and scores where the checkpoint has a classifier, else embeddings; classify
-    and score have a model that generates answer with one of classifier_tokens, as Qwen3-Reranker."""
+    """Task of a pooling model; auto: classify and score if the checkpoint has a classifier, otherwise embed. classify
+    and score also work with generative models that answer with one of classifier_tokens, such as Qwen3-Reranker."""
     pooling_activation: Literal["auto", "on", "off"] = "auto"
-    """Whether embeddings have length 1, and a classifier's outputs become probabilities; auto is what the checkpoint
+    """Normalize embeddings to length 1, and convert a classifier's outputs to probabilities; auto: as the checkpoint
     says."""
     classifier_tokens: tuple[str, ...] = ("no", "yes")
-    """Tokens by which a model that generates says no and yes to a pair of texts."""
+    """The two tokens by which a generative reranker answers no and yes."""
     tokenizer: str = ""
-    """Folder to take the tokenizer from; nothing for the model's own."""
+    """Folder of the tokenizer; empty: the model's."""
     chat_template: str = ""
-    """File with a template, or the template; nothing for the model's own."""
+    """Chat template, or a file with one; empty: the model's."""
     tool_call_parser: Literal[
         "auto",
         "hermes",
@@ -65,7 +65,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         "lfm2",
         "openai",
     ] = "auto"
-    """Format of the model's tool calls; auto is the one that its chat template has."""
+    """Format of the model's tool calls; auto: detected from the chat template."""
     reasoning_parser: Literal[
         "auto",
         "none",
@@ -87,42 +87,42 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         "granite",
         "openai_gptoss",
     ] = "auto"
-    """Format of the model's reasoning, which is separated from its answers; auto is the one that its chat template has,
-    none leaves it in the content."""
+    """Format of the model's reasoning, which is returned separately from the answer; auto: detected from the chat
+    template, none: reasoning stays in the content."""
     generation_config: str = "auto"
-    """Default sampling parameters of requests: auto is the model's generation_config.json, vllm is vLLM's defaults,
-    else a folder with another generation_config.json."""
+    """Default sampling parameters of requests: auto uses the model's generation_config.json, vllm uses vLLM's defaults;
+    any other value is a folder with a generation_config.json."""
     override_generation_config: str = ""
     """Default sampling parameters that override those of generation_config, as JSON: {"temperature": 0.6}."""
     max_logprobs: Annotated[int, option(ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
-    """Maximum logprobs of a request."""
+    """Maximum of logprobs and prompt_logprobs in a request."""
     enable_logprob: bool = True
-    """Return logprobs; without it, requests for them are refused."""
+    """Allow requests for logprobs; otherwise they are rejected."""
     limit_mm_per_prompt: Annotated[str, option(empty='{"image": 16, "video": 4}')] = ""
-    """Images and videos that a prompt may have, as JSON: {"image": 4}."""
+    """Maximum numbers of images and videos in a prompt, as JSON: {"image": 4}."""
     mm_processor_kwargs: Annotated[str, option(empty="the model's")] = ""
-    """Limits of the pixels of an image once it is resized, in place of those of the model's image processor, as JSON:
-    {"min_pixels": 3136, "max_pixels": 1003520}; of videos also which frames are taken: fps or num_frames, min_frames,
-    max_frames."""
+    """Parameters that override those of the model's image processor, as JSON: minimum and maximum pixels of a resized
+    image, {"min_pixels": 3136, "max_pixels": 1003520}; for videos also the sampling of frames: fps or num_frames,
+    min_frames, max_frames."""
     media_io_kwargs: Annotated[str, option(empty="the model's")] = ""
-    """Which frames of videos are taken, as JSON: {"video": {"num_frames": 32}}, or fps; -1 is all."""
+    """Sampling of video frames, as JSON: {"video": {"num_frames": 32}}, or fps; -1: all frames."""
     allowed_media_domains: tuple[str, ...] = ()
-    """The only hosts that images are fetched from, which may then have any address; nothing for all hosts with public
-    addresses."""
+    """Hosts from which images and videos may be fetched, whatever their addresses; empty: any host with a public
+    address."""
     allowed_local_media_path: str = ""
-    """Folder whose files requests may name as images (file:); nothing for none."""
+    """Folder whose files requests may use as images (file: URLs); empty: none."""
     max_image_size: Annotated[int, option("bytes", ge=1)] = 20 * 2**20
-    """Maximum size of an image's file."""
+    """Maximum size of an image file."""
     max_image_pixels: Annotated[int, option("pixels", ge=1)] = 2**26
     """Maximum width times height of an image, before and after it is resized."""
     media_timeout: Annotated[float, option("seconds", gt=0)] = 10.0
-    """Maximum time to fetch an image or a video."""
+    """Maximum time to download an image or a video."""
     max_video_size: Annotated[int, option("bytes", ge=1)] = 100 * 2**20
-    """Maximum size of a video's file."""
+    """Maximum size of a video file."""
     max_video_frames: Annotated[int, option("frames", ge=1)] = 768
-    """Maximum number of frames taken of a video."""
+    """Maximum number of frames sampled from a video."""
     max_video_pixels: Annotated[int, option("pixels", ge=1)] = 2**27
-    """Maximum width times height times frames of a video, after these are resized."""
+    """Maximum width times height times frames of a video, after resizing."""
     video_timeout: Annotated[float, option("seconds", gt=0)] = 30.0
     """Maximum time to decode a video."""
     max_audio_size: Annotated[int, option("bytes", ge=1)] = 25 * 2**20
@@ -132,14 +132,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     audio_timeout: Annotated[float, option("seconds", gt=0)] = 30.0
     """Maximum time to decode audio."""
     model_hub: Literal["huggingface", "modelscope"] = "huggingface"
-    """Hub of models that are named org/name."""
+    """Hub from which models named org/name are downloaded."""
     revision: str = ""
-    """Branch, tag or commit on the hub; nothing for its main branch."""
+    """Branch, tag or commit of the model on the hub; empty: the main branch."""
     hf_token: str = ""
-    """Token for the Hugging Face hub; nothing for the environment's HF_TOKEN."""
+    """Access token for the Hugging Face hub; empty: HF_TOKEN of the environment."""
     download_dir: str = ""
-    """Where downloads are kept; nothing for Hugging Face's own cache, and ~/.cache/penstock/downloads for what is not
-    from its hub."""
+    """Folder for downloads; empty: the Hugging Face cache, and ~/.cache/penstock/downloads for downloads from
+    elsewhere."""
 
     def __post_init__(self) -> None:
         self.sampling()
@@ -147,7 +147,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         self.media_kwargs()
 
     def sampling(self) -> dict[str, Any]:
-        """``override_generation_config`` by field. Raises ``PenstockError`` (``invalid``) where it is wrong."""
+        """Parse ``override_generation_config``. Raises ``PenstockError`` (``invalid``) for invalid parameters."""
         if not self.override_generation_config:
             return {}
         try:
@@ -160,11 +160,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return result
 
     def max_media(self, kind: str) -> int:
-        """Images or videos that a prompt may have. Raises ``PenstockError`` (``invalid``) where ``limit_mm_per_prompt``
-        is wrong.
+        """Maximum number of images or videos in a prompt.
 
         Args:
             kind: image or video.
+
+        Raises ``PenstockError`` (``invalid``) if ``limit_mm_per_prompt`` is invalid.
         """
         try:
             limits = MAX_MEDIA | msgspec.json.decode(self.limit_mm_per_prompt or "{}", type=dict[str, Any])
@@ -177,8 +178,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return result[kind]
 
     def media_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``mm_processor_kwargs`` and ``media_io_kwargs`` by name. Raises ``PenstockError`` (``invalid``) where they
-        are no JSON object."""
+        """Parse ``mm_processor_kwargs`` and ``media_io_kwargs``. Raises ``PenstockError`` (``invalid``) if they are not
+        JSON objects."""
         result = []
         for name in ("mm_processor_kwargs", "media_io_kwargs"):
             given = getattr(self, name)

@@ -1,4 +1,4 @@
-"""What an option has beside its type, default and docstring."""
+"""Metadata of an option: unit, bounds, and the meaning of an empty value."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import msgspec
 
 
 def option(unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
-    """Unit and bounds of an option.
+    """Describe an option, for ``Annotated``.
 
     Args:
+        unit: unit of the value, for the help.
         empty: meaning of an empty value, for the help.
+        bounds: constraints of ``msgspec.Meta`` (``ge``, ``le``, …).
     """
     return msgspec.Meta(extra={"unit": unit, "empty": empty}, **bounds)

@@ -1,6 +1,7 @@
-"""The options: every one with its type, default, unit and docstring, under the names that vLLM and others use.
+"""All options, under the names of vLLM where it has them.
 
-Flags, configuration files and their documentation are generated from it.
+Each has a type, default, unit and docstring, from which flags, help, configuration files and environment variables are
+derived.
 """
 
 from __future__ import annotations
@@ -25,5 +26,5 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     log: LogOptions = LogOptions()
 
     def with_engine(self, **changes: Any) -> Self:
-        """A copy with other options of the engine."""
+        """Return a copy with changed engine options."""
         return msgspec.structs.replace(self, engine=msgspec.structs.replace(self.engine, **changes))

@@ -1,4 +1,4 @@
-"""Progress of what may take long: a bar where standard error is a terminal, and lines of the log elsewhere."""
+"""Progress of long operations: a bar if standard error is a terminal, otherwise log lines."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Self, TypeVar
 T = TypeVar("T")
 
 DELAY = 2.0
-"""Seconds of which nothing is shown."""
+"""Seconds before anything is shown."""
 INTERVAL = 10.0
-"""Seconds between two lines."""
+"""Seconds between two log lines."""
 
 
 class Progress:
-    """Shows how much is done of what takes longer than two seconds. Not safe for threads.
+    """Shows the progress of an operation that takes longer than ``DELAY``. Not thread-safe.
 
     Args:
-        words: what is done.
-        total: how much there is.
-        unit: of what is counted; bytes (``B``) are shown with prefixes.
-        tell: prints a line, where standard error is no terminal.
-        done: how much was done before.
-        shown: False shows nothing.
+        label: name of the operation.
+        total: number of units to process.
+        unit: name of a unit; bytes (``B``) are shown with prefixes.
+        print_line: prints a line, used if standard error is not a terminal.
+        done: number of units processed before.
+        shown: False: show nothing.
     """
 
     def __init__(
-        self, words: str, total: int, unit: str, tell: Callable[[str], None], done: int = 0, shown: bool = True
+        self, label: str, total: int, unit: str, print_line: Callable[[str], None], done: int = 0, shown: bool = True
     ) -> None:
-        self._words = words
+        self._label = label
         self._total = total
         self._unit = unit
-        self._tell = tell if shown else None
+        self._print_line = print_line if shown else None
         self.done = done
         self._next = time.monotonic() + DELAY
         self._bar = None
@@ -44,7 +44,7 @@ class Progress:
             self._bar = tqdm(
                 total=total,
                 initial=done,
-                desc=words,
+                desc=label,
                 unit=unit,
                 unit_scale=unit == "B",
                 delay=DELAY,
@@ -57,23 +57,23 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def update(self, count: int = 1, words: str | None = None, total: int | None = None) -> None:
-        """Add to what is done; ``words`` and ``total`` replace those from before."""
+    def update(self, count: int = 1, label: str | None = None, total: int | None = None) -> None:
+        """Add ``count`` processed units, and replace label and total if given."""
         self.done += count
-        self._words = words or self._words
+        self._label = label or self._label
         self._total = self._total if total is None else total
         if self._bar is not None:
             self._bar.total = self._total
-            if words:
-                self._bar.set_description(words, refresh=False)
+            if label:
+                self._bar.set_description(label, refresh=False)
             self._bar.update(count)
-        elif self._tell and time.monotonic() >= self._next and self.done < self._total:
+        elif self._print_line and time.monotonic() >= self._next and self.done < self._total:
             self._next = time.monotonic() + INTERVAL
             share = 100 * self.done // max(self._total, 1)
-            self._tell(f"{self._words}: {share} % of {self._amount()}")
+            self._print_line(f"{self._label}: {share} % of {self._amount()}")
 
     def set(self, done: int, total: int) -> None:
-        """Replace what is done, and how much there is."""
+        """Replace the numbers of processed units and of all units."""
         self.update(done - self.done, total=max(total, done))
 
     def close(self) -> None:
@@ -86,19 +86,19 @@ class Progress:
         return f"{self._total:,} {self._unit}s"
 
 
-def track(words: str, items: Iterable[T], total: int, unit: str, logger: logging.Logger) -> Iterator[T]:
-    """The items, with their progress; nothing is shown where the logger tells no information."""
-    with Progress(words, total, unit, logger.info, shown=logger.isEnabledFor(logging.INFO)) as progress:
+def track(label: str, items: Iterable[T], total: int, unit: str, logger: logging.Logger) -> Iterator[T]:
+    """Iterate over items and show the progress, unless INFO is disabled for the logger."""
+    with Progress(label, total, unit, logger.info, shown=logger.isEnabledFor(logging.INFO)) as progress:
         for item in items:
             yield item
             progress.update()
 
 
 def log_or_print(logger: logging.Logger) -> Callable[[str], None]:
-    """Writes a line to the log, or to standard error where this process has none, as in commands."""
+    """Return a function that prints a line: to the log, or to standard error if INFO is disabled (in commands)."""
     return logger.info if logger.isEnabledFor(logging.INFO) else lambda line: print(line, file=sys.stderr, flush=True)
 
 
 def print_line(command: str) -> Callable[[str], None]:
-    """Prints a command's line on standard error."""
+    """Return a function that prints a line of a command on standard error."""
     return lambda line: print(f"penstock {command}: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Secrets in options, log lines and messages: masked by an option's name, in URLs, and by value."""
+"""Masking of secrets in options, log lines and messages: by option name, in URLs, and by value."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ SECRET_NAME = re.compile(
     r"(?:.*[_-])?(?:token|secret|password|passwd|api[_-]?keys?|access[_-]?key|secret[_-]?key|credentials?|authorization|storage[_-]?url)",
     re.IGNORECASE,
 )
-"""Names of options, of keys in JSON options, and of environment variables whose values are secrets."""
+"""Names of options, keys of JSON options, and environment variables whose values are secrets."""
 URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#\"'<>]+@")
 URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#\"'<>]*)[?#][^\s\"'<>]+")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:([^\s/?#\"'<>]+)@)?[^\s?#\"'<>]*(?:\?([^\s#\"'<>]*))?")
 QUERY_NAME = re.compile(
     r".*(?:token|signature|password|passwd|secret|credentials?)|(?:.*[_.-])?(?:sig|key|apikey|auth|pwd)", re.IGNORECASE
 )
-"""Names in the query of a URL whose values are secrets, such as ``sig`` and ``X-Amz-Signature``."""
+"""Names of URL query parameters whose values are secrets, such as ``sig`` and ``X-Amz-Signature``."""
 MIN_LENGTH = 8
-"""Minimum number of characters of a secret that is masked by its value: shorter ones are words of other texts, too."""
+"""Minimum characters of a secret that is masked by value: shorter values may occur in other text by chance."""
 MIN_ENVIRONMENT_LENGTH = 16
-"""The minimum for values of environment variables, which may belong to other programs."""
+"""Minimum characters of a secret from an environment variable, which may belong to other programs."""
 
 _patterns: dict[str, None] = {}
 _registered: re.Pattern[str] | None = None
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of an option, a key or a variable of this name is a secret."""
+    """True if the value of an option, key or environment variable of this name is a secret."""
     return SECRET_NAME.fullmatch(name) is not None
 
 
 def register(configuration: msgspec.Struct, environment: Mapping[str, str] = os.environ) -> None:
-    """Have ``mask`` hide the secrets of a configuration and of the environment, wherever their values appear."""
+    """Register the secrets of a configuration and of the environment, whose values ``mask`` then masks in any text."""
     values = [value for value in _secrets_of(msgspec.to_builtins(configuration)) if len(value) >= MIN_LENGTH]
     for name, value in environment.items():
         found = [value] if is_secret(name) else _passwords(value)
@@ -54,38 +54,35 @@ def register(configuration: msgspec.Struct, environment: Mapping[str, str] = os.
 
 
 def mask(text: str) -> str:
-    """A text with the registered secrets, and the user and query of each URL, masked."""
+    """Mask registered secrets, and the user, password, query and fragment of each URL."""
     return mask_urls(mask_values(text))
 
 
 def mask_values(text: str) -> str:
-    """A text with the registered secrets masked."""
+    """Mask registered secrets."""
     return _registered.sub(MASK, text) if _registered else text
 
 
 def mask_urls(text: str) -> str:
-    """A text with the user, password, query and fragment of each URL masked."""
+    """Mask the user, password, query and fragment of each URL."""
     if "://" not in text:
         return text
     return URL_QUERY.sub(rf"\1?{MASK}", URL_USER.sub(rf"\1{MASK}@", text))
 
 
 def public_url(text: str) -> str:
-    """A text without the user, password, query and fragment of its URLs."""
+    """Remove the user, password, query and fragment of each URL."""
     return URL_QUERY.sub(r"\1", URL_USER.sub(r"\1", text))
 
 
 def shown(configuration: msgspec.Struct) -> dict[str, Any]:
-    """A configuration by section and option, with secrets masked."""
+    """Options by section and name, with secrets masked."""
     result: dict[str, Any] = masked(msgspec.to_builtins(configuration))
     return result
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A value of an option, or of an object of options by name, with secrets masked at every depth.
-
-    Texts that are JSON objects are masked like objects.
-    """
+    """Mask secrets at all depths of an option's value, or of options by name. JSON text is masked like an object."""
     if is_secret(name):
         return MASK if value else value
     if isinstance(value, Mapping):
@@ -119,14 +116,14 @@ def _secrets_of(value: Any, name: str = "") -> Iterator[str]:
 
 
 def _passwords(text: str) -> Iterator[str]:
-    """Passwords of the URLs in a text, each also with its user: ``user:password``."""
+    """Passwords in the URLs of a text, with and without user (``user:password``)."""
     for user, _ in URL.findall(text):
         if password := user.partition(":")[2]:
             yield from (user, password, unquote(password))
 
 
 def _object_in(text: str) -> Any:
-    """The object or array that a text is in JSON; None for other texts."""
+    """Parse a JSON object or array; None for any other text."""
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:
@@ -136,6 +133,6 @@ def _object_in(text: str) -> Any:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """How a value appears in texts: itself, in JSON, in Python's notation, and in URLs."""
+    """Encodings of a value: plain, JSON, Python ``repr``, and URL."""
     yield from (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
     yield from (quote(value), quote(value, safe=""))

@@ -1,4 +1,4 @@
-"""Options of the server, its log and its traces."""
+"""Options of the server, logs and traces."""
 
 from __future__ import annotations
 
@@ -13,170 +13,174 @@ from .option import option
 from .storage_limits import storage_limits
 
 MIN_API_PROCESS_TIMEOUT = 5.0
-"""Seconds. An API process tells twice a second that it lives."""
+"""Minimum of ``api_process_timeout`` in seconds. API processes send a heartbeat twice per second."""
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the server: addresses, protocols, limits, security."""
 
     compat: str = ""
-    """System whose flags, variables, defaults and ports are accepted, too (docs/dialects)."""
+    """System whose flags, environment variables, defaults and ports are accepted in addition to Penstock's (see
+    docs/dialects)."""
     host: str = "127.0.0.1"
-    """Address to listen on. With api_key or compat, all addresses by default (0.0.0.0)."""
+    """Address to listen on. With api_key or compat, the default is 0.0.0.0 (all addresses)."""
     port: Annotated[int, option(ge=-1, le=65535)] = 8000
-    """TCP port for HTTP; -1 is none (with grpc_port), 0 any free one."""
+    """TCP port for HTTP; -1: no HTTP (needs grpc_port), 0: any free port."""
     health_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for health checks only; -1 is none, 0 any free one."""
+    """TCP port for health checks only; -1: none, 0: any free port."""
     metrics_aliases: Literal["off", "routers", "all"] = "all"
-    """Metrics that /metrics repeats under vLLM's names: none, what routers and autoscalers read, or all that its
-    dashboards show."""
+    """Metrics that /metrics repeats under vLLM's names: off: none, routers: those that routers and autoscalers read,
+    all: also those that vLLM's dashboards show."""
     metrics_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for metrics only; -1 is none, 0 any free one."""
+    """TCP port for metrics only; -1: none, 0: any free port."""
     grpc_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for KServe's gRPC; -1 is none, 0 any free one."""
+    """TCP port for KServe's gRPC API; -1: none, 0: any free port."""
     prefill_instances: tuple[str, ...] = ()
-    """With --role router: the prefill instances, each as host:port of its engine_address, or as http://host:port of its
+    """Prefill instances of a router (role router), each as host:port of its engine_address, or http://host:port of its
     server."""
     decode_instances: tuple[str, ...] = ()
-    """The decode or mixed instances, in the same way."""
+    """Decode or mixed instances of a router (role router), each as host:port of its engine_address, or http://host:port
+    of its server."""
     router_address: tuple[str, ...] = ()
-    """Routers to which this instance makes itself known, each as host:port or https://host:port."""
+    """Routers with which this instance registers, each as host:port or https://host:port."""
     global_rank_table: str = ""
-    """File with all instances of a deployment and their devices (penstock ranktable); needs rank_table."""
+    """File with all instances of a deployment and their devices (written by penstock ranktable); needs rank_table."""
     rank_table: str = ""
-    """File with this instance, whose role and cores follow from it, or with the router, whose instances follow from
-    global_rank_table and node_ports."""
+    """File with this instance, from which its role and cores are derived; or with the router, whose instances are
+    derived from global_rank_table and node_ports."""
     node_ports: tuple[str, ...] = ()
-    """For the router: the ports of all instances, in the order of global_rank_table, prefill first."""
+    """For a router with global_rank_table: ports of all instances, in the order of global_rank_table, prefill instances
+    first."""
     pd_min_prefill_tokens: Annotated[int, option("tokens", ge=0)] = 256
-    """With --role router: prompts of which the decode instance has fewer tokens to compute than these are left to it,
-    as asking a prefill instance and transferring the KV takes longer."""
+    """With role router: minimum number of uncached prompt tokens for which a prefill instance is used. The decode
+    instance computes shorter prompts, as transferring their KV would take longer."""
     exclude_input_in_output: bool = False
-    """Default of exclude_input_in_output in requests to KServe's models."""
+    """Default of the parameter exclude_input_in_output of requests to KServe models."""
     max_beam_width: Annotated[int, option(ge=1, le=MAX_SEQUENCES)] = MAX_SEQUENCES
-    """Maximum beam_width of requests to KServe's models."""
+    """Maximum beam_width of requests to KServe models."""
     allow_shared_memory: bool = False
-    """Let clients register system shared memory (KServe) also where the server listens beyond this machine: they read
-    and write any POSIX shared memory object that the server may."""
+    """Let clients register system shared memory (KServe) even if the server listens on other than loopback addresses.
+    Clients can then read and write any POSIX shared memory object that the server can."""
     max_logits_size: Annotated[int, option("bytes", ge=0)] = 16 * 2**20
-    """Maximum size of the logits that a request to KServe's models may ask for; 0 refuses them."""
+    """Maximum size of the logits returned by a request to KServe models; 0: such requests are rejected."""
     accumulate_tokens: bool = False
-    """Each response of a stream of tensorrt_llm_bls has the whole text so far."""
+    """Send the whole text so far in each streamed response of tensorrt_llm_bls, instead of the new text."""
     models: str = ""
-    """Further models by name, as JSON: {"NAME": FOLDER}, or {"NAME": {"model": FOLDER, "max_num_seqs": 8}} with options
-    of the model and its engine. Each has an engine process of its own."""
+    """Additional models by name, as JSON: {"NAME": FOLDER}, or {"NAME": {"model": FOLDER, "max_num_seqs": 8}} with
+    model and engine options. Each has a separate engine process."""
     model_control_mode: Literal["none", "explicit"] = "none"
-    """explicit lets clients load and unload models (KServe)."""
+    """explicit: clients may load and unload models (KServe); none: they may not."""
     load_model: tuple[str, ...] = ()
-    """With explicit, models to load at the start; * is all, none loads none."""
+    """Models to load at the start with model_control_mode explicit; *: all, none: no model."""
     served_model_name: tuple[str, ...] = ()
-    """Names of the model for clients; nothing for that of --model."""
+    """Names of the model in the API; empty: the value of model."""
     require_model: bool = False
-    """Refuse requests of OpenAI's API without a model."""
+    """Reject OpenAI API requests without a model."""
     api_server_count: Annotated[int, option(ge=1)] = 1
     """Number of API processes."""
     api_key: tuple[str, ...] = ()
-    """API keys, one of which a request needs; nothing for open access."""
+    """API keys, one of which each request must have; empty: no authentication."""
     admin_api_key: tuple[str, ...] = ()
-    """API keys that may also change the server for all clients: log and trace settings, loading models and adapters,
-    sleep, pause, prefix cache. Without any, a single api_key may; of several, none may."""
+    """API keys that may also change the server for all clients: log and trace settings, loading of models and adapters,
+    sleep, pause, prefix cache. Without any, a single api_key may; if there are several, none of them may."""
     share_prefix_cache: bool = False
-    """With several API keys, let requests of all of them share cached prefixes. By default each has its own, as
-    cached_tokens and the time to the first token would tell what others have sent."""
+    """With several API keys, share cached prefixes between them. By default each key has a separate prefix cache, as
+    cached_tokens and the time to first token would reveal prompts of others."""
     max_concurrency: Annotated[int, option(ge=1)] = 4096
-    """Open requests of one API process; more are refused."""
+    """Maximum number of open requests of an API process; further requests are rejected."""
     request_timeout: Annotated[float, option("seconds", ge=0)] = 0.0
-    """Maximum duration of a request; 0 is any."""
+    """Maximum duration of a request; 0: no limit."""
     disable_streaming: bool = False
-    """Send streams in one piece at their end, which takes less work than token by token."""
+    """Send a stream's content at once at its end, which takes less work than token by token."""
     template_text: bool = True
-    """Render PaddleNLP's `text` as a user's turn of the chat template, where there is one; else continue it."""
+    """Render PaddleNLP's `text` as a user message with the chat template, if the model has one; otherwise continue the
+    text."""
     client_timeout: Annotated[float, option("seconds", gt=0)] = 60.0
-    """Time without progress in a request or response that closes its connection."""
+    """Time without progress in a request or response after which its connection is closed."""
     api_process_timeout: Annotated[float, option("seconds", ge=0)] = 60.0
-    """Time without an iteration of an API process's event loop after which the process is killed and restarted. At
-    least 5; 0 never kills it."""
+    """Time without an event loop iteration of an API process after which it is killed and restarted; at least 5. 0:
+    never."""
     timeout_keep_alive: Annotated[int, option("seconds", ge=0)] = 75
-    """Time that an idle connection is kept open."""
+    """Time after which an idle connection is closed."""
     strict_requests: bool = False
-    """Refuse requests with unknown fields, naming the nearest known one; otherwise they are ignored, logged, and named
-    in the header x-penstock-ignored."""
+    """Reject requests with unknown fields; the error suggests the nearest known field. Otherwise unknown fields are
+    ignored, logged, and listed in the response header x-penstock-ignored."""
     trust_request_chat_template: bool = False
-    """Accept chat templates of requests, rendered in a separate process within two seconds."""
+    """Accept chat templates in requests. They are rendered in a separate process, for at most two seconds."""
     max_body_size: Annotated[int, option("bytes", ge=0)] = 0
-    """Maximum size of a request; 0 is 64 bytes per token of the context, at least 1 MiB, or 64 MiB for requests that
-    may have images."""
+    """Maximum size of a request body; 0: 64 bytes per token of the context, at least 1 MiB, or at least 64 MiB for
+    requests that may have images."""
     max_body_memory: Annotated[int, option("bytes", ge=0)] = 0
-    """Memory for the bodies of open requests in an API process, half of it for one client; further ones wait or get
-    status 429. 0 is three times max_body_size, at least 192 MiB."""
+    """Memory of an API process for the bodies of open requests, half of it for one client; further requests wait or get
+    status 429. 0: three times max_body_size, at least 192 MiB."""
     max_header_size: Annotated[int, option("bytes", ge=256)] = 64 * 2**10
-    """Maximum size of a request's headers together."""
+    """Maximum total size of a request's headers."""
     root_path: str = ""
     """Prefix of all paths behind a proxy, such as /llm; paths without it are served, too."""
     ssl_certfile: str = ""
-    """Certificate chain (PEM) for HTTPS."""
+    """Certificate chain (PEM) for HTTPS; empty: HTTP."""
     ssl_keyfile: str = ""
-    """The certificate's private key (PEM)."""
+    """Private key (PEM) of ssl_certfile."""
     allow_runtime_lora_updating: bool = False
     """Let clients load LoRA adapters from any folder of the server, and unload them."""
     server_dev_mode: bool = False
-    """Let clients change the weights of models, pause them and put them to sleep, as vLLM's VLLM_SERVER_DEV_MODE does:
-    these end or hold up the requests of others."""
+    """Let clients update a model's weights, pause it and put it to sleep, as VLLM_SERVER_DEV_MODE of vLLM; this aborts
+    or delays the requests of other clients."""
     allowed_local_weights_path: tuple[str, ...] = ()
-    """With server_dev_mode: folders from which clients may have weights read, besides the model's own; their
-    subfolders, too."""
+    """With server_dev_mode: folders (with subfolders) from which clients may update weights, in addition to the model's
+    folder."""
     allowed_origins: tuple[str, ...] = ("*",)
-    """Origins allowed by CORS; * is any."""
+    """Origins allowed by CORS; *: any."""
     storage_dir: str = ""
-    """Folder for what clients have the server keep: stored responses, files, batches. Without it or storage_url nothing
-    is kept."""
+    """Folder for stored responses, conversations, files and batches; without it and storage_url, nothing is stored."""
     storage_url: str = ""
-    """SQL database in place of a file of SQLite in storage_dir, as a URL of SQLAlchemy's."""
+    """SQL database (SQLAlchemy URL) instead of an SQLite file in storage_dir."""
     storage_retention: Annotated[float, option("days", gt=0)] = 30.0
-    """Time that what is stored is kept."""
+    """Time after which stored objects are deleted."""
     storage_quota: str = ""
-    """What each API key may have stored: bytes=10G,files=1000,responses=100000,conversations=1000,batches=5, or some of
-    these; batches are those that have not ended."""
+    """Limits of what each API key may store, any of: bytes=10G,files=1000,responses=100000,conversations=1000,batches=5
+    (batches: unfinished ones); empty: no limits."""
     storage_limit: str = ""
-    """The same for what all API keys together have stored."""
+    """Limits of what all API keys together may store, in the same form as storage_quota; empty: no limits."""
     max_conversation_items: Annotated[int, option(ge=1)] = 10_000
-    """Items of a stored conversation (/v1/conversations)."""
+    """Maximum number of items of a stored conversation (/v1/conversations)."""
     max_conversation_bytes: Annotated[int, option("bytes", ge=1)] = 64 * 2**20
-    """Size of all items of a stored conversation; an image in it counts with its base64."""
+    """Maximum total size of the items of a stored conversation; images count as base64."""
     max_file_size: Annotated[int, option("bytes", ge=1)] = 200 * 2**20
-    """Maximum size of a file that clients upload."""
+    """Maximum size of an uploaded file."""
     batch_concurrency: Annotated[int, option(ge=0)] = 0
-    """Requests of a batch (/v1/batches) that are computed at a time; 0 is half of max_num_seqs."""
+    """Maximum number of batch requests (/v1/batches) that an API process computes at the same time; 0: half of
+    max_num_seqs, divided by api_server_count."""
     web: bool = True
-    """Serve the web page, a playground and a live view, at /."""
+    """Serve the web page with a playground and a live view at /."""
 
     def __post_init__(self) -> None:
         for name in ("storage_quota", "storage_limit"):
             storage_limits(getattr(self, name), name)
         if self.port < 0 and self.grpc_port < 0:
-            raise invalid("port", "is -1, which turns HTTP off, and no grpc_port is given: nothing would be served")
+            raise invalid("port", "is -1 (no HTTP) without grpc_port, so nothing would be served: set one of them")
         if 0 < self.api_process_timeout < MIN_API_PROCESS_TIMEOUT:
-            reason = f"{self.api_process_timeout:g} seconds are too few, as a process that is busy or starting may not "
-            reason += f"answer for so long; give {MIN_API_PROCESS_TIMEOUT:g} or more, or 0 to never kill a process"
-            raise invalid("api_process_timeout", reason, MIN_API_PROCESS_TIMEOUT)
+            message = f"must be at least {MIN_API_PROCESS_TIMEOUT:g} seconds, is {self.api_process_timeout:g}: a busy "
+            message += "or starting process may not respond for so long; 0 never kills a process"
+            raise invalid("api_process_timeout", message, MIN_API_PROCESS_TIMEOUT)
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
-            raise invalid("root_path", f"{self.root_path!r} must begin with / and go on, as /llm does")
+            raise invalid("root_path", f"{self.root_path!r} must be a path such as /llm")
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the log and of traces."""
+    """Options of logs and traces."""
 
     log_level: LogLevel = "info"
     """Minimum level; debug includes health checks."""
     log_format: Literal["text", "json"] = "text"
-    """Text, or a JSON object per line."""
+    """Text lines, or one JSON object per line."""
     log_file: str = ""
-    """File to append the log to, besides standard error; nothing for none."""
+    """File to which the log is appended, in addition to standard error; empty: none."""
     otlp_endpoint: str = ""
-    """OpenTelemetry collector to which traces of requests are sent: http://HOST:4317 over gRPC,
-    http://HOST:4318/v1/traces over HTTP. Nothing for no traces."""
+    """OpenTelemetry collector that receives traces of requests: http://HOST:4317 (gRPC) or http://HOST:4318/v1/traces
+    (HTTP); empty: no traces."""
     trace_sampling_ratio: Annotated[float, option(ge=0, le=1)] = 1.0
-    """Share of requests that are traced, of those whose traceparent does not say whether."""
+    """Share of requests that are traced, of those whose traceparent header does not decide it."""

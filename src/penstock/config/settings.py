@@ -1,5 +1,4 @@
-"""The options as a list of ``Setting``, from which flags, environment variables and files are derived. An option's help
-is its docstring."""
+"""Metadata of all options (``Setting``), from which flags, environment variables and files are derived."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ class Setting:
 
     section: str
     schema: type
-    """The class of the section."""
+    """Class of the section."""
     name: str
     annotated: Any
-    """The type with its bounds, as ``msgspec.convert`` takes it."""
+    """Annotated type with bounds, for ``msgspec.convert``."""
     kind: type
-    """The plain type: ``str``, ``int``, ``float``, ``bool`` or ``tuple``."""
+    """Plain type: ``str``, ``int``, ``float``, ``bool`` or ``tuple``."""
     choices: tuple[str, ...]
     default: Any
     unit: str
@@ -46,7 +45,7 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """The option's docstring."""
+        """Help text: the option's docstring."""
         return _docstrings(self.schema)[self.name]
 
     @property
@@ -61,7 +60,7 @@ class Setting:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every option by its name; names are unique over all sections."""
+    """All options by name. Names are unique across sections."""
     result: dict[str, Setting] = {}
     for section in msgspec.structs.fields(Configuration):
         for setting in settings_of(section.type, section.name):
@@ -71,8 +70,8 @@ def settings() -> dict[str, Setting]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint "; did you mean …?" with the only known name that begins with this one, or else the most similar one;
-    empty where none is."""
+    """Hint "; did you mean …?" with the only known name that starts with ``name``, or else the most similar one. Empty
+    if there is none."""
     names = list(known)
     longer = [one for one in names if name and one.startswith(name)]
     near = longer if len(longer) == 1 else difflib.get_close_matches(name, names, 1)
@@ -80,7 +79,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def settings_of(schema: type[msgspec.Struct], section: str = "") -> Iterator[Setting]:
-    """The fields of a class of options."""
+    """Options of a class."""
     for field in msgspec.structs.fields(schema):
         hint = field.type
         plain, meta = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, option())
@@ -94,7 +93,7 @@ def settings_of(schema: type[msgspec.Struct], section: str = "") -> Iterator[Set
 
 @cache
 def _docstrings(schema: type) -> dict[str, str]:
-    """The docstrings of a class's attributes and of those of its bases, each on one line."""
+    """Attribute docstrings of a class and its bases, each on one line."""
     result: dict[str, str] = {}
     for each in reversed(schema.__mro__[: schema.__mro__.index(msgspec.Struct)]):
         classes = (part for part in _module(each.__module__).body if isinstance(part, ast.ClassDef))

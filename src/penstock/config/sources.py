@@ -1,5 +1,5 @@
-"""The sources of options, in rising precedence: defaults, a profile, the model's own folder, a YAML file, the
-environment, flags."""
+"""Resolution of options from their sources, in rising precedence: defaults, a profile, the model's folder, a YAML file,
+the environment, flags."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 ALL_ADDRESSES = "0.0.0.0"
 """Default of ``host`` with API keys or under a profile."""
-KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
 BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 SECTIONS = tuple(Configuration.__struct_fields__)
 NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS", "PENSTOCK_RAY_PLACEMENT_GROUP")
-"""Environment variables that are not options: they are read by the kernels, their build, and the executor ``ray``."""
+"""Environment variables that are not options: read by the kernels, their build, and the executor ``ray``."""
 
 
 @dataclass(frozen=True)
 class ResolvedConfiguration:
-    """A configuration with the source of each of its values."""
+    """A configuration with the source of each value."""
 
     configuration: Configuration
     sources: Mapping[str, str]
-    """By option: ``default``, the profile, the model, the file, the variable or the flag."""
+    """Source of each option: ``default``, the profile, model folder, file, environment variable or flag."""
     ignored: Mapping[str, str]
     """Flags and variables without effect, with the reason."""
     given_names: Mapping[str, str]
-    """By option: the flag or variable of another system that has set it, under which errors are reported."""
+    """Options set by another system's flags or variables, with the name of the flag or variable, used in errors."""
 
 
 def read(
@@ -55,15 +55,16 @@ def read(
     """Resolve the configuration from all sources.
 
     Args:
-        flags: values of our flags, by option.
-        aliases: values of the profile's flags, as text.
+        flags: values of Penstock's flags, by option.
         file: a YAML file of options by name, with ``_`` or ``-``, at the top level or under their section. Names at the
-            top level may also be the profile's flags, as in vLLM's and FastDeploy's files; where both have a name, a
-            selected profile's meaning applies.
-        environment: ``PENSTOCK_`` and the name in capitals; several values separated by commas.
-        model_defaults: returns options that the folder of a model brings along.
+            top level may also be the profile's flags, as in vLLM's and FastDeploy's files; if a name is both, a
+            selected profile takes precedence.
+        environment: environment variables; an option's is ``PENSTOCK_`` and the name in capitals, with values separated
+            by commas.
+        aliases: values of the profile's flags, as text.
+        model_defaults: returns options stored in a model's folder.
 
-    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or an invalid value.
     """
     profile = profile or Profile("", "")
     known = settings()
@@ -86,35 +87,35 @@ def read(
         given.insert(0, ("host", ALL_ADDRESSES, source))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
-    their_sources = {source for _, _, source in (*of_variables, *of_file, *of_flags)}
+    foreign_sources = {source for _, _, source in (*of_variables, *of_file, *of_flags)}
     for name, value, source in given:
-        values[name] = convert_setting(known[name], value, source, source in their_sources)
+        values[name] = convert_setting(known[name], value, source, source in foreign_sources)
         sources[name] = source
     parts: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         parts[known[name].section][name] = value
     hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
     result = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
-    given_names = {name: source for name, source in sources.items() if source in their_sources}
+    given_names = {name: source for name, source in sources.items() if source in foreign_sources}
     return ResolvedConfiguration(result, sources, ignored, given_names)
 
 
-def convert_setting(setting: Setting, value: Any, source: str, theirs: bool = False) -> Any:
-    """A setting's value in its own type.
+def convert_setting(setting: Setting, value: Any, source: str, foreign: bool = False) -> Any:
+    """Convert a value to a setting's type.
 
     Args:
-        theirs: the source is another system's flag or variable, under which an error is reported.
+        foreign: the source is another system's flag or variable; errors name it instead of the setting.
 
-    Raises ``PenstockError`` (``invalid``) where it is wrong.
+    Raises ``PenstockError`` (``invalid``) for an invalid value.
     """
-    name, place = (source, "") if theirs else (setting.name, f", in {source}")
+    name, place = (source, "") if foreign else (setting.name, f", in {source}")
     if setting.kind is tuple:
         given = value if isinstance(value, list | tuple) else [value]
         value = [part.strip() for entry in given for part in str(entry).split(",")]
         if not all(value):
-            raise invalid(name, f"holds nothing{place}; leave it out, or give a value")
+            raise invalid(name, f"has an empty value{place}; remove it, or set a value")
     if setting.kind is str and isinstance(value, dict):
-        value = json.dumps(value)  # options that take JSON text may be objects in a file
+        value = json.dumps(value)  # in a file, an option with JSON text may be an object
     result = convert_value(setting, value, name, place)
     if isinstance(result, float) and not math.isfinite(result):
         shown = "its value" if setting.secret else repr(value)
@@ -123,7 +124,12 @@ def convert_setting(setting: Setting, value: Any, source: str, theirs: bool = Fa
 
 
 def convert_value(setting: Setting, value: Any, name: str, place: str = "") -> Any:
-    """A value in a setting's own type. Raises ``PenstockError`` (``invalid``), which names the option and the place."""
+    """Convert a value to a setting's type with msgspec. Raises ``PenstockError`` (``invalid``) for an invalid value.
+
+    Args:
+        name: name of the option, for the error.
+        place: source of the value, for the error.
+    """
     try:
         return msgspec.convert(value, setting.annotated, strict=False)
     except msgspec.ValidationError as error:
@@ -132,7 +138,7 @@ def convert_value(setting: Setting, value: Any, name: str, place: str = "") -> A
 
 
 def _reason(message: str, setting: Setting) -> str:
-    """Why a value is wrong, of msgspec's error."""
+    """Translate msgspec's error message."""
     if message.startswith("Invalid enum value"):
         return f"it is not one of {', '.join(setting.choices)}"
     found = re.match(r"Expected `(\w+)`(?: (>=|<=|>|<) ([\d.]+))?", message)
@@ -142,7 +148,7 @@ def _reason(message: str, setting: Setting) -> str:
 
 
 def in_given_terms(error: PenstockError, names: Mapping[str, str]) -> PenstockError:
-    """The error with the names of options replaced by those that the user gave.
+    """Replace options in an error by the names that the user gave.
 
     Args:
         names: ``ResolvedConfiguration.given_names``.
@@ -158,7 +164,7 @@ def in_given_terms(error: PenstockError, names: Mapping[str, str]) -> PenstockEr
 
 
 def _flag_as_typed(name: str) -> str:
-    """A profile's flag as typed: with dashes where it is also an option of ours."""
+    """A profile's flag as typed: with dashes if Penstock has an option of the same name."""
     return settings()[name].flag if name in settings() else flag(name)
 
 
@@ -172,12 +178,12 @@ def _read_file(file: str | Path | None) -> dict[Any, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise invalid("config", f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict | None):
-        raise invalid("config", f"{file} does not hold options by name")
+        raise invalid("config", f"{file} is not a YAML mapping of options")
     return document or {}
 
 
 def _flags_in_file(document: dict[Any, Any], profile: Profile) -> dict[str, str]:
-    """Remove a profile's flags from a file's names; returns their values as text, as on the command line."""
+    """Remove a profile's flags from a file's options, and return their values as text, as on the command line."""
     found = {}
     for key in [*document]:
         name, value = str(key).replace("-", "_"), document[key]
@@ -216,10 +222,10 @@ def _environment_settings(environment: Mapping[str, str]) -> Settings:
                 and variable not in NO_OPTIONS
                 and (hint := did_you_mean(variable, names))
             ):
-                logger.warning("%s in the environment is no option%s", variable, hint)
+                logger.warning("the environment variable %s is not an option%s", variable, hint)
             continue
         if text.startswith("tcp://"):  # set by Kubernetes for a service called penstock
-            logger.warning("%s=%s is not ours and was ignored", variable, text)
+            logger.warning("%s=%s was set by Kubernetes and is ignored", variable, text)
             continue
         name = names[variable]
         yield name, text, variable

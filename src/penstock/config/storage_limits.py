@@ -1,4 +1,4 @@
-"""Limits of what is stored: ``--storage-quota`` and ``--storage-limit``."""
+"""Limits of stored objects: ``--storage-quota`` and ``--storage-limit``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class StorageLimits(NamedTuple):
-    """The most of each that may be stored; None is no limit."""
+    """Maximum numbers of stored objects; None: no limit."""
 
     bytes: int | None = None
-    """Of files, responses and conversations together."""
+    """Total size of files, responses and conversations."""
     files: int | None = None
     responses: int | None = None
     conversations: int | None = None
     batches: int | None = None
-    """Batches that have not ended."""
+    """Number of unfinished batches."""
 
 
 def storage_limits(text: str, field: str) -> StorageLimits:
-    """Read limits such as ``bytes=10G,files=1000``. Raises ``PenstockError`` (``invalid``) where they are wrong."""
+    """Parse limits such as ``bytes=10G,files=1000``. Raises ``PenstockError`` (``invalid``) for invalid ones."""
     limits: dict[str, int] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = entry.partition("=")

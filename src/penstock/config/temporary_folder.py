@@ -1,4 +1,4 @@
-"""Temporary folders that outlast their process for as long only as none of its kind starts again."""
+"""Temporary folders, with cleanup of those that killed processes left behind."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from typing import Self
 from penstock.core.errors import invalid
 
 PREFIX, LOCK = "penstock-", ".penstock.lock"
-"""Of the folders' names, and the file in each that is locked while its process runs."""
+"""Prefix of the folders' names, and the file in each folder that is locked while its process runs."""
 
 
 MAX_LENGTH = 80
-"""Bytes of the name of the system's temporary folder: a socket's path has at most 107."""
+"""Maximum bytes of the path of the system's temporary folder: a Unix socket's path has at most 107 bytes."""
 
 
 class TemporaryFolder:
-    """A folder in the system's temporary one, removed by ``close``. Making one also removes those of processes that
-    were killed: the kernel has released their locks.
+    """A folder in the system's temporary folder, removed by ``close``.
+
+    The constructor also removes folders of processes that were killed, whose locks the kernel has released.
 
     Args:
-        kind: what its name has after ``penstock-``.
+        kind: prefix of the folder's name, after ``penstock-``.
 
-    Raises ``PenstockError`` (``invalid``) where the name of the system's temporary folder is too long for sockets.
+    Raises ``PenstockError`` (``invalid``) if the path of the system's temporary folder is too long for sockets in it.
     """
 
     def __init__(self, kind: str = "") -> None:
         parent = tempfile.gettempdir()
         if len(os.fsencode(parent)) > MAX_LENGTH:
-            raise invalid(
-                "TMPDIR", f"{parent} has more than {MAX_LENGTH} bytes, too many for sockets in it; set another"
-            )
+            message = f"{parent} must have at most {MAX_LENGTH} bytes, as sockets are created in it: set another folder"
+            raise invalid("TMPDIR", message, MAX_LENGTH)
         _sweep(Path(parent))
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
-            with contextlib.suppress(FileNotFoundError):  # another process's sweep met it before it was locked
+            with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
                 if (lock := _locked(self.path, os.O_CREAT)) is not None:
                     self._lock = lock
                     return
@@ -58,9 +58,9 @@ class TemporaryFolder:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove this user's folders whose locks nobody holds. Those without a lock are not ours."""
+    """Remove this user's folders with an unlocked lock file."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another process's, or another sweep was faster
+        with contextlib.suppress(OSError):  # no lock file, or removed by another process
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             if (lock := _locked(folder, 0)) is not None:
@@ -69,7 +69,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _locked(folder: Path, flags: int) -> int | None:
-    """The descriptor of a folder's lock, which this process now holds; None where another does. Raises ``OSError``."""
+    """Lock a folder; returns the lock's descriptor, None if another process holds the lock. Raises ``OSError``."""
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     try:

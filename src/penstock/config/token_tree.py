@@ -1,4 +1,4 @@
-"""Trees of draft tokens, which one step verifies together (Miao et al., 2024, SpecInfer; Cai et al., 2024, Medusa)."""
+"""Trees of draft tokens, verified together in one step (Miao et al., 2024, SpecInfer; Cai et al., 2024, Medusa)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import re
 from collections.abc import Iterable, Sequence
 
 NUMBER_LISTS = re.compile(r"[(\[{]\s*\d+(?:\s*,\s*\d+)*\s*,?\s*[)\]}]")
-"""A path in text: ``(0, 1)`` as vLLM has it, ``[0, 1]``, or ``{0, 1}`` as in TensorRT-LLM's ``config.pbtxt``."""
+"""A path: ``(0, 1)`` as in vLLM, ``[0, 1]``, or ``{0, 1}`` as in TensorRT-LLM's ``config.pbtxt``."""
 MAX_NODES = 256
 MAX_DEPTH = 32
 
 
 class TokenTree:
-    """The shape of trees of draft tokens. A node is a path from the root, the sequence's newest token: each number is
-    the rank of a token among the likeliest after the tokens before it.
+    """Shape of a tree of draft tokens.
 
-    Nodes are listed in depth-first order, children by their rank.
+    The root is the sequence's last token. A node is a path from the root: each number is the rank (from 0) of a token
+    among the most likely ones after the previous tokens. Nodes are in depth-first order, children by rank.
 
     Args:
-        paths: in any order; beginnings of paths are nodes, too.
+        paths: paths in any order; their prefixes are nodes, too.
 
-    Raises ``ValueError`` where there are too many, or none.
+    Raises ``ValueError`` for an empty or too large tree.
     """
 
     def __init__(self, paths: Iterable[Sequence[int]]) -> None:
@@ -37,18 +37,18 @@ class TokenTree:
     def read(cls, text: str) -> TokenTree:
         """Parse paths such as ``[(0,), (0, 0), (1,)]``, ``[[0], [0, 0], [1]]`` or ``{0, 0}, {1}``.
 
-        Raises ``ValueError`` for anything else.
+        Raises ``ValueError`` for any other text.
         """
         if re.sub(r"[\s,]", "", NUMBER_LISTS.sub("", text)) not in ("", "[]", "()"):
-            raise ValueError("it is no tree such as [(0,), (0, 0), (1,)]")
+            raise ValueError("it is not a tree such as [(0,), (0, 0), (1,)]")
         return cls([int(number) for number in re.findall(r"\d+", path)] for path in NUMBER_LISTS.findall(text))
 
     def up_to(self, depth: int) -> TokenTree:
-        """The tree's nodes of at most this depth, which is at least 1."""
+        """Return the tree of nodes up to a depth of at least 1."""
         return self if depth >= self.depth else TokenTree([node for node in self.nodes if len(node) <= depth])
 
     def scratch_blocks(self, block_size: int) -> int:
-        """KV blocks that hold what does not fit into a sequence's own, wherever in a block the tree begins."""
+        """Maximum of ``scratch_blocks`` over all positions in a block at which the tree can begin."""
         return max(scratch_blocks(self.parents, length, block_size) for length in range(1, block_size + 1))
 
 
@@ -61,16 +61,17 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def segments(parents: Sequence[int]) -> list[range]:
-    """The nodes of a tree, in depth-first order, by the first path from the root to a leaf that has them."""
+    """Split the nodes of a tree, in depth-first order, by the first root-to-leaf path that contains them."""
     starts = [i for i, parent in enumerate(parents) if parent != i - 1 or not i]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(parents)], strict=True)]
 
 
 def scratch_blocks(parents: Sequence[int], length: int, block_size: int) -> int:
-    """KV blocks for the keys and values of a tree's paths but for the first, which is in the sequence's own blocks.
+    """Number of additional KV blocks for a tree's paths except the first, which uses the sequence's blocks.
 
     Args:
-        length: tokens of the sequence, after which the tree begins. Draft heads keep a token one place before it.
+        length: number of tokens of the sequence, after which the tree begins. Draft heads store a token's keys and
+            values one position earlier.
     """
     found, count = depths(parents), 0
     for segment in segments(parents)[1:]:

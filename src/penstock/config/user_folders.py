@@ -1,4 +1,4 @@
-"""Folders of the user: caches, configuration."""
+"""The user's folders for caches and configuration."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from penstock.core.errors import invalid
 
 
 def user_folder(variable: str, default: str) -> Path:
-    """The folder that an environment variable names, or ``default`` in the user's home folder.
+    """Folder named by an environment variable, or ``default`` in the user's home folder.
 
-    Raises ``PenstockError`` (``invalid``) where the variable is not set and the user has no home folder.
+    Raises ``PenstockError`` (``invalid``) if the variable is unset and the user has no home folder.
     """
     if given := os.environ.get(variable):
         return Path(given)
     try:
         return Path.home() / default
     except RuntimeError as error:
-        message = f"user {os.getuid()} has no home folder: set HOME, or {variable}, to a folder that it can write"
+        message = f"user {os.getuid()} has no home folder: set HOME or {variable} to a writable folder"
         raise invalid(variable, message) from error
 
 
 def cache_home() -> Path:
-    """The folder of the user's caches."""
+    """Folder of the user's caches."""
     return user_folder("XDG_CACHE_HOME", ".cache")

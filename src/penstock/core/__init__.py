@@ -1,4 +1,4 @@
-"""Plain data that all packages share: requests, sampling parameters, deltas, errors. No torch, no I/O."""
+"""Data classes shared by all packages: requests, sampling parameters, outputs, errors. Imports no torch."""
 
 from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams, Vocabulary

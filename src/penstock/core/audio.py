@@ -1,4 +1,4 @@
-"""Audio of a request, for models that transcribe it."""
+"""Audio input of speech recognition models (Whisper)."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ import msgspec
 
 
 class DecodingRules(msgspec.Struct, frozen=True, array_like=True):
-    """Which tokens a transcript may have (Radford et al., 2022, section 4.5, and OpenAI's implementation)."""
+    """Decoding constraints of a transcript (Radford et al., 2022, section 4.5, and OpenAI's implementation)."""
 
     eos: int
-    """Token that ends a window; all tokens of text come before it."""
+    """End-of-text token. All text tokens have smaller ids."""
     forced: tuple[tuple[int, ...], ...] = ()
-    """Of each of the first output tokens, which ones it is chosen from: the likeliest of them."""
+    """For each of the first output tokens, the candidates; the most likely one is generated."""
     suppressed: tuple[int, ...] = ()
-    """Tokens that never occur."""
+    """Tokens that are never generated."""
     suppressed_first: tuple[int, ...] = ()
-    """Tokens that do not come first, after ``forced``."""
+    """Tokens that are not generated directly after ``forced``."""
     timestamp_begin: int = 0
-    """The token of the time 0, after which those of later times follow; 0 for transcripts without times."""
+    """Token of timestamp 0.00, followed by those of later timestamps; 0: no timestamps."""
     max_initial_timestamp: int = 50
-    """Largest first time, in steps of 0.02 seconds."""
+    """Largest value of the first timestamp, in steps of 0.02 seconds."""
 
 
 class Alignment(msgspec.Struct, frozen=True, array_like=True):
-    """Ask for the times of a transcript's tokens, in place of more tokens: the request's prompt is the prompt and the
-    whole transcript of a window, and its ``pooling`` is set. Its embedding is ``[tokens]`` float32: the hidden state of
-    the audio, two frames each, at which each token from ``start`` on has ended."""
+    """Request for the end times of a transcript's tokens (nothing is generated).
+
+    The request's prompt holds the prompt and the whole transcript of a window, and its ``pooling`` is set. Its
+    embedding is ``[tokens]`` float32: for each token from ``start`` on, the index of the encoder's hidden state (two
+    frames each) at which the token ends.
+    """
 
     heads: tuple[tuple[int, int], ...]
-    """Layer and head of each attention head whose attention to the audio follows the speech."""
+    """Layer and head of each alignment head (cross-attention that follows the speech)."""
     start: int
     """Index in the prompt of the transcript's first token."""
     length: int
-    """Leading hidden states of the window that are of the recording, and not of the silence after its end."""
+    """Number of leading hidden states of the window that hold the recording; the others are padding."""
 
 
 class AudioInput(msgspec.Struct, frozen=True, array_like=True):
@@ -44,11 +47,11 @@ class AudioInput(msgspec.Struct, frozen=True, array_like=True):
     frames: int
     rules: DecodingRules
     key: bytes = b""
-    """Random bytes that requests with the same audio share, of which workers may encode it once; empty for none."""
+    """Random id of the audio. Workers may encode it once for all requests with the same id; empty: no sharing."""
     alignment: Alignment | None = None
-    """None for a request that generates a transcript."""
+    """None: the request generates a transcript."""
 
     @property
     def length(self) -> int:
-        """Hidden states that an encoder makes of it."""
+        """Number of hidden states that the encoder outputs."""
         return self.frames // 2

@@ -1,4 +1,4 @@
-"""The one error of all packages: its code, message, field and limit. Each dialect formats it in its own way."""
+"""The error class of all packages: code, message, field and limit. Each API dialect has its own format for it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ RETRYABLE = frozenset((Code.OVERLOADED, Code.UNAVAILABLE))
 
 
 MAX_MESSAGE = 480
-"""Characters of an error message, so that no more than 500 are shown with the name of the command before it."""
+"""Maximum characters of an error message: 500 with the command's name in front."""
 MAX_FIELD = 120
-"""Characters of the name of a field in an error."""
+"""Maximum characters of ``Failure.field``."""
 MAX_WORD = 120
-"""Characters without a space in a message that is too long."""
+"""Maximum characters without a space in a message that is shortened."""
 MAX_LONG_MESSAGE = 100 * MAX_MESSAGE
-"""Characters of a message that is too long of which secrets and long words are looked for."""
+"""Maximum characters of a message that are searched for secrets and long words; the rest is cut first."""
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 
@@ -46,15 +46,15 @@ _mask: Callable[[str], str] = str
 
 
 def mask_long_messages(mask: Callable[[str], str]) -> None:
-    """Set the function that masks secrets in long messages before they are cut, as parts are not found later."""
+    """Set the function that masks secrets in a message before it is shortened; a cut secret would not be found."""
     global _mask
     _mask = mask
 
 
 def bounded(message: str, maximum: int = MAX_MESSAGE) -> str:
-    """A message of at most ``maximum`` characters: quoted values are shortened first, then its middle is left out.
+    """Shorten a message to ``maximum`` characters: first its long words (quoted values), then its middle.
 
-    The beginning says what is wrong and where, and the end what to do.
+    The beginning, which says what is wrong, and the end, which says what to do, are kept.
     """
     if len(message) <= maximum:
         return message
@@ -68,19 +68,20 @@ def _shortened(text: str, maximum: int) -> str:
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as data.
+    """Error data.
 
-    ``field`` is the offending field by its internal name (``top_p``), ``limit`` the bound that was exceeded, and
-    ``value`` what exceeded it, for dialects that format both in their own words. Its texts can be encoded as UTF-8:
-    unpaired surrogates, which they may quote of a request, are escaped. They are ``bounded``, as they may quote
-    anything.
+    ``message`` and ``field`` may quote a request: they are shortened (``bounded``), and unpaired surrogates are
+    escaped, so that both can be encoded as UTF-8.
     """
 
     code: Code
     message: str
     field: str = ""
+    """Name of the invalid parameter (``top_p``)."""
     limit: float | None = None
+    """Bound that was exceeded."""
     value: float | None = None
+    """Value that exceeded the limit."""
 
     def __post_init__(self) -> None:
         for name, maximum in (("message", MAX_MESSAGE), ("field", MAX_FIELD)):
@@ -98,7 +99,7 @@ CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 
 
 class PenstockError(Exception):
-    """Raised for requests, checkpoints and configurations that cannot be served; ``failure`` has the details."""
+    """A request, checkpoint or configuration cannot be served; ``failure`` has the details."""
 
     def __init__(
         self, code: Code, message: str, field: str = "", limit: float | None = None, value: float | None = None
@@ -107,7 +108,7 @@ class PenstockError(Exception):
         super().__init__(self.failure.message)
 
     def __reduce__(self) -> tuple[Callable[[Failure], PenstockError], tuple[Failure]]:
-        """Processes of an application send it to each other, as Ray's and multiprocessing's do."""
+        """Support pickling, for Ray and multiprocessing."""
         return PenstockError.of, (self.failure,)
 
     @classmethod
@@ -116,10 +117,10 @@ class PenstockError(Exception):
 
 
 def invalid(field: str, message: str, limit: float | None = None) -> PenstockError:
-    """The error for a wrong value."""
+    """Error for an invalid value of ``field``."""
     return PenstockError(Code.INVALID, f"{field}: {message}", field, limit)
 
 
 def too_long(field: str, message: str, tokens: int, maximum: int) -> PenstockError:
-    """The error for a prompt that exceeds the context, or the server's limit."""
+    """Error for a prompt longer than the context or the server's limit."""
     return PenstockError(Code.TOO_LONG, f"{field}: {message}", field, maximum, tokens)

@@ -1,9 +1,9 @@
-"""Which rank has which experts: of whole experts the neighbours, or as planned from their load.
+"""Placement of experts on expert-parallel ranks: contiguous, or planned from the experts' load.
 
-The plan is that of DeepSeek's EPLB (DeepSeek-AI, 2025) for one group of ranks: the experts with the most tokens for a
-replica get another one, then replicas go to the ranks with the least to do, the heaviest first. Of ``expert parallel
-load balancing`` in other systems it has the terms: a redundant expert is a replica more; balancedness is the mean over
-the maximum.
+The plan is that of DeepSeek's EPLB (DeepSeek-AI, 2025) for one group of ranks: the experts with the most tokens per
+replica get another replica; then replicas are assigned to the least loaded ranks, the heaviest first. The terms are
+those of expert parallel load balancing in vLLM: a redundant expert is an additional replica; balancedness is the mean
+load over the maximum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.core.json_files import read_text_file
 
 T = TypeVar("T")
 Ranks = list[list[int]]
-"""The experts of each rank."""
+"""Expert ids of each rank."""
 
 
 class ExpertPlacement(msgspec.Struct, kw_only=True):
@@ -28,37 +28,37 @@ class ExpertPlacement(msgspec.Struct, kw_only=True):
 
     num_experts: int
     layers: dict[int, Ranks]
-    """Layers that are missing are as ``even_placement`` says."""
+    """Placement by layer; layers without an entry use ``even_placement``."""
 
 
 class ExpertLoadReport(msgspec.Struct, kw_only=True):
-    """Tokens that chose each expert."""
+    """Number of tokens routed to each expert."""
 
     num_experts: int
     layers: dict[int, list[int]]
-    """By layer ``[experts]``."""
+    """Token counts ``[experts]`` by layer."""
     model: str = ""
 
 
-def neighbours(num_experts: int, ranks: int) -> Ranks:
-    """Each rank's experts, which are neighbours."""
+def contiguous_placement(num_experts: int, ranks: int) -> Ranks:
+    """Placement with a contiguous range of experts on each rank, without replicas."""
     ends = [num_experts * rank // ranks for rank in range(ranks + 1)]
     return [list(range(*pair)) for pair in pairwise(ends)]
 
 
 def even_placement(num_experts: int, ranks: int, redundant: int = 0) -> Ranks:
-    """The placement without a plan: neighbours, or with redundant experts that of a load which all share equally."""
-    return place([1] * num_experts, ranks, redundant) if redundant else neighbours(num_experts, ranks)
+    """Placement without a load report: contiguous, or with redundant experts, planned for equally loaded experts."""
+    return place([1] * num_experts, ranks, redundant) if redundant else contiguous_placement(num_experts, ranks)
 
 
 def place(load: Sequence[int], ranks: int, redundant: int = 0) -> Ranks:
-    """Plan a layer.
+    """Plan the placement of a layer's experts.
 
     Args:
-        load: tokens of each expert.
-        redundant: replicas besides the first one of each expert.
+        load: number of tokens of each expert.
+        redundant: total number of replicas in addition to one per expert.
 
-    Raises ``PenstockError`` (``invalid``) where ranks have no experts, or more replicas than there are experts.
+    Raises ``PenstockError`` (``invalid``) as ``check_sizes``.
     """
     check_sizes(len(load), ranks, redundant)
     replicas = [1] * len(load)
@@ -76,8 +76,8 @@ def place(load: Sequence[int], ranks: int, redundant: int = 0) -> Ranks:
 
 
 def _add(placement: Ranks, totals: list[float], rooms: Sequence[int], expert: int, shares: Sequence[float]) -> None:
-    """Give a replica of an expert to the rank with the least to do that has room, and not this expert yet. Where there
-    is none, to a full one, which gives one of its own to a rank with room."""
+    """Assign a replica to the least loaded rank that has room and does not have the expert yet. If all ranks with room
+    have it, assign it to a full rank, which first moves one of its experts to a rank with room."""
     ranks = range(len(placement))
     open_ranks = [rank for rank in ranks if len(placement[rank]) < rooms[rank]]
     target = min((rank for rank in open_ranks if expert not in placement[rank]), key=totals.__getitem__, default=None)
@@ -94,18 +94,18 @@ def _add(placement: Ranks, totals: list[float], rooms: Sequence[int], expert: in
 
 
 def rank_loads(load: Sequence[int], placement: Ranks) -> list[float]:
-    """Tokens that each rank computes, of which replicas of an expert have equal shares."""
+    """Number of tokens computed by each rank; the replicas of an expert share its tokens equally."""
     replicas = [sum(expert in own for own in placement) for expert in range(len(load))]
     return [sum(load[expert] / replicas[expert] for expert in own) for own in placement]
 
 
 def balancedness(loads: Sequence[float]) -> float:
-    """Mean over maximum: 1 where all have the same, and the lower, the longer others wait for one. 1 without load."""
+    """Mean over maximum of the ranks' loads: 1 if balanced (or without load), lower the longer ranks wait for one."""
     return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
 
 
 def places_of(placement: Ranks, num_experts: int) -> list[list[int]]:
-    """Of each expert the places of its replicas among those of all ranks, one rank's behind the other's."""
+    """For each expert, the indices of its replicas in the concatenation of all ranks' experts."""
     places: list[list[int]] = [[] for _ in range(num_experts)]
     for place, expert in enumerate(expert for own in placement for expert in own):
         places[expert].append(place)
@@ -113,21 +113,22 @@ def places_of(placement: Ranks, num_experts: int) -> list[list[int]]:
 
 
 def check_sizes(num_experts: int, ranks: int, redundant: int = 0) -> None:
-    """Raises ``PenstockError`` (``invalid``) for more ranks than experts, or more replicas of each than ranks."""
+    """Raise ``PenstockError`` (``invalid``) if there are more ranks than experts, or more replicas than one per expert
+    and rank."""
     if num_experts < ranks:
         raise invalid("enable_expert_parallel", f"{ranks} ranks cannot share {num_experts} experts", num_experts)
     if redundant > (most := num_experts * (ranks - 1)):
-        words = f"{ranks} ranks have room for {most} replicas more of {num_experts} experts, one a rank of each"
-        raise invalid("num_redundant_experts", words, most)
+        message = f"must be at most {most}, is {redundant}: each of {ranks} ranks holds an expert at most once"
+        raise invalid("num_redundant_experts", message, most)
 
 
 def read_placement(path: str, num_experts: int, ranks: int, redundant: int = 0) -> ExpertPlacement:
     """Read a file of ``penstock plan experts``.
 
     Args:
-        redundant: redundant experts that it should have; 0 is any number.
+        redundant: required number of redundant experts in each layer; 0: any number.
 
-    Raises ``PenstockError`` (``invalid``) where there is none, or it does not fit model and ranks.
+    Raises ``PenstockError`` (``invalid``) if the file cannot be read, or does not match the model and the ranks.
     """
     field = "expert_placement"
     found = _read(path, ExpertPlacement, field)
@@ -136,20 +137,23 @@ def read_placement(path: str, num_experts: int, ranks: int, redundant: int = 0) 
     for layer, placement in found.layers.items():
         where = f"{path}, layer {layer}:"
         if len(placement) != ranks:
-            raise invalid(field, f"{where} is for {len(placement)} ranks, not {ranks}: plan it for these", ranks)
+            message = f"{where} is for {len(placement)} ranks, not {ranks}: run penstock plan experts for {ranks} ranks"
+            raise invalid(field, message, ranks)
         if any(len(set(own)) < len(own) for own in placement) or not all(placement):
-            raise invalid(field, f"{where} a rank has no experts, or one of them twice")
+            raise invalid(field, f"{where} a rank has no experts, or the same expert twice")
         if {expert for own in placement for expert in own} != set(range(num_experts)):
-            raise invalid(field, f"{where} some of the {num_experts} experts have no rank, or there are others")
+            raise invalid(field, f"{where} must place each of the experts 0 to {num_experts - 1}, and no others")
         more = sum(map(len, placement)) - num_experts
         if redundant not in (0, more):
-            raise invalid("num_redundant_experts", f"{where} has {more}: give that number, or 0", more)
+            raise invalid("num_redundant_experts", f"{where} has {more} redundant experts: set {more} or 0", more)
     return found
 
 
 def num_redundant_experts(path: str, count: int) -> int:
-    """Replicas in each layer: those asked for, or the most that a file's layers have. Raises ``PenstockError``
-    (``invalid``) where there is no such file."""
+    """Number of redundant experts per layer: ``count``, or if it is 0, the maximum over the layers of a placement file.
+
+    Raises ``PenstockError`` (``invalid``) if the file cannot be read.
+    """
     if count or not path:
         return count
     found = _read(path, ExpertPlacement, "expert_placement")
@@ -157,12 +161,12 @@ def num_redundant_experts(path: str, count: int) -> int:
 
 
 def read_load(path: str) -> ExpertLoadReport:
-    """Read a report of ``/expert_load``. Raises ``PenstockError`` (``invalid``) where it is none."""
+    """Read a report saved from ``/expert_load``. Raises ``PenstockError`` (``invalid``) for any other file."""
     report = _read(path, ExpertLoadReport, "load")
     if not report.layers or any(len(load) != report.num_experts for load in report.layers.values()):
-        raise invalid("load", f"{path} has no layers, or some with another number of experts")
+        raise invalid("load", f"{path} has no layers, or a layer whose number of experts is not {report.num_experts}")
     if any(count < 0 for load in report.layers.values() for count in load):
-        raise invalid("load", f"{path} has negative numbers of tokens")
+        raise invalid("load", f"{path} has negative token counts")
     return report
 
 
@@ -170,11 +174,11 @@ def _read(path: str, kind: type[T], field: str) -> T:
     try:
         return msgspec.json.decode(read_text_file(Path(path), field), type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid(field, f"{path} is no such file: {error}") from error
+        raise invalid(field, f"{path} cannot be parsed: {error}") from error
 
 
 def plan(report: ExpertLoadReport, ranks: int, redundant: int = 0) -> ExpertPlacement:
-    """The placement for a load. Raises ``PenstockError`` as ``place``."""
+    """Plan the placement of all layers of a load report. Raises ``PenstockError`` as ``place``."""
     layers: Mapping[int, list[int]] = report.layers
     planned = {layer: place(load, ranks, redundant) for layer, load in layers.items()}
     return ExpertPlacement(num_experts=report.num_experts, layers=planned)

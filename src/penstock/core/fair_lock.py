@@ -1,4 +1,4 @@
-"""A lock that clients get by turns."""
+"""An asyncio semaphore that is fair among clients."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import deque
 
 
 class FairLock:
-    """A lock that waiting clients get by turns.
+    """A semaphore acquired by the waiting clients in turn (round robin), however many waiters each client has.
 
     Args:
-        places: how many may hold it at a time.
+        value: maximum number of concurrent holders.
     """
 
-    def __init__(self, places: int = 1) -> None:
-        self._free = places
+    def __init__(self, value: int = 1) -> None:
+        self._free = value
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By client, in the order of their next turns."""
+        """Waiters by client, in the order in which clients are served."""
 
     async def acquire(self, client: str) -> None:
         if self._free:

@@ -1,4 +1,4 @@
-"""Constraints for guided decoding."""
+"""Parameters of guided decoding, and checks of their schemas."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from .errors import Code, PenstockError, invalid
 from .json_schema import drop_annotations
 
 MAX_CHARACTERS = 65_536
-"""Characters of a schema, pattern or grammar."""
+"""Maximum characters of a schema, regular expression or grammar."""
 MAX_TEXT = 4 * MAX_CHARACTERS
-"""Characters of a schema with insignificant whitespace; a longer text is not parsed."""
+"""Maximum characters of a schema including insignificant whitespace; a longer text is not parsed."""
 MAX_CHOICES = 4096
 LLGUIDANCE_OPTIONS = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
-"""llguidance refuses keywords that it does not support, and allows no ``\\u`` in strings, which could disguise a
-property's name."""
+"""Options of llguidance: reject unsupported keywords, and do not generate ``\\u`` escapes, which could disguise a
+property name."""
 GuidedBackend = Literal["auto", "llguidance", "guidance", "xgrammar", "outlines", "lm-format-enforcer", "off"]
-"""Names of guided decoding backends of vLLM and FastDeploy. All but ``off`` are llguidance."""
+"""Guided decoding backends of vLLM and FastDeploy. All values except ``off`` select llguidance."""
 JSON_CONSTRAINTS = ("json", "json_object", "structural_tag")
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-"""Fields of ``GuidedDecodingParams``, of which exactly one is given."""
+"""Fields of ``GuidedDecodingParams`` that are mutually exclusive."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The vocabulary for guided decoding; the engine itself does not read it."""
+    """Vocabulary for guided decoding."""
 
     tokenizer: str
-    """The text of a ``tokenizer.json``."""
+    """Content of a ``tokenizer.json``."""
     eos: list[int]
-    """Token ids that end a sequence, at least one."""
+    """End-of-sequence token ids, at least one."""
 
 
 class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One constraint on the whole output.
+    """A constraint on the whole output.
 
-    Raises ``PenstockError`` (``invalid``) unless exactly one is given, of the right type. Unsupported schemas are found
-    when the engine compiles the constraint.
+    Raises ``PenstockError`` (``invalid``) unless exactly one constraint is given, of the right type. Other unsupported
+    schemas are rejected when the engine compiles the constraint.
     """
 
     json: Any = None
@@ -48,18 +48,18 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     regex: str | None = None
     """A regular expression for the whole output, in the syntax of Rust's ``regex``, without lookaround."""
     choice: tuple[str, ...] | None = None
-    """One of these texts."""
+    """Allowed outputs."""
     grammar: str | None = None
-    """A context-free grammar in Lark's or GBNF's notation."""
+    """A context-free grammar in Lark or GBNF syntax."""
     structural_tag: Any = None
-    """Free text with tagged parts that follow schemas, ``{"structures": [{"begin", "schema", "end"}], "triggers"}``, or
-    a combination, ``{"format": {"type", …}}``, as in vLLM and xgrammar; text or an object."""
+    """Structural tags of vLLM and xgrammar, as JSON text or an object: free text with tagged parts that follow schemas
+    (``{"structures": [{"begin", "schema", "end"}], "triggers"}``), or ``{"format": {"type", …}}``."""
     disable_any_whitespace: bool = False
-    """JSON without whitespace between its parts."""
+    """Generate JSON without whitespace between tokens."""
     whitespace_pattern: str | None = None
-    """A regular expression for the whitespace between the parts of JSON."""
+    """A regular expression for the whitespace between JSON tokens."""
     source_field: str = ""
-    """The request's field, for errors, where it is not ``guided_…``."""
+    """Name of the request's field in error messages; empty: ``guided_…``."""
 
     def __post_init__(self) -> None:
         for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
@@ -69,16 +69,16 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         given = self._given
         if len(given) != 1:
             names = " and ".join(given) or "none"
-            raise invalid("guided_decoding", f"give one of {', '.join(CONSTRAINTS)}; there is {names}")
+            raise invalid("guided_decoding", f"set exactly one of {', '.join(CONSTRAINTS)}; set: {names}")
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):
-            raise invalid("guided_choice", "must hold at least one text, and none that is empty")
+            raise invalid("guided_choice", "must have at least one string, and no empty ones")
         if len(self.choice or ()) > MAX_CHOICES:
-            raise invalid("guided_choice", f"must hold at most {MAX_CHOICES} texts", MAX_CHOICES)
+            raise invalid("guided_choice", f"must have at most {MAX_CHOICES} entries", MAX_CHOICES)
         for name in ("regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str):
-                raise invalid(f"guided_{name}", f"must be text, is {type(value).__name__}")
+                raise invalid(f"guided_{name}", f"must be a string, is {type(value).__name__}")
         try:
             msgspec.json.encode([self.regex, self.grammar, self.whitespace_pattern, self.choice])
         except UnicodeEncodeError as error:
@@ -92,7 +92,7 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
     @property
     def field(self) -> str:
-        """The request's field that holds the constraint."""
+        """Name of the request's field that holds the constraint."""
         if self.source_field:
             return self.source_field
         (constraint,) = self._given
@@ -100,12 +100,12 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
     @property
     def is_json(self) -> bool:
-        """Whether the constraint allows JSON, so that options of whitespace apply."""
+        """True if the output contains JSON, to which the whitespace options apply."""
         return self._given[0] in JSON_CONSTRAINTS
 
     @property
     def _given(self) -> list[str]:
-        """The constraints that are given: one, once they are checked."""
+        """Names of the constraints that are set: exactly one after ``__post_init__``."""
         return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
 
     @property
@@ -122,9 +122,9 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
 
 def disallow_additional_properties(schema: Any, strict: bool = False) -> Any:
-    """A copy of a schema with ``additionalProperties: false`` for objects that do not give it.
+    """Copy a schema, with ``additionalProperties: false`` in objects that do not set it.
 
-    Not within ``allOf``, whose parts each list some of one object's properties.
+    Subschemas of ``allOf`` are left unchanged: each lists only some of an object's properties.
 
     Args:
         strict: also require all listed properties, as OpenAI's strict schemas do.
@@ -151,14 +151,14 @@ def disallow_additional_properties(schema: Any, strict: bool = False) -> Any:
 
 
 def schema_to_json(field: str, schema: Any, is_schema: bool = True) -> str:
-    """A schema as JSON text, in which integral numbers are written as integers.
+    """Encode a schema as JSON text, with integral numbers as integers.
 
     Args:
-        field: the request's field, for errors.
+        field: name of the request's field, for errors.
         schema: a JSON object, its text, or a pydantic model.
         is_schema: remove annotations (``drop_annotations``); False for a structural tag, which contains schemas.
 
-    Raises ``PenstockError``: ``invalid`` for anything else, ``unsupported`` as ``check_schema`` does.
+    Raises ``PenstockError``: ``invalid`` for any other value, ``unsupported`` as ``check_schema`` does.
     """
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
@@ -183,26 +183,26 @@ def schema_to_json(field: str, schema: Any, is_schema: bool = True) -> str:
 
 
 def clean_schema(field: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """``drop_annotations``; raises ``PenstockError`` (``invalid``) for a malformed schema."""
+    """Call ``drop_annotations``; raise ``PenstockError`` (``invalid``) for a malformed schema."""
     try:
         return drop_annotations(schema)
     except RecursionError as error:
         raise invalid(field, "is nested too deeply") from error
     except ValueError as error:
-        raise invalid(field, f"is no JSON Schema: {error}") from error
+        raise invalid(field, f"is not a valid JSON Schema: {error}") from error
 
 
 def check_schema(field: str, part: Any) -> None:
-    """Raises ``PenstockError`` (``unsupported``) for keywords that llguidance would relax silently.
+    """Raise ``PenstockError`` (``unsupported``) for constraints that llguidance would not enforce.
 
-    ``minProperties``: where names are open, a name may be written twice and is counted twice; so it cannot exceed the
-    number of required properties. Control characters: only ``\\u`` can write them.
+    ``minProperties`` above the number of required properties: an additional name may be generated twice, and would
+    count twice. Control characters: they need ``\\u`` escapes (see ``LLGUIDANCE_OPTIONS``).
     """
     if isinstance(part, dict):
         minimum, required = part.get("minProperties"), part.get("required")
         if isinstance(minimum, int) and minimum > (len(required) if isinstance(required, list) else 0):
-            words = "minProperties beyond the properties that are required by name"
-            raise PenstockError(Code.UNSUPPORTED, f"{field}: not supported: {words}", field)
+            message = f"{field}: not supported: minProperties above the number of required properties"
+            raise PenstockError(Code.UNSUPPORTED, message, field)
     if isinstance(part, str) and any(c < " " and c not in "\b\f\n\r\t" for c in part):
         raise PenstockError(Code.UNSUPPORTED, f"{field}: not supported: control characters in strings", field)
     for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():

@@ -1,4 +1,4 @@
-"""JSON Schemas without the parts that constrain nothing."""
+"""Removal of the keywords of a JSON Schema that constrain nothing."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "required": (list, "a list of names"),
     "uniqueItems": (bool, "true or false"),
 }
-"""Python types of a keyword's value, and their name for errors."""
+"""Python types of a keyword's value, and a description for errors."""
 REFERENCES = frozenset("$ref $dynamicRef $recursiveRef $schema $id id $anchor $dynamicAnchor $recursiveAnchor".split())
 KEYWORDS = SCHEMA_MAPS | SCHEMA_LISTS | SCHEMAS | ASSERTIONS | REFERENCES
 """Keywords of drafts 4 to 2020-12 that constrain a value, or identify a schema. All others are annotations."""
 EVALUATING = frozenset("unevaluatedItems unevaluatedProperties contains minContains maxContains if then else".split())
-"""Keywords that allow every instance and still mark properties or items as evaluated, for ``unevaluated…``."""
+"""Keywords that, even if they allow every instance, mark properties or items as evaluated (for ``unevaluated…``)."""
 ANY: tuple[Any, ...] = (True, {})
-"""The schemas that allow every value."""
+"""Schemas that allow every value."""
 
 
 def drop_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a JSON Schema (draft 4 to 2020-12) without annotations: unknown keywords, formats that are not
-    enforced, and keywords whose value allows every instance (``uniqueItems: false``). A null keyword counts as absent.
+    """Copy a JSON Schema (draft 4 to 2020-12) without annotations.
+
+    Removed are unknown keywords, formats that are not enforced, keywords whose value allows every instance
+    (``uniqueItems: false``), and keywords with a null value.
 
     Raises ``ValueError`` for a keyword whose value has the wrong type, ``RecursionError`` for a schema that is nested
     too deeply.
@@ -62,15 +64,14 @@ def drop_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Cleaner:
-    """Copies the parts of one schema."""
+    """Copies the subschemas of a schema."""
 
     targets: set[int]
-    """Identities of the objects that a ``$ref`` points to, which may lie within unknown keywords."""
+    """``id`` of each object that a ``$ref`` points to; it may be inside an unknown keyword."""
     ignores_evaluation: bool
-    """Whether no keyword of the schema depends on which properties and items others have evaluated."""
+    """True if no keyword of the schema depends on which properties and items other keywords evaluate."""
 
     def schema(self, part: Any) -> Any:
-        """A copy of a schema."""
         if not isinstance(part, dict):
             if not isinstance(part, bool):
                 raise ValueError(f"a schema must be an object, is {part!r:.50}")
@@ -90,7 +91,7 @@ class _Cleaner:
         return result
 
     def _allows_all(self, name: str, value: Any, schema: dict[str, Any]) -> bool:
-        """Whether a keyword of a schema allows every instance."""
+        """True if a keyword of a schema allows every instance."""
         if name in EVALUATING and not self.ignores_evaluation:
             return False
         match name:
@@ -121,7 +122,7 @@ class _Cleaner:
         return self.schema(value) if name in SCHEMAS else value
 
     def _container(self, value: Any) -> Any:
-        """A copy of an unknown keyword's value, in which only the targets of references are schemas."""
+        """Copy an unknown keyword's value, in which only targets of references are schemas."""
         if id(value) in self.targets:
             return self.schema(value)
         if isinstance(value, dict):
@@ -149,7 +150,7 @@ def _values_of(keyword: str, part: Any) -> list[Any]:
 
 
 def _resolve(reference: Any, root: dict[str, Any]) -> Any:
-    """The part of a document that a JSON pointer in a URI fragment names; None where it is absent."""
+    """Resolve a JSON pointer in a URI fragment (``#/$defs/x``); None if its target is absent."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     part: Any = root

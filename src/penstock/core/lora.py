@@ -1,4 +1,4 @@
-"""LoRA adapters of requests and options."""
+"""LoRA adapter of a request, and parsing of ``lora_modules``."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from .errors import invalid
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """The LoRA adapter of a prompt, as in vLLM."""
+    """LoRA adapter of a prompt, as in vLLM."""
 
     lora_name: str
     lora_int_id: int = 0
-    """Ignored; vLLM needs it."""
+    """Ignored; accepted for compatibility with vLLM."""
     lora_path: str = ""
-    """Folder to load the adapter from unless it is loaded; empty for a loaded one."""
+    """Folder to load the adapter from if it is not loaded; empty: the adapter is already loaded."""
 
 
 def parse_lora_modules(lora_modules: tuple[str, ...]) -> dict[str, str]:
-    """The option ``lora_modules``, entries of ``name=folder``, as a mapping.
+    """Parse the option ``lora_modules``, entries ``name=folder``, into folders by name.
 
-    Raises ``PenstockError`` (``invalid``) for other entries, and for a name that is given twice.
+    Raises ``PenstockError`` (``invalid``) for other entries and for duplicate names.
     """
     result: dict[str, str] = {}
     for entry in lora_modules:
         name, equals, path = entry.partition("=")
         if not equals or not name or not path:
-            raise invalid("lora_modules", f"{entry!r} is not written name=folder")
+            raise invalid("lora_modules", f"{entry!r} does not have the form name=folder")
         if name in result:
-            raise invalid("lora_modules", f"{name!r} comes twice")
+            raise invalid("lora_modules", f"{name!r} is given twice")
         result[name] = path
     return result

@@ -1,4 +1,4 @@
-"""Errors that come from the machine and not from the code: a full disk, limits of the process."""
+"""Errors of exhausted resources: a full disk, memory, limits of the process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .errors import Code, Failure
 REASONS = {
     errno.ENOSPC: "a disk is full",
     errno.EDQUOT: "a disk quota is used up",
-    errno.EFBIG: "a file would exceed the limit of its size (ulimit -f)",
-    errno.EMFILE: "the process has no file descriptor left (ulimit -n)",
-    errno.ENFILE: "the machine has no file descriptor left",
+    errno.EFBIG: "a file would exceed the file size limit (ulimit -f)",
+    errno.EMFILE: "the process has no file descriptors left (ulimit -n)",
+    errno.ENFILE: "the machine has no file descriptors left",
     errno.ENOMEM: "there is not enough memory (ulimit -v)",
     errno.EAGAIN: "no further process or thread can be started (ulimit -u)",
 }
@@ -22,20 +22,20 @@ PHRASES = {
     "out of memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
 }
-"""Parts of messages, in lower case, of errors without a number."""
+"""Phrases in lower-case messages of errors that have no errno."""
 PROCESS_STARTERS = ("subprocess.py", "process.pyx", "popen_fork.py")
-"""Files of Python and uvloop that start processes; ``EAGAIN`` of other code comes from sockets and locks."""
+"""Files of Python and uvloop that start processes. ``EAGAIN`` raised elsewhere is about sockets or locks."""
 
 
 def exhausted(error: BaseException) -> Failure | None:
-    """The failure of a request for an error that says that a resource is used up; None for other errors."""
+    """The failure of a request whose error is an exhausted resource; None for other errors."""
     if reason := _reason(error):
-        return Failure(Code.UNAVAILABLE, f"the server cannot do this now: {reason}; send the request again later")
+        return Failure(Code.UNAVAILABLE, f"the server cannot do this now: {reason}; retry later")
     return None
 
 
 def start_failure(error: BaseException) -> Failure | None:
-    """The failure of a start, or of a command, that the machine does not let happen; None for other errors."""
+    """The failure of a start or a command because of an exhausted resource or an OS error; None for other errors."""
     reason = _reason(error)
     if isinstance(error, OSError):
         reason = reason or (error.strerror or str(error)).lower()
@@ -58,6 +58,5 @@ def _reason(error: BaseException) -> str:
 
 
 def _starts_process(error: BaseException) -> bool:
-    """Whether an error was raised by code that starts processes."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code.co_filename.endswith(PROCESS_STARTERS)

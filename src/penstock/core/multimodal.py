@@ -1,63 +1,61 @@
-"""Images and videos of a request: pixels as bytes, and the place of their features among the prompt's tokens."""
+"""Images and videos of a request: preprocessed pixels, and the positions of their placeholder tokens."""
 
 from __future__ import annotations
 
 import msgspec
 
 PATCHES = 4
-"""Patches of a feature: its edge has two."""
+"""Patches per feature (2 × 2)."""
 
 
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):
-    """An image, or a few successive frames of a video that share features, decoded and resized as its model's
-    processor does.
+    """An image, or consecutive frames of a video that share features, preprocessed by the model's processor.
 
-    The prompt has a placeholder token for each of the image's features.
+    The prompt has one placeholder token per feature.
     """
 
     content_hash: bytes
-    """Of pixels, grid and normalization: equal for images with equal features."""
+    """Hash of pixels, grid and normalization: equal for images with equal features."""
     offset: int
-    """Index of its first placeholder in the prompt."""
+    """Index of the first placeholder in the prompt."""
     rows: int
     columns: int
-    """The grid of its features, in the order of the placeholders: row after row; 0 where they have no positions of
-    their own (M-RoPE), but those of tokens."""
+    """Grid of features, row-major, for M-RoPE positions; 0: features have ordinary token positions."""
     height: int
     width: int
     pixels: bytes
     """``[num_frames, tiles, height, width, 3]`` uint8, RGB."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    """Normalization of the channels, after a division by 255."""
+    """Mean and standard deviation of the channels, for normalization after division by 255."""
     num_frames: int = 1
     continues: bool = False
-    """Whether it goes on the video of the one before it, right behind its placeholders: positions in time, height and
-    width of both count from the same place."""
+    """True if it continues the video of the previous input, whose placeholders end directly before its own. M-RoPE
+    positions of both count from the same origin."""
     time: int = 0
-    """Its position in time, counted from the start of its video."""
+    """Temporal M-RoPE position, from the start of the video."""
     num_features: int = 0
-    """Where there is no grid."""
+    """Number of features if there is no grid."""
     tiles: int = 1
-    """Pictures of one size that it was cut into, which are encoded each by itself."""
+    """Number of tiles of equal size, encoded separately."""
     grid: tuple[int, int] = (1, 1)
-    """Rows and columns of tiles; there may be one more, of the whole image."""
+    """Rows and columns of tiles; ``tiles`` may include one more, a thumbnail of the whole image."""
     original_size: tuple[int, int] = (0, 0)
-    """Height and width before it was resized, where features depend on them."""
+    """Height and width before resizing, for models whose features depend on them."""
     bidirectional: bool = False
-    """Whether its tokens attend to each other in both directions: a step computes all of them, or none."""
+    """True if its tokens attend to each other in both directions; a step then computes all or none of them."""
 
     @property
     def length(self) -> int:
-        """Number of its features, and of its placeholders."""
+        """Number of features and placeholders."""
         return self.num_features or self.rows * self.columns
 
     @property
     def num_patches(self) -> int:
-        """About the number of patches that an encoder makes its features of."""
+        """Approximate number of patches that the encoder processes."""
         return PATCHES * self.length
 
     @property
     def end(self) -> int:
-        """Index after its last placeholder."""
+        """Index after the last placeholder."""
         return self.offset + self.length

@@ -1,4 +1,4 @@
-"""Outputs: what the engine returns for a request, step by step. Encoded with msgspec."""
+"""Outputs of the engine for a request, step by step. Encoded with msgspec."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .errors import Failure
 class FinishReason(StrEnum):
     """Why a sequence ended."""
 
-    STOP = "stop"  # a stop token, or (above the engine) a stop string
-    LENGTH = "length"  # max_tokens, or the context is full
+    STOP = "stop"  # a stop token, or a stop string (matched in the frontend)
+    LENGTH = "length"  # max_tokens reached, or the context is full
     CANCELLED = "cancelled"
-    ERROR = "error"  # see the delta's failure
+    ERROR = "error"  # see TokenDelta.failure
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token's log probability (nats) and its rank, 1 for the likeliest."""
+    """A token's log probability (nats) and its rank (1: most likely)."""
 
     token_id: int
     logprob: float
@@ -27,44 +27,44 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PerfMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """Resources that a sequence has used so far."""
+    """Resources used by a sequence so far."""
 
     first_scheduled: float
-    """Time of its first step, seconds on the monotonic clock."""
+    """Time of the first step, seconds on the monotonic clock."""
     allocated_blocks: int
-    """KV blocks allocated, those allocated again after a preemption included."""
+    """Number of KV blocks allocated, including reallocations after preemptions."""
     draft_tokens: int
-    """Tokens drafted by speculative decoding."""
+    """Number of tokens drafted by speculative decoding."""
     accepted_tokens: int
-    """Draft tokens that were accepted."""
+    """Number of draft tokens accepted."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step added to one sequence of a request."""
+    """Output of one step for one sequence of a request."""
 
     request_id: str
     sequence: int = 0
     """Index of the sequence in its request."""
     token_ids: list[int] = []
     logprobs: list[list[Logprob]] | None = None
-    """For each new token: the token itself first, then the likeliest alternatives."""
+    """For each new token: the token itself, then the most likely alternatives."""
     prompt_logprobs: list[list[Logprob]] | None = None
-    """Once, with the first token: for each prompt token except the first."""
+    """Logprobs of each prompt token except the first; only with the first output token."""
     context_logits: bytes | None = None
-    """Once, with the first token: logits after each prompt token, ``[prompt tokens, vocabulary]`` float32."""
+    """Logits after each prompt token, ``[prompt tokens, vocabulary]`` float32; only with the first output token."""
     generation_logits: bytes | None = None
-    """Logits that each new token was sampled from, ``[tokens, vocabulary]`` float32."""
+    """Logits from which each new token was sampled, ``[tokens, vocabulary]`` float32."""
     cumulative_logprob: float | None = None
-    """Sum over all tokens of a beam."""
+    """Sum of the logprobs of all tokens of a beam."""
     embedding: bytes | None = None
-    """The prompt's embedding, float32; in the last delta of an embedding request."""
+    """Embedding of the prompt, float32; in the last delta of an embedding request."""
     finished: FinishReason | None = None
     stop_token: int | None = None
-    """The token that ended the sequence; it is the last of ``token_ids``."""
+    """Token that ended the sequence: the last of ``token_ids``."""
     cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache."""
     queued: float = 0.0
-    """Seconds from arrival to the first step; in the delta with the first token."""
+    """Seconds from arrival to the first step; only with the first output token."""
     perf: PerfMetrics | None = None
-    """With ``return_perf_metrics``."""
+    """Set if the request has ``return_perf_metrics``."""
     failure: Failure | None = None

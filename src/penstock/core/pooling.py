@@ -1,4 +1,4 @@
-"""Parameters of requests whose prompts are pooled: embeddings, classes and scores."""
+"""Parameters of pooling requests: embeddings, classification and scores."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ PoolingType = Literal["last", "cls", "mean", "all"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a prompt's hidden states (after the last norm) are pooled. What is None is as the checkpoint says.
+    """Pooling of a prompt's hidden states (after the last norm). None selects the checkpoint's value.
 
-    Raises ``PenstockError`` (``invalid``) where a value is out of range.
+    Raises ``PenstockError`` (``invalid``) if a value is out of range.
     """
 
     pooling_type: PoolingType | None = None
-    """The hidden state of the last or first (``cls``) token, the mean over all tokens, or those of all tokens; by
-    default the last token's."""
+    """Hidden state of the last or first (``cls``) token, mean over all tokens, or the states of all tokens. Default:
+    ``last``."""
     normalize: bool | None = None
-    """Scale the vector to length 1; by default true."""
+    """Scale the vector to length 1. Default: True."""
     dimensions: int | None = None
-    """Number of leading dimensions to keep, before normalization; None is all."""
+    """Number of leading dimensions to keep, before normalization. Default: all."""
     use_activation: bool | None = None
-    """Whether a classifier's outputs become probabilities; by default true."""
+    """Convert a classifier's outputs to probabilities. Default: True."""
     head: Literal["", "dense", "classifier"] | None = None
-    """What is computed of the pooled state: the checkpoint's dense layers of sentence-transformers, its classifier, or
-    nothing."""
+    """Layers applied to the pooled state: the dense layers of sentence-transformers, the classifier, or none."""
     activation: Literal["none", "sigmoid", "softmax"] | None = None
-    """What makes probabilities of a classifier's outputs."""
+    """Activation that converts a classifier's outputs to probabilities."""
     token_ids: tuple[int, ...] | None = None
-    """Two tokens: how much larger the second one's logit is takes the place of the hidden state."""
+    """Tokens for "no" and "yes" of a reranker: the logit of the second minus that of the first replaces the hidden
+    state. Empty or None: not used."""
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and self.dimensions < 1:
             raise invalid("dimensions", f"must be at least 1, is {self.dimensions}", 1)
         if self.token_ids is not None and len(self.token_ids) not in (0, 2):
-            raise invalid("token_ids", "must be two tokens, the one for no and the one for yes", 2)
+            raise invalid("token_ids", "must be two tokens: the one for no, and the one for yes", 2)
 
     def with_defaults(self, defaults: PoolingParams) -> PoolingParams:
-        """These parameters, and those of ``defaults`` in place of None."""
+        """Replace None by the values of ``defaults``."""
         given = {name: getattr(self, name) for name in self.__struct_fields__ if getattr(self, name) is not None}
         return msgspec.structs.replace(defaults, **given)

@@ -1,4 +1,4 @@
-"""Quantization: formats of weights, and the names that options and ``config.json`` give them."""
+"""Quantization formats of weights and activations, and the schemes that ``--quantization`` names."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Literal, get_args
 
 @dataclass(frozen=True)
 class Format:
-    """Quantization of a matrix with one scale a group of inputs and output; or none.
+    """Quantization format of a matrix ``[outputs, inputs]``. The default is unquantized.
 
-    Penstock's own rounding is to nearest. 8-bit integers lie in [-127, 127], the largest magnitude of a group being
-    127; 4-bit integers lie in [-8, 7], with the scale of least squared error (``ops.scale_search``); the largest
-    magnitude of 8-bit floating-point numbers is ``MAX_FP8``. Checkpoints' integers may be -128, too.
+    Quantization at load rounds to nearest. 8-bit integers lie in [-127, 127], scaled so that a group's largest
+    magnitude is 127; 4-bit integers lie in [-8, 7], with the scale of least squared error (``ops.scale_search``); the
+    largest magnitude of 8-bit floating-point numbers is ``MAX_FP8``. Integers of checkpoints may also be -128.
     """
 
     bits: int = 0
-    """Bits of a weight: 8 or 4; 0 leaves weights unquantized."""
+    """Bits per weight: 8 or 4; 0: unquantized."""
     group_size: int = 0
-    """Inputs that share a scale, a multiple of 8; 0 is one scale for all inputs of an output (per channel)."""
+    """Number of inputs that share a scale, a multiple of 8; 0: one scale per output (per channel)."""
     activation_bits: int = 0
-    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or one a row and group with
-    ``activation_groups`` and where weights are floating-point numbers in groups; 0 does not."""
+    """8: the activations are quantized, too, dynamically with one scale per row (token); with ``activation_groups``, or
+    floating-point weights in groups, one per row and group. 0: activations are not quantized."""
     floating: bool = False
-    """Whether weights are floating-point numbers in place of integers: e4m3 in 8 bits, and of 4 bits in groups of
-    ``MX_BLOCK`` e2m1 (mxfp4), which come from checkpoints. Others of 4 bits (nf4, fp4) are dequantized."""
+    """Weights are floating-point numbers instead of integers: 8 bits are e4m3, 4 bits in groups of ``MX_BLOCK`` are
+    e2m1 (mxfp4, from checkpoints only). Other 4-bit formats (nf4, fp4) are dequantized at load."""
     rows_per_scale: int = 1
-    """Outputs that share a scale; 0 is one scale for the matrix (per tensor). Other than 1 with ``floating`` only."""
+    """Number of outputs that share a scale; 0: one scale per matrix (per tensor). 1 unless ``floating``."""
     asymmetric: bool = False
-    """Whether groups have an offset, too: a weight is its integer times the scale plus the offset, as zero points of
-    AWQ and GPTQ and minima of GGUF are. Such integers come from checkpoints; Penstock's own rounding is symmetric."""
+    """Groups have an offset: a weight is its integer times the scale plus the offset (zero points of AWQ and GPTQ,
+    minima of GGUF). From checkpoints only; quantization at load is symmetric."""
     integer_scales: bool = False
-    """Whether the scale of a group is an integer from -15 to 15 times the scale of its output, in groups of 8, 16 or 32
-    inputs. A weight is then an integer of 8 bits times the scale of its output, so that products with activations in 8
-    bits are sums of integers (QServe, Lin et al., 2024)."""
+    """A group's scale is an integer from -15 to 15 times the scale of its output, in groups of 8, 16 or 32 inputs. A
+    weight is then an 8-bit integer times the scale of its output, so that products with 8-bit activations are sums of
+    integers (QServe, Lin et al., 2024)."""
     activation_groups: bool = False
-    """Whether activations in 8 bits have one scale a row and group, not one a row. An outlier then costs precision in
-    its own group only."""
+    """8-bit activations have one scale per row and group instead of one per row, so that an outlier costs precision in
+    its group only."""
     rotation: int = 0
-    """Inputs of a block, a power of two, whose weights and activations are rotated by a Hadamard matrix before they
-    are rounded (``ops.hadamard``); 0: not rotated."""
+    """Block size, in inputs, of the Hadamard rotation of weights and activations before rounding (``ops.hadamard``), a
+    power of two up to 64; 0: not rotated."""
 
     def __post_init__(self) -> None:
         if self.group_size % 8:
@@ -49,22 +49,22 @@ class Format:
         if self.floating and self.bits not in (4, 8):
             raise ValueError("floating-point weights have 8 bits or 4")
         if self.rows_per_scale != 1 and not self.floating:
-            raise ValueError("integers have a scale an output")
+            raise ValueError("rows_per_scale must be 1 for integer weights")
         if self.asymmetric and (self.floating or not self.bits):
-            raise ValueError("only integers have offsets")
+            raise ValueError("asymmetric requires integer weights")
         if self.integer_scales and (self.bits, self.activation_bits, self.floating or self.asymmetric) != (4, 8, False):
-            raise ValueError("only symmetric 4-bit integers with 8-bit activations have integer scales")
+            raise ValueError("integer_scales requires symmetric 4-bit integer weights and 8-bit activations")
         if self.activation_groups and (self.activation_bits, bool(self.group_size), self.floating) != (8, True, False):
-            raise ValueError("only 8-bit activations of integers in groups have scales of groups")
+            raise ValueError("activation_groups requires 8-bit activations and integer weights in groups")
         if self.integer_scales and self.group_size not in (8, 16, 32):
-            raise ValueError(f"groups of {self.group_size} inputs have no integer scales")
+            raise ValueError(f"integer_scales requires a group_size of 8, 16 or 32, not {self.group_size}")
         if self.rotation not in (0, 1, 2, 4, 8, 16, 32, 64):
             raise ValueError(f"rotation {self.rotation} is not a power of two up to 64")
         if self.rotation and (self.floating or not self.bits):
-            raise ValueError("only integers are rotated")
+            raise ValueError("rotation requires integer weights")
 
     def __str__(self) -> str:
-        """For the log: ``int4 in groups of 128 with offsets``."""
+        """Description for the log, such as ``int4 in groups of 128 with offsets``."""
         if not self.bits:
             return "unquantized weights"
         text = f"{'fp' if self.floating else 'int'}{self.bits}"
@@ -79,57 +79,48 @@ class Format:
         return text + (f", rotated by {self.rotation}" if self.rotation else "")
 
     def rotation_block(self, inputs: int) -> int:
-        """Inputs of a rotated block in a matrix of so many: the largest power of two up to ``rotation`` that divides
-        them; 1 where nothing is rotated."""
+        """Block size of the rotation in a matrix with ``inputs`` columns: the largest power of two up to ``rotation``
+        that divides ``inputs``; 1 if not rotated."""
         return gcd(self.rotation or 1, inputs)
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether weights are 4-bit floating-point numbers that kernels multiply as they are."""
+        """True for mxfp4 weights, which kernels multiply without dequantization."""
         return self.floating and (self.bits, self.group_size) == (4, MX_BLOCK)
 
 
 def fitting_group_size(wanted: int, inputs: int) -> int:
-    """Largest multiple of 8 up to ``wanted`` that divides ``inputs``; ``wanted`` if no multiple of 8 does.
-
-    Args:
-        wanted: inputs of a group; 0, one scale for all inputs, is returned as it is.
-    """
+    """Largest multiple of 8 up to ``wanted`` that divides ``inputs``; ``wanted`` if none does, or if it is 0."""
     return next((size for size in range(wanted - wanted % 8, 0, -8) if inputs % size == 0), wanted)
 
 
 MX_BLOCK = 32
-"""Inputs that share a scale in formats of the OCP Microscaling specification (2023)."""
+"""Number of inputs that share a scale in formats of the OCP Microscaling specification (2023)."""
 MAX_FP8 = 448.0
-"""The largest 8-bit floating-point number (e4m3)."""
+"""Largest e4m3 number."""
 UNQUANTIZED = Format()
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The format of each matrix of a model."""
+    """Quantization formats of a model's matrices."""
 
     layers: Format = UNQUANTIZED
     head: Format = UNQUANTIZED
-    """Format of embedding and language model head, which keep 8 bits where layers have 4: they are little of the work
-    and much of the quality."""
+    """Format of embedding and LM head. 8 bits if layers have 4: they take little of the time, but affect quality."""
     sensitive: Format | None = None
     """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
     values_only: bool = False
-    """Only value projections have the format ``sensitive``: fewer bits than with the other sensitive matrices."""
+    """Apply ``sensitive`` to value projections only, which takes fewer bits."""
 
     def format_of(self, name: str) -> Format:
-        """The format of a layer's matrix.
-
-        Args:
-            name: in the checkpoint, without ``.weight``.
-        """
+        """Format of a layer's matrix; ``name`` is its name in the checkpoint, without ``.weight``."""
         chosen = makes_values(name) if self.values_only else is_sensitive(name)
         return self.sensitive if self.sensitive and chosen else self.layers
 
     def kept(self, wanted: Format, stored: Format) -> Format:
-        """The format to compare with a checkpoint's own: that of the other layers for a sensitive matrix that has as
-        few bits in the checkpoint, as more bits add nothing to it."""
+        """Format to compare with the checkpoint's format ``stored``: ``layers`` for a sensitive matrix that the
+        checkpoint already stores in as few bits, as more bits would not restore its precision."""
         has_as_few = (stored.bits, stored.floating) == (self.layers.bits, self.layers.floating)
         return self.layers if wanted == self.sensitive and has_as_few else wanted
 
@@ -137,34 +128,34 @@ class Scheme:
 _VALUES = re.compile(
     r"(^|\.)((v|kv|value)_proj|v_proj\.linear|[Ww]v|v_lin|project_v|(self|attention)\.value|kv_a_proj_with_mqa|kv_b_proj)\Z"
 )
-"""Names of value projections; in multi-head latent attention, of the down and up projections of keys and values."""
+"""Names of value projections; in multi-head latent attention, of the KV down and up projections."""
 _FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|[Ww]qkv|qkv|in_proj_qkvz?)\Z")
-"""Names of queries, keys and values in one matrix. They are those of modules of transformers: families of Penstock's
-own ask for its parts, by the names of separate projections."""
+"""Names of fused QKV projections in modules of transformers. Penstock's implementations use the names of separate
+projections."""
 _DOWN = re.compile(
     r"(^|\.)(down_proj|proj_down|w2|w_out|Wo|c_proj|fc2|fc_out|dense_4h_to_h|lin2|layer_2|ffn\.2|output_linear"
     r"|(?<!attention\.)output\.dense|feed_forward\.(value|output))\Z"
 )
 """Names of down projections of MLPs and experts."""
 _IN_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.[^.]*\Z")
-"""Names of matrices of attention, where ``c_proj`` and ``Wo`` are output projections."""
+"""Names of attention matrices, where ``c_proj`` and ``Wo`` are output projections."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def makes_values(name: str) -> bool:
-    """Whether a matrix is a value projection, or makes latent vectors in its place."""
+    """True for a value projection, or the KV projections of multi-head latent attention."""
     return _VALUES.search(name) is not None
 
 
 def is_sensitive(name: str) -> bool:
-    """Whether a matrix keeps 8 bits in schemes of 4 bits, as it loses the most.
+    """True for a matrix that keeps 8 bits in 4-bit schemes, as it loses most quality.
 
-    These are value projections, which are few, and the down projections of every third layer; a model then has 4.9 bits
-    a weight or little more. Queries, keys and values in one matrix are sensitive in every third layer: without grouped
-    queries, that takes as many bits as the value projections of all layers.
+    These are all value projections, and the down projections of every third layer; a model then has about 4.9 bits per
+    weight. A fused QKV projection is sensitive in every third layer: without grouped-query attention, that takes as
+    many bits as the value projections of all layers.
 
     Args:
-        name: in the checkpoint, without ``.weight``.
+        name: name in the checkpoint, without ``.weight``.
     """
     if makes_values(name):
         return True
@@ -174,18 +165,17 @@ def is_sensitive(name: str) -> bool:
 
 
 def is_sensitive_layer(layer: int) -> bool:
-    """Whether a layer's down projections, and its queries, keys and values in one matrix, are sensitive."""
+    """True if the down projections and fused QKV projection of a layer (index from 0) are sensitive."""
     return layer % 3 == 2
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]
-"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); names with ``-g32`` are older
-ones of the same formats;
-``fp8``: floating-point weights and activations, on GPUs, with an unquantized head, as in vLLM."""
+"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``). ``-g32`` names are former
+names of the same formats. ``fp8``: e4m3 weights and activations, on GPUs, with an unquantized head, as in vLLM."""
 
 ROTATION = 64
-"""Inputs of a rotated block in Penstock's own rounding, of which activations in 8 bits lose less. On real models, one
-scale a token then costs as little as one each 32 inputs."""
+"""Rotation block size of quantization at load, which reduces the error of 8-bit activations: on real models, one scale
+per token is then as precise as one per 32 inputs."""
 _W8A8, _WINT8 = Format(8, activation_bits=8, rotation=ROTATION), Format(8)
 _W4A8 = Format(4, 16, 8, rotation=ROTATION, integer_scales=True)
 _WINT4 = Format(4, 32, rotation=ROTATION)
@@ -199,5 +189,5 @@ SCHEMES: dict[str, Scheme] = {
     "wint4-g32": Scheme(_WINT4, _WINT8, sensitive=_WINT8),
     "fp8": Scheme(Format(8, activation_bits=8, floating=True)),
 }
-"""The scheme of each name."""
+"""Scheme by name."""
 assert set(SCHEMES) == set(get_args(QuantizationName))

@@ -1,4 +1,4 @@
-"""Requests: what the frontend sends to the engine. Encoded with msgspec."""
+"""Requests from the frontend to the engine. Encoded with msgspec."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .sampling import SamplingParams
 
 
 class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The token ids around a sequence's reasoning (``<think>…</think>``)."""
+    """Token ids that delimit a sequence's reasoning (``<think>…</think>``)."""
 
     begin: int
     """Start token."""
     end: int
     """End token."""
     answer: tuple[int, ...] = ()
-    """Tokens forced after ``end`` where the answer is guided, or the reasoning was cut off."""
+    """Tokens forced after ``end`` if the answer is guided, or the reasoning was cut off."""
     begun: bool = False
-    """Whether the prompt ends within the reasoning; otherwise the first generated token may be ``begin``."""
+    """True if the prompt ends inside the reasoning; otherwise the first generated token may be ``begin``."""
     opening: tuple[int, ...] = ()
-    """Tokens forced first, of which ``begin`` is one, unless the reasoning has begun; otherwise none are."""
+    """Tokens forced at the start of the output, including ``begin``, unless ``begun``. Empty: none are forced."""
 
 
-def trace_facts(trace: Mapping[str, str]) -> dict[str, str]:
-    """The ``trace_id`` of a W3C trace context, for lines of the log; nothing where there is none."""
+def trace_log_fields(trace: Mapping[str, str]) -> dict[str, str]:
+    """Log field ``trace_id`` of a W3C trace context; empty without a context."""
     return {"trace_id": trace["traceparent"].split("-")[1]} if trace else {}
 
 
@@ -43,56 +43,56 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence unless ``ignore_eos`` is set."""
     priority: int = 0
-    """Lower runs first under ``scheduling_policy`` ``priority``."""
+    """Priority with ``scheduling_policy`` ``priority``; lower runs first."""
     deadline: float | None = None
-    """Seconds on the monotonic clock; after it the request fails with ``timeout``."""
+    """Time after which the request fails with ``timeout``, in seconds on the monotonic clock."""
     pooling: PoolingParams | None = None
-    """Embeds the prompt; nothing is generated, and ``sampling`` is ignored."""
+    """Parameters of a pooling request: nothing is generated, and ``sampling`` is ignored."""
     external_id: str = ""
-    """The client's id, which must be unique among open requests, perhaps after its tenant and a zero byte; empty for
-    none."""
+    """Id given by the client, unique among open requests, with the tenant and a zero byte in front if there is a
+    tenant. Empty: none."""
     second_text: int = 0
-    """Of a pair of texts, index of the second one's first token (BERT's token type 1); 0 for a single text."""
+    """Index of the first token of the second text of a pair (BERT's token type 1); 0: a single text."""
     adapter: str = ""
-    """Name of a loaded LoRA adapter; empty for the base model."""
+    """Name of a loaded LoRA adapter; empty: base model."""
     cache_salt: str = ""
-    """Cached prefixes are shared only among requests of the same salt."""
+    """Cached prefixes are shared only among requests with the same salt."""
     reasoning: ReasoningSpan | None = None
-    """Reasoning before the output, which guided decoding exempts, or whose length is limited."""
+    """Reasoning before the answer; set if guided decoding must not constrain it, or its length is limited."""
     log_id: str = ""
-    """The request's id in the server's log, which engines' logs name, too; empty for ``request_id``."""
+    """Id of the request in the logs of server and engine; empty: ``request_id``."""
     prefill: tuple[str, ...] = ()
     """KV transfer addresses (host:port) of prefill instances that may compute the prompt, the preferred one first."""
     images: tuple[ImageInput, ...] = ()
     """Images of the prompt, in the order of their placeholders."""
 
     audio: AudioInput | None = None
-    """Of models that transcribe audio, what they hear."""
+    """Audio input of a speech recognition model."""
     trace: dict[str, str] = {}
-    """W3C trace context (``traceparent``, ``tracestate``) of the span that it belongs to; empty without traces."""
+    """W3C trace context (``traceparent``, ``tracestate``) of the parent span; empty if the request is not traced."""
 
     @property
-    def log_facts(self) -> dict[str, str]:
-        """What lines of the log about it name: ``trace_id``, of a traced request."""
-        return trace_facts(self.trace)
+    def log_fields(self) -> dict[str, str]:
+        """Fields of the request's log lines: ``trace_id`` if it is traced."""
+        return trace_log_fields(self.trace)
 
     @property
     def is_sampled(self) -> bool:
-        """Whether spans are to be recorded for it."""
+        """True if spans are recorded for the request."""
         return bool(self.trace) and bool(int(self.trace["traceparent"][-2:], 16) & 1)
 
     @property
     def log_name(self) -> str:
-        """What logs call it."""
+        """Name of the request in logs."""
         return self.log_id or self.request_id
 
 
 ENCODE_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, OverflowError)
-"""Exceptions of encoding or decoding a request whose values are not of their fields' types."""
+"""Exceptions of encoding or decoding a request with values of wrong types."""
 
 
 def invalid_request(request: EngineRequest, error: Exception) -> PenstockError:
-    """The error (``invalid``) for a request that cannot be encoded or decoded, with the field's name.
+    """Error (``invalid``) for a request that cannot be encoded or decoded; names the field.
 
     Args:
         error: one of ``ENCODE_ERRORS``.
@@ -104,7 +104,7 @@ def invalid_request(request: EngineRequest, error: Exception) -> PenstockError:
 
 
 def _invalid_text_field(request: EngineRequest) -> str:
-    """The field that has an unpaired surrogate."""
+    """Name of the field with an unpaired surrogate."""
     for part in (request, request.sampling):
         for name in part.__struct_fields__:
             try:

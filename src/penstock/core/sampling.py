@@ -21,115 +21,116 @@ MAX_ENTRIES = {
     "stop": 128,
     "allowed_token_ids": 4096,
 }
-"""Maximum number of entries of fields that are searched in every step."""
+"""Maximum number of entries of a field that is checked in every step."""
 EXCLUSIVE = {
     "guided_decoding": ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
     "reasoning_max_tokens": ("allowed_token_ids", "bad_words", "bad_word_ids"),
     "response_max_tokens": ("use_beam_search",),
     "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "return_generation_logits"),
 }
-"""Option → the options that it excludes: those that could leave no allowed token for a constraint or the end of the
-reasoning, or continue after a constraint has ended; and those that beam search does not support."""
+"""Options that each option excludes. Together they could leave no allowed token for a constraint or for the end of the
+reasoning, or generate beyond the end of a constraint; for ``use_beam_search``, the options that it does not support."""
 NO_EFFECT: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None, 0)}
-"""Option → its values without effect; for other options None, empty, 0 and False."""
+"""Values of an option that have no effect, and are accepted despite ``EXCLUSIVE``. For options not listed: None, empty,
+0 and False."""
 MAX_BEAM_STOPS = 1024
-"""Maximum of ``stop_token_ids`` times beams: a beam search considers as many candidates more in each step."""
+"""Maximum of ``stop_token_ids`` times beams: the number of additional candidates of a beam search in each step."""
 MAX_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
-"""Maximum number of characters of all entries together."""
+"""Maximum total number of characters of a field's entries."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are sampled and when a sequence ends.
+    """Parameters of sampling, and conditions that end a sequence.
 
-    Raises ``PenstockError`` (``invalid``) where a value is out of range. Text (``stop``, ``bad_words``) is handled
-    above the engine: stop strings are matched in the output, bad words reach the engine as ``bad_word_ids``.
+    Raises ``PenstockError`` (``invalid``) if a value is out of range. The frontend handles text: it matches ``stop`` in
+    the output, and converts ``bad_words`` to ``bad_word_ids`` for the engine.
     """
 
     n: int = 1
-    """Sequences to return, 1 to 128."""
+    """Number of sequences to return, 1 to 128."""
     best_of: int | None = None
-    """Sequences to generate, from ``n`` to 128, of which the ``n`` likeliest are returned; None is ``n``."""
+    """Number of sequences to generate, ``n`` to 128; the ``n`` most likely are returned. None: ``n``."""
     use_beam_search: bool = False
     """Beam search with ``best_of`` beams, as in transformers. Greedy only."""
     length_penalty: float = 1.0
-    """Power of the length by which a beam's log probability is divided: above 0 favours longer ones, [-10, 10]."""
+    """Exponent of the length by which a beam's log probability is divided, [-10, 10]; above 0 favours longer beams."""
     early_stopping: bool | Literal["never"] = False
-    """When a beam search ends: False once the best beam is unlikely to beat the sequences found, True as soon as there
-    are ``best_of`` of them, ``never`` once no beam can."""
+    """End of a beam search. True: as soon as ``best_of`` sequences are complete; False: once the best beam is unlikely
+    to beat them; ``never``: once no beam can beat them."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0: greedy."""
     top_k: int = 0
-    """Number of likeliest tokens to sample from; 0 (or -1) is all."""
+    """Number of most likely tokens to sample from; 0 or -1: all."""
     top_p: float = 1.0
-    """Probability of the smallest set of tokens to sample from, (0, 1]."""
+    """Total probability of the smallest set of most likely tokens to sample from, (0, 1]."""
     min_p: float = 0.0
-    """Minimum probability relative to the likeliest token, [0, 1]."""
+    """Minimum probability of a token relative to the most likely one, [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in prompt or output; > 0."""
+    """Factor that divides positive and multiplies negative logits of tokens in the prompt or output; above 0."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token in the output, [-2, 2]."""
+    """Value subtracted from the logit of each token that occurs in the output, [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each occurrence in the output, [-2, 2]."""
+    """Value subtracted from a token's logit for each occurrence in the output, [-2, 2]."""
     seed: int | None = None
-    """Makes sampling repeatable; None or -1 is a random seed."""
+    """Seed for reproducible sampling; None or -1: random."""
 
     max_tokens: int | None = 16
-    """Maximum number of tokens to generate; None is as many as the context holds."""
+    """Maximum number of tokens to generate; None: limited by the context only."""
     min_tokens: int = 0
-    """Number of tokens before which neither a stop token nor a stop string ends the sequence."""
+    """Number of tokens to generate before a stop token or stop string may end the sequence."""
     reasoning_max_tokens: int | None = None
-    """Maximum number of tokens of a chat's reasoning, which is then ended; None is any."""
+    """Maximum number of reasoning tokens of a chat; the reasoning is then ended. None: no limit."""
     response_max_tokens: int | None = None
-    """Maximum number of tokens of a chat's answer after its reasoning; None is any."""
+    """Maximum number of tokens of a chat's answer after the reasoning; None: no limit."""
     ignore_eos: bool = False
-    """Do not end at the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a sequence."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence."""
     include_stop_str_in_output: bool = False
-    """Return the stop string, too."""
+    """Include the stop string in the output."""
 
     logit_bias: dict[int, float] = {}
-    """Token id → value added to its logit, [-100, 100]."""
+    """Values added to logits, by token id, [-100, 100]."""
     bad_words: tuple[str, ...] = ()
-    """Strings that must not be generated."""
+    """Strings that are not generated."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not be generated."""
+    """Token sequences that are not generated."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be generated; None is all."""
+    """Tokens that may be generated; None: all."""
     guided_decoding: GuidedDecodingParams | None = None
-    """A constraint on the output."""
+    """Constraint on the output."""
 
     logprobs: int | None = None
-    """Number of likeliest alternatives to return with the logprob of each generated token."""
+    """Number of most likely alternatives to return with the logprob of each generated token; None: no logprobs."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """Number of most likely alternatives to return with the logprob of each prompt token; None: no logprobs."""
     temp_scaled_logprobs: bool = False
     """Compute the logprobs of generated tokens at the request's temperature."""
     top_p_normalized_logprobs: bool = False
-    """Compute them among the tokens that top_p keeps."""
+    """Normalize the logprobs of generated tokens over the tokens kept by ``top_p``."""
 
     return_context_logits: bool = False
     """Return the model's logits after each prompt token."""
     return_generation_logits: bool = False
-    """Return the model's logits for each generated token, before penalties, masks and temperature."""
+    """Return the model's logits of each generated token, before penalties, masks and temperature."""
     return_perf_metrics: bool = False
-    """Return each sequence's KV blocks, draft tokens, and the time of its first step."""
+    """Return the time of each sequence's first step, and its numbers of KV blocks and draft tokens."""
 
     detokenize: bool = True
-    """Return text; otherwise token ids only."""
+    """Return text; False: token ids only."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
-    """Must be True."""
+    """Accepted for compatibility with vLLM; must be True."""
 
     def __post_init__(self) -> None:
         for field in ("stop", "bad_words", "stop_token_ids", "bad_word_ids", "allowed_token_ids"):
             given = getattr(self, field)
             if isinstance(given, str | list):  # a string is one entry
                 msgspec.structs.force_setattr(self, field, (given,) if isinstance(given, str) else tuple(given))
-        if self.seed == -1:  # as vLLM has it
+        if self.seed == -1:  # random, as in vLLM
             msgspec.structs.force_setattr(self, "seed", None)
         between("n", self.n, 1, MAX_SEQUENCES)
         between("temperature", self.temperature, 0, 100)
@@ -155,20 +156,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 between(field, count, 0, MAX_LOGPROBS)
         for field, limit in MAX_ENTRIES.items():
             if len(getattr(self, field) or ()) > limit:
-                raise invalid(field, f"must hold at most {limit} entries", limit)
+                raise invalid(field, f"must have at most {limit} entries", limit)
         for field, limit in MAX_CHARACTERS.items():
             if sum(map(len, getattr(self, field))) > limit:
-                raise invalid(field, f"must have at most {limit} characters together", limit)
+                raise invalid(field, f"must have at most {limit} characters in total", limit)
         for bias in self.logit_bias.values():
             between("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise invalid("allowed_token_ids", "must name at least one token")
+            raise invalid("allowed_token_ids", "must have at least one token")
         if not all(self.bad_word_ids):
-            raise invalid("bad_word_ids", "must not hold an empty sequence")
+            raise invalid("bad_word_ids", "must not contain an empty sequence")
         if self.allowed_token_ids is not None and self.banned_token_ids.issuperset(self.allowed_token_ids):
             raise invalid("allowed_token_ids", "are all excluded by bad_word_ids; allow at least one more token")
         if not all(self.stop):
-            raise invalid("stop", "must not hold an empty string")
+            raise invalid("stop", "must not contain an empty string")
         for field, excluded in EXCLUSIVE.items():
             if getattr(self, field) not in (None, False):
                 for other in excluded:
@@ -184,55 +185,55 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("early_stopping", 'must be true, false or "never"')
         if not self.use_beam_search:
             if self.num_sequences > self.n and self.greedy:
-                raise invalid("best_of", "must be n where temperature is 0, as all would be the same", self.n)
+                message = f"must be n ({self.n}) if temperature is 0, as all sequences would be the same"
+                raise invalid("best_of", message, self.n)
             if self.length_penalty != 1:
                 raise invalid("length_penalty", "requires use_beam_search")
             if self.early_stopping:
                 raise invalid("early_stopping", "requires use_beam_search")
             return
         if self.num_sequences < 2:
-            raise invalid("best_of", "must be at least 2 with use_beam_search, or n", 2)
+            raise invalid("best_of", "best_of or n must be at least 2 with use_beam_search", 2)
         limit = MAX_BEAM_STOPS // self.num_sequences
         if len(self.stop_token_ids) > limit:
-            raise invalid("stop_token_ids", f"must hold at most {limit} entries with {self.num_sequences} beams", limit)
+            raise invalid("stop_token_ids", f"must have at most {limit} entries with {self.num_sequences} beams", limit)
 
     def _has_effect(self, field: str) -> bool:
-        """Whether an option's value has an effect."""
         return getattr(self, field) not in NO_EFFECT.get(field, (None, (), 0, False))
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences to generate: ``best_of``, or else ``n``."""
+        """Number of sequences to generate: ``best_of``, or ``n`` if it is None."""
         return self.best_of or self.n
 
     @property
     def num_returned(self) -> int:
-        """Number of sequences that the engine returns: ``n`` for beams, which the engine selects, else all of them."""
+        """Number of sequences that the engine returns: ``n`` in beam search, otherwise all generated ones."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken at each step."""
+        """True if each step takes the most likely token."""
         return self.temperature == 0
 
     @property
     def needs_token_values(self) -> bool:
-        """Whether sampling needs the values of all earlier tokens: for bad words and penalties."""
+        """True if sampling needs the ids of all previous tokens: for bad words and penalties."""
         penalties = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return bool(self.bad_word_ids) or penalties
 
     @property
     def banned_token_ids(self) -> set[int]:
-        """Tokens that are never sampled: the entries of ``bad_word_ids`` with a single token."""
+        """Tokens that are never sampled: entries of ``bad_word_ids`` with a single token."""
         return {word[0] for word in self.bad_word_ids if len(word) == 1}
 
     def replace(self, **changes: object) -> Self:
-        """A checked copy with ``changes``."""
+        """Return a validated copy with ``changes``."""
         return msgspec.structs.replace(self, **changes)
 
 
 def between(field: str, value: float, low: float, high: float | None) -> None:
-    """Raise ``PenstockError`` (``invalid``) unless ``low <= value <= high``; ``high`` None is no upper bound."""
+    """Raise ``PenstockError`` (``invalid``) unless ``low <= value <= high`` (None: no upper bound)."""
     if not isinstance(value, int | float):
         raise invalid(field, f"must be a number, is {value!r}")
     if not low <= value:

@@ -96,7 +96,7 @@ class Replica:
         served = ServedModels(options, metrics, self._tracer)
         self._manager = manager = ModelManager(served, on_message)
         repository = kserve.ModelRepository(served, manager, [paddlenlp.PaddleNLPModel(served)])
-        await manager.follow((model,))
+        await manager.update((model,))
         await ready
         (service,) = served
         self.gateway: Gateway = service.gateway

@@ -1,1 +1,1 @@
-"""The server: one engine behind HTTP."""
+"""The HTTP and gRPC server."""

@@ -1,4 +1,4 @@
-"""The HTTP application: the routes of every dialect, health and metrics, behind the middleware."""
+"""The HTTP application: the routes of all dialects, health and metrics, wrapped in the middleware."""
 
 from __future__ import annotations
 
@@ -62,28 +62,28 @@ from .models.served_models import ServedModels
 from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes
 
-if TYPE_CHECKING:  # what it imports may not be installed
+if TYPE_CHECKING:  # these modules need an optional dependency
     from .storage.conversations import ConversationStore
     from .storage.responses import ResponseStore
     from .storage.usage import Usage
 
 
 class Storage(NamedTuple):
-    """What clients have the server keep."""
+    """Stores of client data."""
 
     responses: ResponseStore
     conversations: ConversationStore
     usage: Usage
     batches: Batches | None
-    """None where there is no folder for files."""
+    """None without ``storage_dir``."""
 
 
-NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
+HEALTH_ONLY = Failure(Code.NOT_FOUND, "this port serves only health and metrics")
 FILE_PATHS = ("/v1/files", "/v1/batches")
-"""Prefixes of the paths that need a folder (``storage_dir``), and not a database alone."""
+"""Prefixes of the paths that need ``storage_dir``; a database (``storage_url``) is not enough."""
 STORED_PATHS = ("/v1/responses", "/v1/conversations", *FILE_PATHS)
-"""Prefixes of the paths under which the server keeps things."""
-NOT_KEPT = "nothing is kept here: start the server with --storage-dir"
+"""Prefixes of the paths that need storage."""
+STORAGE_OFF = "storage is off: start the server with --storage-dir"
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
@@ -95,15 +95,14 @@ def build(
     register: instances.Register | None = None,
     storage: Storage | None = None,
 ) -> ASGIApp:
-    """The ASGI application.
+    """Build the ASGI application.
 
     Args:
-        served_models: the models that are served.
         repository: the models of the KServe v2 protocol.
-        health_ports: ports that serve health and metrics only.
-        configuration: the server's own, and ``register`` as in ``instances.add_routes``; None where it has no instances
-            and is none.
-        storage: keeps responses, files and batches; None where nothing is kept.
+        health_ports: ports that serve only health and metrics.
+        configuration: configuration of the server, for the routes of instances and routers (with ``register``).
+        register: see ``instances.add_routes``.
+        storage: stores of responses, conversations, files and batches; None if storage is off.
     """
     blade = BladeLLM(served_models)
     default: SharedPathDialect = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
@@ -119,9 +118,9 @@ def build(
     openai.add_routes(routes, served_models)
     stores = responses.Stores(storage.responses, storage.conversations) if storage else None
     responses.add_routes(routes, served_models, stores)
-    not_kept: tuple[str, ...] = FILE_PATHS if storage else STORED_PATHS
+    without_storage: tuple[str, ...] = FILE_PATHS if storage else STORED_PATHS
     if storage and storage.batches:
-        not_kept = ()
+        without_storage = ()
         add_batch_routes(routes, served_models, storage.batches)
     ollama.add_routes(routes, served_models)
     cohere.add_routes(routes, served_models)
@@ -142,8 +141,9 @@ def build(
         add_web_routes(routes, served_models)
 
     async def failed(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException) and error.status_code == 404 and request.scope["path"].startswith(not_kept):
-            error = PenstockError(Code.NOT_FOUND, f"{request.method} {request.url.path}: {NOT_KEPT}")
+        path = request.scope["path"]
+        if isinstance(error, HTTPException) and error.status_code == 404 and path.startswith(without_storage):
+            error = PenstockError(Code.NOT_FOUND, f"{request.method} {request.url.path}: {STORAGE_OFF}")
         return _ErrorResponse(*_failure_of(request, error), error_formats)
 
     def refusing(failure: Failure) -> Refuse:
@@ -171,7 +171,7 @@ def build(
             wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     if health_ports:
-        wrapped = HealthPortMiddleware(wrapped, health_ports, refusing(NOT_HERE))
+        wrapped = HealthPortMiddleware(wrapped, health_ports, refusing(HEALTH_ONLY))
     wrapped = RequestLogMiddleware(
         wrapped,
         served_models.metrics,
@@ -184,7 +184,7 @@ def build(
 
 
 def _add_document(routes: Routes, strict: bool, root: str) -> None:
-    """Serve the OpenAPI document, which is built with its first request, in a thread so as not to block the loop."""
+    """Serve the OpenAPI document. It is built at the first request, in a thread, so that the loop is not blocked."""
     building = asyncio.Lock()
     encoded = b""
 
@@ -227,7 +227,7 @@ class _ErrorResponse(Response):
 
 
 def _failure_of(request: Request, error: Exception) -> tuple[Failure, int | None, Mapping[str, str] | None]:
-    """The failure that stands for an exception, with status and headers where they are not the failure's own."""
+    """Convert an exception to a failure, with status and headers if they differ from the failure's defaults."""
     if isinstance(error, PenstockError):
         return error.failure, None, None
     if not isinstance(error, HTTPException):

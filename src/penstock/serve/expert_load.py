@@ -1,4 +1,4 @@
-"""How even the load of experts is, as metrics, and the report that ``penstock plan experts`` reads."""
+"""Expert load: balance metrics, and the report for ``penstock plan experts``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.engine.service.messages import Stats
 
 
 def expert_report(model: str, stats: Stats, options: EngineOptions) -> dict[str, Any]:
-    """The tokens of each expert: an ``ExpertLoadReport``, and the same by rank where ranks have whole experts."""
+    """Return the tokens of each expert (``ExpertLoadReport``), and of each rank with expert parallelism."""
     layers = stats.expert_load
     report: dict[str, Any] = {
         "model": model,
@@ -28,38 +28,38 @@ def expert_report(model: str, stats: Stats, options: EngineOptions) -> dict[str,
 
 
 def expert_metrics(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Iterable[Metric]:
-    """A series for each layer and each rank, and none for each expert."""
-    of_experts = GaugeMetricFamily(
+    """Compute the metrics: one series per layer and per rank, none per expert."""
+    expert_balance = GaugeMetricFamily(
         "penstock:expert_balancedness",
-        "Tokens of a layer's experts since the start, mean over maximum: 1 is even.",
+        "Balance of a layer's experts since the start: mean / maximum of their tokens, 1 is even.",
         labels=["model_name", "layer"],
     )
-    of_ranks = GaugeMetricFamily(
+    rank_balance = GaugeMetricFamily(
         "penstock:expert_rank_balancedness",
-        "Tokens of a layer's experts on each rank since the start, mean over maximum: 1 is even.",
+        "Balance of a layer's experts over ranks since the start: mean / maximum of the ranks' tokens, 1 is even.",
         labels=["model_name", "layer"],
     )
     tokens = CounterMetricFamily(
         "penstock:expert_rank_tokens",
-        "Tokens that a rank's experts have computed, one for each of a token's experts in each layer.",
+        "Tokens computed by a rank's experts; a token counts once for each of its experts in each layer.",
         labels=["model_name", "rank"],
     )
     for model, (stats, options) in engines.items():
         totals = [0.0] * _num_ranks(options)
         for layer, counts in stats.expert_load.items():
-            of_experts.add_metric([model, str(layer)], balancedness(counts))
+            expert_balance.add_metric([model, str(layer)], balancedness(counts))
             if len(totals) > 1:
                 loads = rank_loads(counts, _ranks(layer, counts, options))
-                of_ranks.add_metric([model, str(layer)], balancedness(loads))
-                totals = [total + own for total, own in zip(totals, loads, strict=True)]
+                rank_balance.add_metric([model, str(layer)], balancedness(loads))
+                totals = [total + load for total, load in zip(totals, loads, strict=True)]
         if len(totals) > 1 and stats.expert_load:
             for rank, total in enumerate(totals):
                 tokens.add_metric([model, str(rank)], total)
-    return [family for family in (of_experts, of_ranks, tokens) if family.samples]
+    return [family for family in (expert_balance, rank_balance, tokens) if family.samples]
 
 
 def _num_ranks(options: EngineOptions) -> int:
-    """Ranks that have whole experts."""
+    """Number of ranks among which experts are distributed."""
     return options.tensor_parallel_size if options.enable_expert_parallel else 1
 
 

@@ -1,8 +1,9 @@
-"""Generation through the gateway: metrics and the request log, several prompts at once, and the base of handlers."""
+"""Generation through the gateway: metrics, the request log, concurrent prompts, and the base class of handlers."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +18,9 @@ from .models.served_models import ServedModel
 from .spans import GenerationSpan
 
 MAX_CONCURRENT_PROMPTS = 64
-"""Prompts of one request that are in the engine at the same time, so that no request fills the queue by itself."""
+"""Maximum number of prompts of one request in the engine at a time, so that one request cannot fill the queue."""
 Output = tuple[int, RequestOutput]
-"""The output so far of one of a request's prompts, and the prompt's index."""
+"""Index of a prompt in its request, and the prompt's output so far."""
 
 
 async def generate(
@@ -30,24 +31,24 @@ async def generate(
     index: int = 0,
     **options: Any,
 ) -> AsyncGenerator[Output, None]:
-    """Generate from one prompt: the output so far after every step, or once with ``disable_streaming``.
+    """Generate from one prompt. Yields the output so far after every step, or only once with ``disable_streaming``.
 
     Updates the metrics and the request's record.
 
     Args:
-        index: of the prompt in its request.
-        options: arguments of ``Gateway.generate``; the shorter of ``timeout`` and the server's applies.
+        index: index of the prompt in its request.
+        options: arguments of ``Gateway.generate``. The shorter of ``timeout`` and the server's timeout applies.
 
-    Raises ``PenstockError`` where the request fails, before the first output or later.
+    Raises ``PenstockError`` if the request fails, before the first output or later.
     """
     service.metrics.record_arrival(sampling)
-    record.facts["model"] = service.name
+    record.log_fields["model"] = service.name
     if adapter := options.get("adapter"):
-        record.facts["adapter"] = adapter
+        record.log_fields["adapter"] = adapter
     if record.tenant and not service.options.share_prefix_cache:
         options["cache_salt"] = f"{record.tenant} {options.get('cache_salt', '')}"
-    given = (options.pop("timeout", None), service.timeout)
-    timeout = min([each for each in given if each is not None], default=None)
+    timeouts = (options.pop("timeout", None), service.timeout)
+    timeout = min([each for each in timeouts if each is not None], default=None)
     span = None
     if record.span and record.span.sampled:
         span = GenerationSpan(record.span, record.arrived, service.name, record.request_id, sampling)
@@ -90,7 +91,7 @@ async def generate(
 
 
 def merge_streams(streams: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[Output, None]:
-    """The outputs of several streams as they come. The first failure ends all."""
+    """Merge the outputs of several streams in order of arrival. The first failure ends all streams."""
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 
@@ -125,7 +126,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Output, None]]) -> AsyncGener
 
 
 class GenerationFields(Protocol):
-    """Fields of all requests that generate."""
+    """Fields of all generation requests."""
 
     @property
     def model(self) -> str | None: ...
@@ -135,13 +136,8 @@ class GenerationFields(Protocol):
     def cache_salt(self) -> str | None: ...
 
 
-class GenerationHandler:
-    """One request that generates, from its prompts to the answer. The loop over outputs is here; a dialect formats
-    them.
-
-    Args:
-        request: names the model or adapter.
-    """
+class GenerationHandler(ABC):
+    """Handles one generation request. The loop over outputs is here; a dialect's subclass formats them."""
 
     def __init__(
         self, service: ServedModel, record: RequestRecord, request: GenerationFields, sampling: SamplingParams
@@ -151,37 +147,37 @@ class GenerationHandler:
         self.sampling = sampling
         adapter = service.adapter_of(request.model)
         self.model = adapter or service.name
-        """Name of the model or adapter that answers."""
+        """Name of the model or adapter used."""
         self._options = {
             "priority": request.priority or 0,
             "cache_salt": request.cache_salt or "",
             "adapter": adapter,
         }
         self.last: dict[int, RequestOutput] = {}
-        """The latest output of each prompt, by the prompt's index."""
+        """Latest output of each prompt, by the prompt's index."""
 
+    @abstractmethod
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Prepare the prompts; returns the stream of their outputs."""
-        raise NotImplementedError
+        """Prepare the prompts and return the stream of their outputs."""
 
+    @abstractmethod
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
-        """The answer as one document, from the finished outputs of all prompts."""
-        raise NotImplementedError
+        """Format the answer as one document, from the finished outputs of all prompts."""
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """The events of what a step has added to a prompt's output; empty for none."""
-        raise NotImplementedError
+        """Format the events for the new part of a prompt's output. Not used by requests that cannot stream."""
+        return b""
 
     def format_end(self) -> bytes:
-        """The events after the last step."""
+        """Format the events after the last step."""
         return b""
 
     async def full(self) -> AsyncGenerator[bytes, None]:
-        """The answer as one document."""
+        """Yield the answer as one document."""
         yield await self.format_full(await self.finished())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events."""
+        """Yield the answer as events."""
         async with aclosing(await self.outputs()) as outputs:
             async for index, output in outputs:
                 self.last[index] = output
@@ -191,29 +187,29 @@ class GenerationHandler:
             yield end
 
     async def finished(self) -> list[RequestOutput]:
-        """The finished outputs, in the order of the prompts."""
+        """Return the finished outputs, in the order of the prompts."""
         async with aclosing(await self.outputs()) as outputs:
             async for index, output in outputs:
                 self.last[index] = output
         return [self.last[index] for index in sorted(self.last)]
 
     def generate(self, prompt: TokenizedPrompt, index: int = 0, **options: Any) -> AsyncGenerator[Output, None]:
-        """The outputs of one prompt; ``options`` as in ``generate``."""
+        """Generate from one prompt; ``options`` as in the function ``generate``."""
         return generate(self.service, self.record, prompt, self.sampling, index, **self._options, **options)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the context. Raises ``PenstockError`` (``unavailable``) where no engine is ready."""
+        """Context length in tokens. Raises ``PenstockError`` (``unavailable``) if no engine is ready."""
         return self.service.gateway.engine_pool.require_engine().max_model_len
 
 
 def likeliest(position: PositionLogprobs, maximum: int) -> list[tuple[int, Logprob]]:
-    """The ``maximum`` likeliest tokens at a position, by rank."""
+    """The ``maximum`` most likely tokens at a position, by rank."""
     return sorted([entry for entry in position.items() if entry[1].rank <= maximum], key=lambda entry: entry[1].rank)
 
 
 class SequenceDelta(NamedTuple):
-    """What was added to a sequence."""
+    """New part of a sequence."""
 
     text: str
     token_ids: list[int]
@@ -221,7 +217,7 @@ class SequenceDelta(NamedTuple):
 
 
 class SequenceCursor:
-    """The position in a sequence up to which it has been sent."""
+    """Tracks how much of a sequence has been sent."""
 
     __slots__ = ("finished", "positions", "text", "tokens")
 
@@ -230,11 +226,11 @@ class SequenceCursor:
         self.finished = False
 
     def advance(self, completion: CompletionOutput) -> SequenceDelta | None:
-        """What was added since the last call; None where nothing was."""
+        """Return the part added since the last call, or None."""
         if self.finished or (len(completion.token_ids) == self.tokens and not completion.finished):
             return None
         positions = completion.logprobs[self.positions :] if completion.logprobs else []
-        piece = SequenceDelta(completion.text[self.text :], completion.token_ids[self.tokens :], positions)
+        delta = SequenceDelta(completion.text[self.text :], completion.token_ids[self.tokens :], positions)
         self.text, self.tokens, self.finished = len(completion.text), len(completion.token_ids), completion.finished
         self.positions += len(positions)
-        return piece
+        return delta

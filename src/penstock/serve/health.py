@@ -19,15 +19,15 @@ from .http.routes import Routes
 from .models.served_models import ServedModels
 from .shared_result import SharedResult
 
-if TYPE_CHECKING:  # what it imports may not be installed
+if TYPE_CHECKING:  # needs an optional dependency
     from .storage.usage import Usage
 
 
 def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None) -> None:
-    """Add them.
+    """Add the routes.
 
     Args:
-        usage: of what clients have stored, for the metrics; None where nothing is kept.
+        usage: storage usage, for the metrics; None if storage is off.
     """
 
     async def live(_: Request) -> Response:
@@ -52,7 +52,7 @@ def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None)
     async def compute_metrics() -> bytes:
         stored: list[Metric] = []
         if usage:
-            with suppress(PenstockError):  # where the database does not answer, which requests tell
+            with suppress(PenstockError):  # the database is unavailable; requests report it
                 stored = await usage.metrics()
         return await asyncio.to_thread(served_models.metrics.page, served_models.engine_stats, stored)
 
@@ -62,8 +62,8 @@ def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None)
         return Response(await page.get(), media_type=CONTENT_TYPE_LATEST)
 
     add = partial(routes.add, access=Access.PUBLIC)
-    add("/live", live, summary="This process answers")
-    add("/health", health, summary="The engine lives")
-    add("/ready", ready, summary="Requests are accepted")
-    add("/version", version, summary="Version, and the kernels and weights that decide a result's bits")
+    add("/live", live, summary="Liveness of this process")
+    add("/health", health, summary="Liveness of the engines")
+    add("/ready", ready, summary="Readiness: requests are accepted")
+    add("/version", version, summary="Version, kernels and weights, which determine results bit for bit")
     add("/metrics", metrics, summary="Prometheus metrics")

@@ -1,7 +1,7 @@
-"""Prometheus metrics, one page over all API processes.
+"""Prometheus metrics of all API processes and engines.
 
-Each process counts in files of its own in the folder that ``PROMETHEUS_MULTIPROC_DIR`` names, where any of them can add
-them up; what the engine knows is read from the engine.
+Each API process counts in separate files in the folder ``PROMETHEUS_MULTIPROC_DIR``; any process can aggregate them.
+Engine metrics are read from the engines.
 """
 
 from __future__ import annotations
@@ -35,64 +35,64 @@ SINGLE_VALUE_TYPES = ("counter", "gauge")
 
 
 COUNTERS = {
-    "prompt_tokens": "Prompt tokens of requests that have begun to answer.",
-    "generation_tokens": "Tokens generated, over all requests.",
-    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache, found there or not.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache, which were not computed again.",
-    "requests": "Requests received, whatever became of them.",
-    "prefix_cache_hit_requests": "Requests some of whose prompt tokens were found in the prefix cache.",
+    "prompt_tokens": "Prompt tokens, counted at a request's first output token.",
+    "generation_tokens": "Tokens generated.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "requests": "Requests received, including failed ones.",
+    "prefix_cache_hit_requests": "Requests with at least one prompt token found in the prefix cache.",
 }
-"""Counters of each model: name → description."""
+"""Counters per model: name → description."""
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", FIRST_TOKEN_BUCKETS),
-    "inter_token_latency_seconds": ("Seconds between two consecutive tokens of a request.", PER_TOKEN_BUCKETS),
+    "inter_token_latency_seconds": ("Seconds between consecutive tokens of a request.", PER_TOKEN_BUCKETS),
     "request_time_per_output_token_seconds": (
-        "A request's mean seconds per token after its first, one observation a request.",
+        "Mean seconds per output token after the first, one observation per request.",
         PER_TOKEN_BUCKETS,
     ),
     "e2e_request_latency_seconds": ("Seconds from a request's arrival to its last token.", REQUEST_BUCKETS),
     "request_queue_time_seconds": (
-        "Seconds from a request's arrival until it was first scheduled.",
+        "Seconds from a request's arrival until it is first scheduled.",
         REQUEST_BUCKETS,
     ),
     "request_inference_time_seconds": (
-        "Seconds from when a request was first scheduled to its last token.",
+        "Seconds from a request's first scheduling to its last token.",
         REQUEST_BUCKETS,
     ),
     "request_prefill_time_seconds": (
-        "Seconds from when a request was first scheduled to its first token.",
+        "Seconds from a request's first scheduling to its first token.",
         REQUEST_BUCKETS,
     ),
     "request_decode_time_seconds": ("Seconds from a request's first token to its last.", REQUEST_BUCKETS),
-    "request_params_max_tokens": ("The max_tokens of requests that give one.", TOKEN_BUCKETS),
-    "request_params_n": ("The n of requests: answers asked for.", SEQUENCE_BUCKETS),
-    "request_prompt_tokens": ("Prompt tokens of each finished request.", TOKEN_BUCKETS),
+    "request_params_max_tokens": ("Parameter max_tokens of requests that set it.", TOKEN_BUCKETS),
+    "request_params_n": ("Parameter n of requests: number of answers.", SEQUENCE_BUCKETS),
+    "request_prompt_tokens": ("Prompt tokens per finished request.", TOKEN_BUCKETS),
     "request_generation_tokens": (
-        "Tokens generated for each finished request, over all its sequences.",
+        "Tokens generated per finished request, all sequences together.",
         TOKEN_BUCKETS,
     ),
-    "request_max_num_generation_tokens": ("Tokens of the longest sequence of each finished request.", TOKEN_BUCKETS),
+    "request_max_num_generation_tokens": ("Tokens of the longest sequence per finished request.", TOKEN_BUCKETS),
     "request_prefill_kv_computed_tokens": (
-        "Prompt tokens of each request that were not found in the prefix cache.",
+        "Prompt tokens per request that were not found in the prefix cache.",
         TOKEN_BUCKETS,
     ),
 }
-"""Histograms of each model: name → description, buckets."""
+"""Histograms per model: name → description, buckets."""
 
 
 class Metrics:
     """The metrics of a server.
 
     Args:
-        others: another system's names, as in its profile.
-        aliases: which are repeated under vLLM's names: the option ``metrics_aliases``.
+        profile_metrics: metrics of the profile's system: its name → our name, or a derived metric.
+        aliases: option ``metrics_aliases``: which metrics are repeated under vLLM's names.
     """
 
-    def __init__(self, others: Mapping[str, str | DerivedMetric] | None = None, aliases: str = "all") -> None:
-        self._others = dict(others or {})
+    def __init__(self, profile_metrics: Mapping[str, str | DerivedMetric] | None = None, aliases: str = "all") -> None:
+        self._profile_metrics = dict(profile_metrics or {})
         self._aliases = aliases
         self.dialect_metrics: list[Callable[[EngineStats], Iterable[Metric]]] = []
-        """Further metrics of dialects, computed from the engines' statistics."""
+        """Functions that compute further metrics of dialects from the engines' statistics."""
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"penstock:{name}", about, labels)
@@ -100,68 +100,60 @@ class Metrics:
         self.by_model: dict[str, Counter | Histogram] = {
             name: counter(name, about, *LABELS) for name, about in COUNTERS.items()
         }
-        """``COUNTERS`` and ``HISTOGRAMS``."""
+        """The metrics of ``COUNTERS`` and ``HISTOGRAMS``, by name."""
         for name, (about, buckets) in HISTOGRAMS.items():
             self.by_model[name] = Histogram(f"penstock:{name}", about, LABELS, buckets=buckets)
         self.prompt_tokens_by_source = counter(
             "prompt_tokens_by_source",
-            "Prompt tokens by where their keys and values came from: local_compute, or local_cache_hit (the prefix "
-            "cache, its lower tiers and prefill instances included).",
+            "Prompt tokens by source of their KV: local_compute, or local_cache_hit (prefix cache, including its lower "
+            "tiers and prefill instances).",
             *LABELS,
             "source",
         )
         self.request_success = counter(
             "request_success",
-            "Sequences that finished, by reason (stop: ended by itself; length).",
+            "Finished sequences by finish reason (stop, length).",
             *LABELS,
             "finished_reason",
         )
-        self.request_failures = counter("request_failures", "Requests that ended with an error, by its code.", "code")
+        self.request_failures = counter("request_failures", "Failed requests by error code.", "code")
         self.event_loop_holds = counter(
-            "event_loop_holds", "Times an API process's event loop was held for more than 50 ms; see its log."
+            "event_loop_holds", "Times an API process's event loop was blocked for more than 50 ms (see its log)."
         )
-        self.http_responses = counter("http_responses", "HTTP responses, by route and status.", "path", "status")
+        self.http_responses = counter("http_responses", "HTTP responses by route and status.", "path", "status")
         self.storage_refusals = counter(
-            "storage_refusals", "What was not stored, by the limit that it would have exceeded.", "limit"
+            "storage_refusals", "Requests to store something that were rejected, by the exceeded limit.", "limit"
         )
         self.trace_spans = counter(
             "trace_spans",
-            "Spans of traces of API processes: exported to the collector, or dropped as it did not take them.",
+            "Trace spans of API processes: exported to the collector, or dropped because it did not accept them.",
             "outcome",
         )
         self.open_requests = Gauge(
             "penstock:num_requests_open",
-            "Requests now in an HTTP process: being read, waiting or answered.",
+            "Requests that an API process is reading, queueing or answering.",
             LABELS,
             multiprocess_mode="livesum",
         )
 
     def of(self, model: str) -> ModelMetrics:
-        """The metrics of one model."""
+        """The request metrics of one model."""
         return ModelMetrics(self, model)
 
     def record_failure(self, failure: Failure) -> None:
         self.request_failures.labels(code=failure.code.value).inc()
 
     def record_spans(self, outcome: str, count: int) -> None:
-        """Count spans of traces: ``exported`` or ``dropped``."""
+        """Count trace spans. ``outcome`` is ``exported`` or ``dropped``."""
         self.trace_spans.labels(outcome=outcome).inc(count)
 
     def record_storage_refusal(self, limit: str) -> None:
-        """Count what was not stored.
-
-        Args:
-            limit: its name in ``storage_quota``.
-        """
+        """Count a rejected request to store something. ``limit`` is a name of ``storage_quota``."""
         self.storage_refusals.labels(limit=limit).inc()
 
     def page(self, engines: EngineStats, more: Iterable[Metric] = ()) -> bytes:
-        """The page of ``/metrics``.
-
-        Args:
-            more: metrics that are not told of an engine, nor counted here.
-        """
-        ours = [*counted(), *engine_metrics(engines), *expert_metrics(engines), *more]
+        """Return the page ``/metrics``; ``more`` are further metrics."""
+        ours = [*process_metrics(), *engine_metrics(engines), *expert_metrics(engines), *more]
         families = {family.name.removeprefix("penstock:"): family for family in ours}
         page = _Page([*ours, *vllm_metrics(families, engines, self._aliases), *self._derived(families, engines)])
         for collect in self.dialect_metrics:
@@ -170,30 +162,30 @@ class Metrics:
         return encoded
 
     def _derived(self, families: Mapping[str, Metric], engines: EngineStats) -> Iterator[Metric]:
-        """Metrics under the names of the profile's system, and those derived from ours.
+        """Metrics under the names of the profile's system.
 
         Args:
-            families: ours, by name without ``penstock:``.
+            families: our metrics, by name without ``penstock:``.
         """
-        figures: dict[str, Metric] = {}
-        for name, source in self._others.items():
+        derived: dict[str, Metric] = {}
+        for name, source in self._profile_metrics.items():
             if not isinstance(source, str):
                 family, _, label = name.partition(".")
-                figure = figures.setdefault(family, Metric(family, source.help, "gauge"))
+                gauge = derived.setdefault(family, Metric(family, source.help, "gauge"))
                 labels = {label: label} if label else {}
                 for model, (_, options) in engines.items():
-                    figure.add_sample(
+                    gauge.add_sample(
                         family, {"model_name": model, **labels}, source.value(_current_values(families, model), options)
                     )
             elif metric := families.get(source):
                 renamed = Metric(name, metric.documentation, metric.type)
                 renamed.samples = [s._replace(name=name + s.name.removeprefix(metric.name)) for s in metric.samples]
                 yield renamed
-        yield from figures.values()
+        yield from derived.values()
 
 
-def counted() -> list[Metric]:
-    """The metrics that API processes count, over all of them. Reads their files: some milliseconds."""
+def process_metrics() -> list[Metric]:
+    """Aggregate the metrics of all API processes. Reads their files, which takes some milliseconds."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry)
     return [*registry.collect()]
@@ -212,7 +204,7 @@ class ModelMetrics:
         self.open_requests = metrics.open_requests.labels(model)
 
     def record_arrival(self, sampling: SamplingParams) -> None:
-        """Count a request when it arrives."""
+        """Record a request's arrival."""
         self._count(requests=1)
         self._observe(request_params_n=sampling.n)
         if sampling.max_tokens is not None:
@@ -263,20 +255,20 @@ class ModelMetrics:
         for name, count in counts.items():
             self._metrics[name].inc(count)
 
-    def _observe(self, **figures: float) -> None:
-        for name, figure in figures.items():
-            self._metrics[name].observe(figure)
+    def _observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self._metrics[name].observe(value)
 
 
 class TokenCounts:
-    """Generated tokens and the latencies between them, written to the process's file several at a time.
+    """Counts of generated tokens and inter-token latencies, written to the process's file in batches.
 
-    Every token of every stream is counted, and three writes for each took 4 % of an API process's time at 64 streams.
-    A context manager, to be entered while a request generates: at its end all that was counted is written.
+    Three writes per token took 4 % of an API process's time at 64 streams. A context manager to enter while a request
+    generates; on exit all counts are written.
     """
 
     FLUSH_INTERVAL = 0.1
-    """Seconds between two writes while tokens are counted."""
+    """Minimum time between two writes in seconds."""
 
     def __init__(self, tokens: Counter, latency: Histogram) -> None:
         self._counter, self._histogram = tokens, latency
@@ -292,8 +284,8 @@ class TokenCounts:
         """Count new tokens of a request.
 
         Args:
-            seconds: since its previous tokens; None for the first.
-            sequences: number of its sequences.
+            seconds: time since its previous tokens; None for the first.
+            sequences: number of sequences of the request.
         """
         self._tokens += tokens
         if seconds is not None:
@@ -304,14 +296,14 @@ class TokenCounts:
     def _flush(self) -> None:
         self._counter.inc(self._tokens)
         counts = collections.Counter(bisect_left(PER_TOKEN_BUCKETS, latency) for latency in self._latencies)
-        for bucket, count in counts.items():  # Histogram.observe takes one observation at a time
+        for bucket, count in counts.items():  # Histogram.observe takes a single observation
             self._histogram._buckets[bucket].inc(count)
         self._histogram._sum.inc(sum(self._latencies))
         self._tokens, self._latencies, self._flushed = 0, [], time.monotonic()
 
 
 class _Page:
-    """The metrics of a page, as prometheus-client takes them."""
+    """Adapter of a list of metrics to a prometheus-client registry."""
 
     def __init__(self, families: list[Metric]) -> None:
         self.families = families
@@ -321,7 +313,7 @@ class _Page:
 
 
 def _current_values(families: Mapping[str, Metric], model: str) -> dict[str, float]:
-    """The values of a model's counters and gauges."""
+    """Values of a model's counters and gauges by name."""
     return {
         name: sum(sample.value for sample in result.samples if sample.labels.get("model_name", model) == model)
         for name, result in families.items()

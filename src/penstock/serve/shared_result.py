@@ -1,4 +1,4 @@
-"""Results that take long to compute, shared by all who ask for them."""
+"""Expensive results shared by concurrent callers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 INTERVAL = 0.05
-"""Seconds between two computations: routers ask for metrics 20 times a second."""
+"""Default of ``SharedResult.interval``: routers request metrics 20 times a second."""
 
 
 class SharedResult(Generic[T]):
-    """A result that is computed for all who ask at about the same time, at most once in ``interval`` seconds.
+    """A result that is computed once for concurrent callers, at most once every ``interval`` seconds.
 
-    A computation never begins before the question that it answers, so no result is out of date.
+    A computation never starts before the call that it answers, so that no result is stale.
 
     Args:
-        compute: is called in the event loop.
-        interval: seconds between the beginnings of two computations.
+        compute: called in the event loop.
+        interval: minimum time between the starts of two computations, in seconds.
     """
 
     def __init__(self, compute: Callable[[], Awaitable[T]], interval: float = INTERVAL) -> None:
@@ -28,7 +28,7 @@ class SharedResult(Generic[T]):
         self._begun = -interval
         self._computing = asyncio.Lock()
         self._next: asyncio.Task[T] | None = None
-        """The computation that has not begun."""
+        """The next computation, which has not started."""
 
     async def get(self) -> T:
         if self._next is None:

@@ -1,6 +1,6 @@
-"""Spans of requests, whatever their dialect: one for each, and within it one for each prompt that is generated from.
+"""OpenTelemetry spans of requests in all dialects: one span per request, with a child span per prompt.
 
-Attributes are those of OpenTelemetry's semantic conventions for HTTP, RPC and generative AI, and those of vLLM's spans.
+Attributes follow OpenTelemetry's semantic conventions for HTTP, RPC and generative AI, and vLLM's spans.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.logs import TRACE
-from penstock.core import Code, Failure, PenstockError, SamplingParams
+from penstock.core import Failure, PenstockError, SamplingParams
 from penstock.core.errors import CANCELLED
 from penstock.frontend.outputs import RequestOutput
+
+from .http.unexpected import INTERNAL
 
 if TYPE_CHECKING:
     from penstock.tracing import Span
 
 REQUEST = "llm_request"
-"""Name of the span of a prompt, vLLM's."""
-INTERNAL = Failure(Code.INTERNAL, "an internal error; the log has its traceback")
+"""Name of a prompt's span (as in vLLM)."""
 
 
 @contextmanager
-def logged(span: Span) -> Iterator[None]:
-    """Lines of the log name the trace meanwhile."""
-    token = TRACE.set(span.log_facts)
+def log_trace(span: Span) -> Iterator[None]:
+    """Add trace and span id to the log lines written within the block."""
+    token = TRACE.set(span.log_fields)
     try:
         yield
     finally:
@@ -34,11 +35,13 @@ def logged(span: Span) -> Iterator[None]:
 
 
 def end_http(span: Span, method: str, route: str, status: int, failure: Failure | None) -> None:
-    """End the span of an HTTP request. As the conventions have it, a status below 500 is no error of the server's; a
-    stream that fails after its status has gone, or whose client leaves, is.
+    """End the span of an HTTP request.
+
+    As in the conventions, a 4xx status is not an error of the server. A stream that fails after its status was sent, or
+    whose client disconnects, is an error.
 
     Args:
-        status: 0 where nothing was sent.
+        status: 0 if nothing was sent.
     """
     if span.sampled:
         span.rename(f"{method} {route}")
@@ -51,11 +54,7 @@ def end_http(span: Span, method: str, route: str, status: int, failure: Failure 
 
 
 def end_rpc(span: Span, status: int, failure: Failure | None) -> None:
-    """End the span of a gRPC request.
-
-    Args:
-        status: gRPC's code.
-    """
+    """End the span of a gRPC request. ``status`` is the gRPC status code."""
     span.set({"rpc.grpc.status_code": status})
     if failure:
         span.fail(failure.code.value, failure.message)
@@ -63,7 +62,7 @@ def end_rpc(span: Span, status: int, failure: Failure | None) -> None:
 
 
 class GenerationSpan:
-    """The span of a prompt. As a context manager, it ends with the block at the latest."""
+    """The span of a prompt. A context manager: the span ends with the block at the latest."""
 
     def __init__(self, parent: Span, begun: float, model: str, request_id: str, sampling: SamplingParams) -> None:
         self._begun = begun
@@ -88,7 +87,7 @@ class GenerationSpan:
         return self._span.context
 
     def finish(self, output: RequestOutput) -> None:
-        """The request has finished."""
+        """Set the attributes of the finished request, and end the span."""
         span, times = self._span, output.times
         tokens = sum(len(completion.token_ids) for completion in output.outputs)
         attributes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Our metrics under vLLM's names and labels, for its dashboards and for what routes or scales by them."""
+"""Our metrics under vLLM's names and labels, for dashboards, routers and autoscalers made for vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUTER_NAMES = {
     "gpu_prefix_cache_hits": "prefix_cache_hits",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
-"""vLLM's names → ours, without prefixes: what routers and autoscalers read, under older names, too."""
+"""vLLM's name → our name, without prefixes, of the metrics that routers and autoscalers read. Includes older names."""
 OTHER_NAMES = {
     name: name
     for name in (
@@ -37,7 +37,7 @@ OTHER_NAMES = {
         "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
     ).split()
 } | {"prompt_tokens_cached": "prefix_cache_hits", "cpu_cache_usage_perc": "kv_offload_cpu_cache_usage_perc"}
-"""Likewise: what only dashboards show."""
+"""vLLM's name → our name, without prefixes, of the metrics that only dashboards use."""
 RATES = {
     "gpu_prefix_cache_hit_rate": ("prefix_cache_hits", "prefix_cache_queries", "prompt tokens found in the KV cache"),
     "cpu_prefix_cache_hit_rate": (
@@ -51,22 +51,22 @@ RATES = {
         "draft tokens that were accepted",
     ),
 }
-"""Gauges of vLLM 0.6 → counters of ours, of which they are the ratio, and what they count."""
+"""Gauge of vLLM 0.6 → our counters of its numerator and denominator, and the unit."""
 NAMES: Mapping[str, Mapping[str, str]] = {"off": {}, "routers": ROUTER_NAMES, "all": ROUTER_NAMES | OTHER_NAMES}
-"""By the option ``metrics_aliases``."""
+"""Aliases by value of the option ``metrics_aliases``."""
 ENGINE = "0"
-"""The label ``engine`` of every series. A model's engines are told as one, since requests are spread within the server:
-routers that find a series for each take one of them alone."""
+"""Label ``engine`` of every series. All engines of a model are reported as one, since the server balances the load
+between them; routers that find several series use only one of them."""
 
 
 def vllm_metrics(
     families: Mapping[str, Metric], engines: Mapping[str, tuple[Stats, EngineOptions]], aliases: str
 ) -> Iterator[Metric]:
-    """The metrics of ``/metrics`` under vLLM's names.
+    """Return metrics under vLLM's names.
 
     Args:
-        families: ours, by name without ``penstock:``.
-        engines: by model: the statistics of its engines together, and its options.
+        families: our metrics, by name without ``penstock:``.
+        engines: model → statistics of all its engines together, and its options.
         aliases: the option ``metrics_aliases``.
     """
     for name, source in NAMES[aliases].items():
@@ -86,7 +86,7 @@ def vllm_metrics(
 
 
 def _rates(families: Mapping[str, Metric], models: Iterable[str]) -> Iterator[Metric]:
-    """Ratios of counters since the start; 0 before anything was counted."""
+    """Ratios of counters since the start; 0 if nothing was counted."""
     for name, (part, whole, counted) in RATES.items():
         family = GaugeMetricFamily(f"vllm:{name}", f"Share of {counted}, 0 to 1.", labels=["model_name", "engine"])
         for model in models:
@@ -101,8 +101,8 @@ def _count(families: Mapping[str, Metric], name: str, model: str) -> float:
 
 
 def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
-    """Adapters of requests. It is there without any, too: the endpoint picker of the Gateway API Inference Extension
-    takes a server without it for one that is not healthy."""
+    """LoRA adapters of running and waiting requests. Present even without adapters: the endpoint picker of the Gateway
+    API Inference Extension treats a server without it as unhealthy."""
     family = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "LoRA adapters of running and waiting requests, as labels; the value is the time, in seconds since 1970.",
@@ -116,11 +116,11 @@ def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric
 
 
 def _sleep_state(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
-    """Whether engines sleep: a server that does looks idle by its other metrics."""
+    """Sleep state of the engines. Other metrics do not distinguish a sleeping engine from an idle one."""
     family = GaugeMetricFamily(
         "vllm:engine_sleep_state",
-        "1 for the state of the engine: awake, weights_offloaded (asleep without its KV cache) or discard_all (without "
-        "weights, too); 0 for the others.",
+        "1 for the current state of the engine: awake, weights_offloaded (KV cache freed) or discard_all (KV cache and "
+        "weights freed); 0 for the other states.",
         labels=["model_name", "engine", "sleep_state"],
     )
     for model, (stats, _) in engines.items():
@@ -132,15 +132,14 @@ def _sleep_state(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
 
 
 def _http_requests(responses: Metric) -> Metric:
-    """HTTP requests under the name that vLLM's server has from prometheus-fastapi-instrumentator, with statuses in
-    groups."""
+    """HTTP requests by status class, as vLLM's server counts them (prometheus-fastapi-instrumentator)."""
     counts: dict[tuple[str, str], float] = {}
     for sample in responses.samples:
         if sample.name.endswith("_total"):
             key = sample.labels["path"], f"{sample.labels['status'][0]}xx"
             counts[key] = counts.get(key, 0.0) + sample.value
     family = CounterMetricFamily(
-        "http_requests", "HTTP requests, by route and group of statuses.", labels=["handler", "status"]
+        "http_requests", "HTTP requests by route and status class.", labels=["handler", "status"]
     )
     for labels, count in counts.items():
         family.add_metric(labels, count)

@@ -1,5 +1,7 @@
-"""Text and tokens: tokenizers, incremental detokenization, stop strings, chat templates, and parsers of answers. No
-torch."""
+"""Text and tokens: tokenizers, incremental detokenization, stop strings, chat templates, parsers of answers.
+
+This package does not import torch.
+"""
 
 from .chat_template import ChatTemplate, continued_text
 from .detokenizer import Detokenizer

@@ -1,4 +1,4 @@
-"""Chat templates: sandboxed Jinja with the functions that Hugging Face's templates use."""
+"""Chat templates: sandboxed Jinja with the extensions and functions that transformers provides."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.core.errors import invalid
 
 
 class Generation(Extension):
-    """``{% generation %}``, which marks the assistant's text for training; here its content is rendered as it is."""
+    """``{% generation %}``, which marks the assistant's text for training. The content is rendered unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+    tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
 
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
@@ -33,7 +33,7 @@ class Generation(Extension):
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call: an object for templates that use ``tojson``, JSON text where it is used as text."""
+    """Arguments of a tool call: an object for templates that use ``tojson``, JSON text for those that print it."""
 
     def __str__(self) -> str:
         return _tojson(self)
@@ -72,17 +72,17 @@ _environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form
 
 
 def template_variables(source: str) -> frozenset[str]:
-    """Names of the variables that a template reads. It is parsed, not compiled, which would compute its constants."""
+    """Names of the variables that a template reads. Parses only: compiling would evaluate constant expressions."""
     names = _environment.parse(source).find_all(Name)
     return frozenset(name.name for name in names if name.ctx == "load")
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     Args:
-        source: the template's text.
-        special: special tokens by the names that templates use (``bos_token`` …).
+        source: text of the template.
+        special: special tokens by role (``bos_token``, ...), available as variables.
 
     Raises ``PenstockError`` (``invalid``) for a template that does not compile.
     """
@@ -107,17 +107,17 @@ class ChatTemplate:
         """Render a chat to the model's prompt.
 
         Args:
-            add_generation_prompt: end with the beginning of the assistant's turn.
-            continue_final_message: end within the last message, which the model continues.
-            variables: passed to the template (``enable_thinking`` …).
+            add_generation_prompt: end with the start of the assistant's turn.
+            continue_final_message: end with the text of the last message, which the model continues.
+            variables: further variables of the template (``enable_thinking``, ...).
 
-        Raises ``PenstockError`` (``invalid``) with the template's message where it refuses the conversation.
+        Raises ``PenstockError`` (``invalid``), with the template's message if it calls ``raise_exception``.
         """
         if continue_final_message and (not messages or continued_text(messages[-1]) is None):
-            raise invalid("continue_final_message", "needs a last message with text")
+            raise invalid("continue_final_message", "requires a last message with text")
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
-        end = f"{uuid4().hex} "  # whose space shows whether the template trims the content, as in transformers
+        end = f"{uuid4().hex} "  # the space shows whether the template trims the content, as in transformers
         if continue_final_message:
             messages = [*messages[:-1], _with_end(messages[-1], end)]
         try:
@@ -144,7 +144,7 @@ class ChatTemplate:
 
 
 def continued_text(message: Mapping[str, Any]) -> str | None:
-    """The text that ``continue_final_message`` continues: the content, or its last part that is text."""
+    """The text that ``continue_final_message`` continues: the content, or its last text part."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -153,7 +153,7 @@ def continued_text(message: Mapping[str, Any]) -> str | None:
 
 
 def _with_end(message: Mapping[str, Any], end: str) -> Mapping[str, Any]:
-    """The message with ``end`` after the text that is continued."""
+    """Append ``end`` to the text that is continued."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + end}

@@ -11,7 +11,7 @@ class Detokenizer:
 
     Args:
         vocabulary: bytes of each token id (``vocabulary.token_bytes``).
-        skipped: token ids without text, as a rule the special tokens.
+        skipped: token ids that add no text, usually the special tokens.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], skipped: Collection[int] = ()) -> None:
@@ -20,9 +20,9 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_ids: Iterable[int], last: bool = False) -> str:
-        """The text that these tokens complete; with ``last`` an incomplete character becomes U+FFFD.
+        """Return the text that these tokens complete; with ``last`` an incomplete character becomes U+FFFD.
 
-        Ids beyond the vocabulary, which models with a padded vocabulary can sample, add nothing.
+        Ids beyond the vocabulary, which models with padded embeddings can sample, add nothing.
         """
         size = len(self._vocabulary)
         new = b"".join(self._vocabulary[i] for i in token_ids if i < size and i not in self._skipped)

@@ -1,4 +1,4 @@
-"""Texts to encode with a limit, and pairs of texts, as cross-encoders read them."""
+"""Encoding with truncation, of single texts and of text pairs (cross-encoders)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import msgspec
 
 
 class Texts(msgspec.Struct, frozen=True):
-    """A text, or a pair of texts, to encode as one prompt."""
+    """A text or a pair of texts to encode as one prompt."""
 
     text: str
     pair: str | None = None
-    """The second text; None for a single one."""
+    """The second text of a pair."""
     add_special_tokens: bool = True
     max_len: int | None = None
-    """Tokens that are kept, special ones included; of a pair the longer text is cut first. None keeps all."""
+    """Maximum number of tokens including special ones; None: no limit. The longer text is truncated first."""
     side: Literal["left", "right"] = "right"
-    """Side that is cut."""
+    """Side that is truncated."""
     max_second_len: int | None = None
-    """Tokens of the second text that are kept."""
+    """Maximum number of tokens of the second text."""
 
     def __len__(self) -> int:
         return len(self.text) + len(self.pair or "")
 
 
 class Encoded(NamedTuple):
-    """A prompt."""
+    """An encoded prompt."""
 
     token_ids: list[int]
     second_text: int = 0
-    """Index of the first token of token type 1; 0 where there is none."""
+    """Index of the first token of token type 1; 0 if there is none."""
 
 
 def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:
@@ -42,16 +42,15 @@ def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:
         parts[1].truncate(texts.max_second_len, direction=texts.side)
     if texts.max_len is not None:
         added = tokenizer.num_special_tokens_to_add(len(parts) == 2) if special else 0
-        lengths = shares([len(part.ids) for part in parts], max(texts.max_len - added, 0))
+        lengths = truncated_lengths([len(part.ids) for part in parts], max(texts.max_len - added, 0))
         for part, length in zip(parts, lengths, strict=True):
             part.truncate(length, direction=texts.side)
     encoded = tokenizer.post_process(*parts, add_special_tokens=special)
     return Encoded(encoded.ids, encoded.type_ids.index(1) if 1 in encoded.type_ids else 0)
 
 
-def shares(lengths: list[int], limit: int) -> list[int]:
-    """How many tokens of each text are kept: of two, the longer one is cut first, as by Hugging Face's
-    ``longest_first``."""
+def truncated_lengths(lengths: list[int], limit: int) -> list[int]:
+    """Number of tokens kept of each text: the longer one is truncated first (Hugging Face's ``longest_first``)."""
     if len(lengths) == 1:
         return [min(lengths[0], limit)]
     short, long = sorted(lengths)

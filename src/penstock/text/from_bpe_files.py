@@ -1,5 +1,7 @@
-"""Conversion of ``vocab.json`` and ``merges.txt``, which do not contain the pre-tokenizer, to the ``tokenizers``
-library."""
+"""Conversion of ``vocab.json`` and ``merges.txt`` to the ``tokenizers`` library.
+
+The two files do not contain the pre-tokenizer; it is chosen by tokenizer class or model type.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .tiktoken_formats import QWEN2, QWEN2_TYPES, QWEN3_5, QWEN3_5_TYPES
 
 GPT2, GPT_NEOX, QWEN, NEW_QWEN, ROBERTA = "GPT-2", "GPT-NeoX", "Qwen2", "Qwen3.5", "RoBERTa"
 PATTERNS = {QWEN: QWEN2, NEW_QWEN: QWEN3_5}
-"""Regular expressions of families that do not split texts as GPT-2."""
+"""Pre-tokenizer regular expressions of the families that do not use GPT-2's."""
 BY_CLASS = {
     **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer", "WhisperTokenizer"), GPT2),
     "GPTNeoXTokenizer": GPT_NEOX,
@@ -24,7 +26,7 @@ BY_CLASS = {
     "Qwen3_5Tokenizer": NEW_QWEN,
     **dict.fromkeys(("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer", "LEDTokenizer"), ROBERTA),
 }
-"""By ``tokenizer_class`` of ``tokenizer_config.json``, without ``Fast``."""
+"""Family by ``tokenizer_class`` in ``tokenizer_config.json``, without the suffix ``Fast``."""
 BY_MODEL_TYPE = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "codegen", "phi", "starcoder2", "whisper"), GPT2),
     **dict.fromkeys(("gpt_neox", "olmo", "olmoe"), GPT_NEOX),
@@ -32,7 +34,7 @@ BY_MODEL_TYPE = {
     **dict.fromkeys(QWEN3_5_TYPES, NEW_QWEN),
     **dict.fromkeys(("roberta", "bart", "longformer", "led"), ROBERTA),
 }
-"""By ``model_type`` of ``config.json``, where no class is named."""
+"""Family by ``model_type`` in ``config.json``, used if the tokenizer class is absent or unknown."""
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
     GPT2: dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     GPT_NEOX: {
@@ -50,11 +52,11 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
         "mask_token": "<mask>",
     },
 }
-"""Special tokens that the files need not name."""
+"""Default special tokens of each family."""
 
 
 def convert(vocabulary: bytes, merges: bytes, side_files: SideFiles) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and its special tokens by role.
+    """Return the tokenizer and its special tokens by role.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown tokenizer class.
     """
@@ -87,7 +89,7 @@ def _family(side_files: SideFiles) -> str:
         return BY_MODEL_TYPE[side_files.model_type]
     raise PenstockError(
         Code.UNSUPPORTED,
-        f"tokenizer: vocab.json and merges.txt do not contain how texts are split, and the tokenizer is unknown "
+        f"tokenizer: vocab.json and merges.txt do not contain the pre-tokenizer, and the tokenizer is unknown "
         f"(tokenizer_class {name[:60] or 'absent'}, model_type {side_files.model_type[:60] or 'absent'}): "
         "add its tokenizer.json",
         "tokenizer",

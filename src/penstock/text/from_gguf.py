@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file as the files of a Hugging Face checkpoint.
+"""Conversion of a GGUF file's tokenizer to the tokenizer files of a Hugging Face checkpoint.
 
-The files are only written here. They are then read and checked as those of any checkpoint, which are not trusted.
+The files are only written here; they are then read and checked like those of any untrusted checkpoint.
 """
 
 from __future__ import annotations
@@ -60,27 +60,27 @@ TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", patterns.GPT4O)
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}")
 ADDED = (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
-"""Kinds of tokens that are matched in a text before it is split."""
+"""Kinds of tokens that are matched in a text before it is split (``added_tokens``)."""
 END_OF_GENERATION = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <EOT> _<EOT> [EOT] [EOS] "
     "<|return|> <|call|> <end_of_utterance> <｜end▁of▁sentence｜> [e~[".split()
 )
-"""Tokens that end an answer. As in llama.cpp, they are control tokens even if the file says they are text."""
+"""Tokens that end an answer. As in llama.cpp, they are control tokens even if the file marks them as normal."""
 HARMONY_ENDS, HARMONY_MESSAGE_END = frozenset(("<|return|>", "<|call|>")), "<|end|>"
-"""Tokens that end an answer in OpenAI's Harmony format, and the token that ends one of its messages."""
+"""End tokens of OpenAI's Harmony format: those that end an answer, and the one that ends a message within it."""
 TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-"""Name of each special token's role in GGUF (with its spelling)."""
+"""Hugging Face's role of a special token → name in GGUF (``seperator`` is misspelled in GGUF)."""
 
 
 class PreTokenizer(NamedTuple):
-    """Splitting of a text before byte-level BPE."""
+    """How a text is split before byte-level BPE."""
 
     patterns: tuple[str, ...]
-    """Regular expressions. Each splits the pieces that the previous ones left."""
+    """Regular expressions; each splits the parts left by the previous one."""
     ignore_merges: bool = False
     add_bos: bool = False
-    """Default of ``add_bos_token``."""
+    """Used if the file has no ``add_bos_token``."""
     nfc: bool = False
 
 
@@ -112,7 +112,7 @@ PRE_TOKENIZERS = {
     "viking": PreTokenizer((BLOOM, r"\p{N}")),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", patterns.GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""Pre-tokenizers of the supported architectures, by ``tokenizer.ggml.pre``. The expressions are the model makers'."""
+"""Pre-tokenizer by ``tokenizer.ggml.pre``, with the expressions of each model's original tokenizer."""
 BY_ARCHITECTURE = {
     "llama": "llama-bpe",
     "qwen2": "qwen2",
@@ -120,44 +120,44 @@ BY_ARCHITECTURE = {
     "qwen3": "qwen2",
     "command-r": "command-r",
 }
-"""Pre-tokenizers by architecture, for files from before May 2024, which do not name one."""
+"""Pre-tokenizer name by architecture, for files from before May 2024, which lack ``tokenizer.ggml.pre``."""
 
 
 class GGUFTokenizer:
     """The tokenizer of a GGUF file.
 
-    Raises ``PenstockError`` (``invalid``) if tokens are missing or broken.
+    Raises ``PenstockError`` (``invalid``) if tokens are missing or inconsistent.
     """
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self._tokens = file.strings(f"{PREFIX}tokens")
         if not self._tokens:
-            raise invalid("tokenizer", f"{file.path} has no tokens ({PREFIX}tokens)")
+            raise invalid("tokenizer", f"{file.path} contains no tokens ({PREFIX}tokens)")
         kinds = file.numbers(f"{PREFIX}token_type") or [Kind.NORMAL] * len(self._tokens)
         if len(kinds) != len(self._tokens) or not set(kinds) <= set(Kind):
-            raise self._broken("token_type")
+            raise self._mismatch("token_type")
         self._kinds = [
             Kind.CONTROL if kind == Kind.NORMAL and text in END_OF_GENERATION else Kind(kind)
             for text, kind in zip(self._tokens, kinds, strict=True)
         ]
 
     def files(self) -> dict[str, bytes]:
-        """The files of a checkpoint by name: ``tokenizer.json``, its configuration, chat templates.
+        """Return the tokenizer files by name: the vocabulary, ``tokenizer_config.json`` and the chat templates.
 
         Raises ``PenstockError``: ``unsupported`` for an unknown type of tokenizer or pre-tokenizer; ``invalid`` for
-        broken metadata.
+        inconsistent metadata.
         """
         model = self._file.require(f"{PREFIX}model", str)
-        makers: dict[str, Callable[[], dict[str, bytes]]] = {
+        converters: dict[str, Callable[[], dict[str, bytes]]] = {
             "gpt2": self._bpe,
             "llama": lambda: self._sentencepiece(is_bpe=True),
             "t5": lambda: self._sentencepiece(is_bpe=False),
             "bert": self._wordpiece,
         }
-        if model not in makers:
-            raise self._unsupported(f"a tokenizer of type {model!r}; {', '.join(makers)} are read")
-        files = makers[model]()
+        if model not in converters:
+            raise self._unsupported(f"a tokenizer of type {model!r}; supported: {', '.join(converters)}")
+        files = converters[model]()
         if template := self._file.get("tokenizer.chat_template", str):
             files[TEMPLATE] = template.encode()
         for name in self._file.strings("tokenizer.chat_templates"):
@@ -166,7 +166,7 @@ class GGUFTokenizer:
         return files
 
     def end_token_ids(self) -> list[int]:
-        """Ids of the tokens that end an answer; first the ids named by the file, then those of known end tokens."""
+        """Ids of the tokens that end an answer: first those named by the file, then other known end tokens."""
         named = (self._file.get(f"{PREFIX}{name}_token_id", int) for name in ("eos", "eot", "eom"))
         ids = [token_id for token_id in named if token_id is not None]
         ends = END_OF_GENERATION - ({HARMONY_MESSAGE_END} if set(self._tokens) >= HARMONY_ENDS else set())
@@ -176,32 +176,32 @@ class GGUFTokenizer:
     # --- Byte-level BPE -----------------------------------------------------------------------------------------------
 
     def _bpe(self) -> dict[str, bytes]:
-        whole = self._file.get("tokenizer.huggingface.json", str)
-        pre = None if whole else self._pre_tokenizer()
+        embedded = self._file.get("tokenizer.huggingface.json", str)
+        pre = None if embedded else self._pre_tokenizer()
         add_bos = self._file.get(f"{PREFIX}add_bos_token", bool, bool(pre and pre.add_bos))
         config = self._config(add_bos, self._file.get(f"{PREFIX}add_eos_token", bool, False))
-        content = _json(self._bpe_json(pre, config)) if pre else whole.encode()
+        content = _json(self._bpe_json(pre, config)) if pre else embedded.encode()
         return {FULL: content, CONFIG: json.dumps(config, indent=2).encode()}
 
     def _pre_tokenizer(self) -> PreTokenizer:
         name = self._file.get(f"{PREFIX}pre", str)
         if name is None:
             name = BY_ARCHITECTURE.get(self._file.get("general.architecture", str, ""), "default")
-            words = "%s does not name its pre-tokenizer (%spre), and is taken to split texts as %s"
-            logger.warning(words, self._file.path, PREFIX, name)
+            message = "%s does not name its pre-tokenizer (%spre); using %s"
+            logger.warning(message, self._file.path, PREFIX, name)
         if name not in PRE_TOKENIZERS:
-            raise self._unsupported(f"the pre-tokenizer {name!r}; known are {', '.join(PRE_TOKENIZERS)}")
+            raise self._unsupported(f"the pre-tokenizer {name!r}; supported: {', '.join(PRE_TOKENIZERS)}")
         return PRE_TOKENIZERS[name]
 
     def _bpe_json(self, pre: PreTokenizer, config: dict[str, Any]) -> dict[str, Any]:
-        """``tokenizer.json``."""
+        """Content of ``tokenizer.json``."""
         used = {i: text for i, text in enumerate(self._tokens) if text and self._kinds[i] is not Kind.UNUSED}
         vocabulary = {text: i for i, text in used.items()}
         if len(vocabulary) < len(used):
-            raise invalid("tokenizer", f"{self._file.path} has a token twice")
+            raise invalid("tokenizer", f"{self._file.path} contains a token twice")
         merges = [merge.split(" ") for merge in self._file.strings(f"{PREFIX}merges")]
         if not merges or not all(len(merge) == 2 for merge in merges):
-            raise self._broken("merges")
+            raise self._mismatch("merges")
         isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
         splits = [isolated | {"pattern": {"Regex": pattern}} for pattern in pre.patterns]
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -237,16 +237,16 @@ class GGUFTokenizer:
     # --- SentencePiece ------------------------------------------------------------------------------------------------
 
     def _sentencepiece(self, is_bpe: bool) -> dict[str, bytes]:
-        """The files of a SentencePiece model, which ``tokenizer.json`` describes in full."""
+        """``tokenizer.json`` and ``tokenizer_config.json`` of a SentencePiece model."""
         scores = self._file.numbers(f"{PREFIX}scores")
         if len(scores) != len(self._tokens):
-            raise self._broken("scores")
+            raise self._mismatch("scores")
         unknown = self._file.get(f"{PREFIX}unknown_token_id", int, -1)
         if Kind.UNKNOWN not in self._kinds and 0 <= unknown < len(self._tokens):
-            self._kinds[unknown] = Kind.UNKNOWN  # a control token in files of Gemma
+            self._kinds[unknown] = Kind.UNKNOWN  # Gemma's files mark it as a control token
         if Kind.UNKNOWN not in self._kinds:
             raise invalid("tokenizer", f"{self._file.path} has no unknown token (token_type {Kind.UNKNOWN})")
-        pieces = [  # GGUF has plain spaces in user-defined tokens
+        pieces = [  # GGUF writes plain spaces in user-defined tokens
             Piece(text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text, score, kind)
             for text, score, kind in zip(self._tokens, scores, self._kinds, strict=True)
         ]
@@ -266,10 +266,10 @@ class GGUFTokenizer:
     # --- WordPiece ----------------------------------------------------------------------------------------------------
 
     def _wordpiece(self) -> dict[str, bytes]:
-        """The files of a WordPiece model. GGUF marks the start of a word with U+2581 instead of the other pieces with
-        ``##``."""
+        """``vocab.txt`` and ``tokenizer_config.json``. GGUF marks the first token of a word with U+2581, WordPiece the
+        others with ``##``."""
         if any({"\r", "\n"} & set(text) for text in self._tokens):
-            raise self._broken("tokens")
+            raise self._mismatch("tokens")
         lines = [
             text if kind is Kind.CONTROL else text[1:] if text.startswith(SPACE) else f"##{text}"
             for text, kind in zip(self._tokens, self._kinds, strict=True)
@@ -283,25 +283,25 @@ class GGUFTokenizer:
             config["cls_token"] = config["bos_token"]
         return {WORDPIECE: "\n".join(lines).encode(), CONFIG: json.dumps(config, indent=2).encode()}
 
-    # --- All ---------------------------------------------------------------------------------------------------------
+    # --- Shared ------------------------------------------------------------------------------------------------------
 
     def _config(self, add_bos: bool, add_eos: bool) -> dict[str, Any]:
-        """``tokenizer_config.json``."""
+        """Content of ``tokenizer_config.json``."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        for role, word in ROLES.items():
-            token_id = self._file.get(f"{PREFIX}{word}_token_id", int)
+        for role, name in ROLES.items():
+            token_id = self._file.get(f"{PREFIX}{name}_token_id", int)
             if token_id is None:
                 continue
             if not 0 <= token_id < len(self._tokens):
-                raise self._broken(f"{word}_token_id")
+                raise self._mismatch(f"{name}_token_id")
             if token := self._tokens[token_id]:
                 config[f"{role}_token"] = token
         for role, wanted in (("bos", add_bos), ("eos", add_eos)):
             config[f"add_{role}_token"] = wanted and f"{role}_token" in config
         return config
 
-    def _broken(self, key: str) -> PenstockError:
-        return invalid("tokenizer", f"{self._file.path}: {PREFIX}{key} does not match its tokens")
+    def _mismatch(self, key: str) -> PenstockError:
+        return invalid("tokenizer", f"{self._file.path}: {PREFIX}{key} does not match {PREFIX}tokens")
 
     def _unsupported(self, what: str) -> PenstockError:
         return PenstockError(Code.UNSUPPORTED, f"{self._file.path} has {what}", "model")

@@ -1,9 +1,8 @@
 """Conversion of a SentencePiece model (Kudo and Richardson, 2018) to the ``tokenizers`` library.
 
-The file is a protocol buffer, of which the pieces and a few settings are read: fields 1 (piece), 2 (trainer) and
-3 (normalizer) of ``ModelProto``. It is parsed here, as no library does it without tying versions: the ``sentencepiece``
-package does not return user-defined pieces and the settings, and the generated classes that it has for them are refused
-by a protobuf older than its own (of gRPC or OpenTelemetry).
+The file is a protocol buffer (``ModelProto``). Fields 1 (pieces), 2 (trainer) and 3 (normalizer) are read. They are
+parsed here to avoid a version conflict: the ``sentencepiece`` API does not expose user-defined pieces and settings, and
+its generated classes fail with an older protobuf, as required by gRPC or OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from penstock.core.errors import invalid
 
 from .vocabulary import SPACE
 
-BPE = 2  # of TrainerSpec.ModelType
+BPE = 2  # TrainerSpec.ModelType
 MAX_PIECE = 2**9
-"""Characters of a normal piece in a BPE model. SentencePiece trains pieces of 16 by default."""
+"""Maximum length of a normal piece in a BPE model, in characters. SentencePiece's trainer defaults to 16."""
 MAX_CHARACTERS = 2**23
-"""Characters of all normal pieces of a BPE model. Gemma 3, with 262,144 pieces, has 1.7 million."""
+"""Maximum total length of the normal pieces of a BPE model, in characters. Gemma 3 (262,144 pieces) has 1.7 million."""
 Field = bytes | int
 
 
 class Kind(IntEnum):
-    """The type of a piece."""
+    """Type of a piece."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -49,7 +48,7 @@ _FLOAT = struct.Struct("<f")
 
 
 class Piece(NamedTuple):
-    """A piece of a model."""
+    """An entry of the vocabulary."""
 
     text: str
     score: float
@@ -58,32 +57,31 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a SentencePiece model besides its pieces."""
+    """Settings of a SentencePiece model."""
 
     is_bpe: bool
-    """BPE model; else a unigram model."""
+    """BPE model; otherwise a unigram model."""
     add_space_prefix: bool = True
-    """A space is put before the text."""
+    """Prepend a space to the text."""
     remove_extra_spaces: bool = True
-    """Spaces at both ends are removed, and several in a row become one."""
+    """Strip spaces at both ends, and collapse runs of spaces."""
     charsmap: bytes = b""
-    """Compiled table of character replacements (``precompiled_charsmap``)."""
+    """Compiled normalization table (``precompiled_charsmap``)."""
     legacy: bool = True
-    """A space is put before the text after each special token, not only at the start. If False, no space is put before
-    a text that already begins with one."""
+    """Prepend a space after each special token, not only at the start. If False, none is prepended to a text that
+    already begins with one."""
     user_defined_first: bool = False
-    """User-defined pieces without spaces are found before the text is normalized (llama.cpp), not after."""
+    """Match user-defined pieces without spaces before normalization (llama.cpp), not after."""
 
 
 def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
-    """The tokenizer of a serialized model.
+    """Convert a serialized model.
 
     Args:
-        legacy: as ``Settings.legacy``.
-        names: names of pieces by id that replace those in the model.
+        legacy: see ``Settings.legacy``.
+        names: texts by id that replace those of the model's pieces.
 
-    Raises ``PenstockError``: ``unsupported`` for a model that puts spaces after words; ``invalid`` as
-    ``tokenizer_json`` does.
+    Raises ``PenstockError``: ``unsupported`` for a model with spaces after words; ``invalid`` as ``tokenizer_json``.
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
@@ -92,7 +90,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
             pieces[i] = pieces[i]._replace(text=name)
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
     if _number(trainer, 24, 0):
-        message = "tokenizer: SentencePiece models with spaces after words (treat_whitespace_as_suffix) are not read"
+        message = "tokenizer: SentencePiece models with treat_whitespace_as_suffix are not supported"
         raise PenstockError(Code.UNSUPPORTED, f"{message}: add its tokenizer.json", "tokenizer")
     settings = Settings(
         is_bpe=_number(trainer, 3, 1) == BPE,
@@ -105,9 +103,9 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
 
 
 def tokenizer_json(pieces: Sequence[Piece], settings: Settings) -> dict[str, Any]:
-    """The content of ``tokenizer.json`` for the pieces of a model.
+    """Return the content of ``tokenizer.json``.
 
-    Raises ``PenstockError`` (``invalid``) for a BPE model whose pieces are too long, one or all together.
+    Raises ``PenstockError`` (``invalid``) for a BPE model that exceeds ``MAX_PIECE`` or ``MAX_CHARACTERS``.
     """
     ids = {piece.text: i for i, piece in enumerate(pieces)}
     found_first = [
@@ -137,7 +135,7 @@ def _normalizers(settings: Settings) -> list[dict[str, Any]]:
     if settings.charsmap:
         table = base64.b64encode(settings.charsmap).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": table})
-    if settings.remove_extra_spaces:  # spaces alone, as SentencePiece does: Strip would remove other white space, too
+    if settings.remove_extra_spaces:  # not Strip, which would remove other white space, too
         steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
     if settings.legacy:
         steps += [{"type": "Prepend", "prepend": SPACE}] * settings.add_space_prefix
@@ -147,11 +145,11 @@ def _normalizers(settings: Settings) -> list[dict[str, Any]]:
 
 def _pre_tokenizer(pieces: Sequence[Piece], settings: Settings, found_first: Collection[str]) -> dict[str, Any] | None:
     splits: list[dict[str, Any]] = []
-    if not settings.legacy:  # as transformers does it: only this step knows where the text starts
+    if not settings.legacy:  # as in transformers: only this step knows where the text starts
         scheme = "first" if settings.add_space_prefix else "never"
         splits.append({"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False})
     user_defined = {piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED}.difference(found_first)
-    if user_defined and settings.is_bpe:  # never parts of other pieces; a unigram model chooses them by their score
+    if user_defined and settings.is_bpe:  # never merged with other text; a unigram model chooses them by score
         pattern = "|".join(re.escape(text) for text in sorted(sorted(user_defined), key=len, reverse=True))
         splits.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
     return {"type": "Sequence", "pretokenizers": splits} if splits else None
@@ -189,32 +187,32 @@ def _unigram_model(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE: all pairs of pieces that form a piece, those of the piece with the highest
-    score first; of pieces with equal scores (runs of spaces, which some makers add), the one with the lowest id."""
+    """The merges of SentencePiece's BPE: all pairs of pieces that form a piece, ordered by descending score of that
+    piece, then by ascending id (runs of spaces in some models have equal scores)."""
     normal = {piece.text: piece.text for piece in pieces if piece.kind is Kind.NORMAL}
     ranked = sorted((piece for piece in pieces if piece.kind is Kind.NORMAL), key=lambda piece: -piece.score)
     if (total := sum(len(piece.text) for piece in ranked)) > MAX_CHARACTERS:
-        message = f"its pieces have {total} characters; {MAX_CHARACTERS} are allowed"
+        message = f"its pieces have {total} characters in total; the limit is {MAX_CHARACTERS}"
         raise invalid("tokenizer", message, MAX_CHARACTERS)
     result: list[tuple[str, str]] = []
     for piece in ranked:
         text = piece.text
         if len(text) > MAX_PIECE:
-            raise invalid("tokenizer", f"a piece has {len(text)} characters; {MAX_PIECE} are allowed", MAX_PIECE)
+            raise invalid("tokenizer", f"a piece has {len(text)} characters; the limit is {MAX_PIECE}", MAX_PIECE)
         for cut in range(1, len(text)):
             if (left := normal.get(text[:cut])) and (right := normal.get(text[cut:])):
                 result.append((left, right))
     return result
 
 
-# --- Protocol buffers: just what is read above -----------------------------------------------------------------------
+# --- Protocol buffers ---------------------------------------------------------------------------------------------
 
 
 Message = defaultdict[int, list[Field]]
 
 
 def _message(data: bytes) -> Message:
-    """The fields of a protobuf message: number → values."""
+    """The fields of a protobuf message: field number → values."""
     fields: Message = defaultdict(list)
     for number, value in _fields(data):
         fields[number].append(value)
@@ -222,7 +220,7 @@ def _message(data: bytes) -> Message:
 
 
 def _inner(message: Message, number: int) -> Message:
-    """The message in a field, empty where it is absent."""
+    """The message in a field; empty if absent."""
     return _message(_bytes(message[number][-1]) if message[number] else b"")
 
 
@@ -242,9 +240,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, Field]]:
             case 5:
                 size = 4
             case kind:
-                raise ValueError(f"no SentencePiece model: wire type {kind}")
+                raise ValueError(f"not a SentencePiece model: protobuf wire type {kind}")
         if at + size > len(data):
-            raise ValueError("the SentencePiece model is cut short")
+            raise ValueError("the SentencePiece model is truncated")
         yield key >> 3, data[at : at + size]
         at += size
 

@@ -21,10 +21,10 @@ ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_tok
 
 
 def convert(data: bytes, named: Mapping[str, str]) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and its special tokens by role.
+    """Return the tokenizer and its special tokens by role.
 
     Args:
-        named: special tokens by role that other files name.
+        named: special tokens by role from the other files.
     """
     content = json.loads(data)
     config = content["config"]

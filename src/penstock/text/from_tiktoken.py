@@ -1,4 +1,4 @@
-"""Conversion of a tiktoken file (lines of base64 token and rank) to the ``tokenizers`` library."""
+"""Conversion of a tiktoken file (each line a base64 token and its rank) to the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .vocabulary import byte_alphabet
 
 
 def convert(data: bytes, form: TiktokenFormat) -> Tokenizer:
-    """The tokenizer of a tiktoken file.
+    """Build the tokenizer of a tiktoken file.
 
     Args:
-        form: what the file does not contain.
+        form: settings that the file does not contain.
     """
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines() if line)}
     return from_ranks(ranks, form)
 
 
 def from_ranks(ranks: dict[bytes, int], form: TiktokenFormat, before: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer of tokens with their ranks.
+    """Build a tokenizer from tokens with their merge ranks.
 
     Args:
-        before: tokens whose ids come before those of the ranks.
+        before: tokens with the first ids; the ids of ``ranks`` follow.
     """
-    spelled = {byte: character for character, byte in byte_alphabet().items()}
+    characters = {byte: character for character, byte in byte_alphabet().items()}
 
     def decode_token(token: bytes) -> str:
-        return "".join(spelled[byte] for byte in token)
+        return "".join(characters[byte] for byte in token)
 
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -51,8 +51,8 @@ def from_ranks(ranks: dict[bytes, int], form: TiktokenFormat, before: Sequence[s
 
 
 def _last_merges(ranks: dict[bytes, int], token: bytes) -> list[tuple[bytes, bytes]]:
-    """The pairs that can be merged to a token: the one that is left by merges of lower rank, or else, for a token that
-    these do not form, all pairs of tokens."""
+    """The merges that form a token: the pair that remains after all merges of lower rank, or, if these do not lead to
+    a pair, every split of the token into two tokens."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [(ranks.get(parts[i] + parts[i + 1], ranks[token]), i) for i in range(len(parts) - 1)]

@@ -1,4 +1,4 @@
-"""Conversion of BERT's ``vocab.txt`` (a token a line) to the ``tokenizers`` library."""
+"""Conversion of BERT's ``vocab.txt`` (one token per line) to the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ SPECIAL = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-"""Special tokens by their role, where ``tokenizer_config.json`` names no others."""
+"""Default special tokens by role."""
 
 
 def convert(data: bytes, config: Mapping[str, Any], named: Mapping[str, str]) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a ``vocab.txt``: WordPiece (Wu et al., 2016) as BERT has it. A token's id is the number of its
-    line. With it come its special tokens by role.
+    """Return BERT's WordPiece tokenizer (Wu et al., 2016) and its special tokens by role. Token ids are line numbers.
 
     Args:
-        config: ``tokenizer_config.json``, of which ``do_lower_case``, ``strip_accents`` and ``tokenize_chinese_chars``
-            are read.
-        named: special tokens by role that the files name.
+        config: ``tokenizer_config.json``; ``do_lower_case``, ``strip_accents`` and ``tokenize_chinese_chars`` are read.
+        named: special tokens by role from the other files.
 
-    Raises ``ValueError`` where the file lacks a special token that encoding adds.
+    Raises ``ValueError`` if the file lacks the unknown, CLS or SEP token.
     """
     lines = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocabulary = {token: number for number, token in enumerate(lines)}

@@ -1,6 +1,6 @@
-"""Answers in channels (OpenAI's Harmony response format, 2025), as gpt-oss writes them.
+"""Parser of OpenAI's Harmony response format (2025): answers in channels, as gpt-oss writes them.
 
-An answer is one message or several, each of a header and a text: ``<|channel|>analysis<|message|>…<|end|>`` is
+An answer has one or more messages, each with a header and a text: ``<|channel|>analysis<|message|>…<|end|>`` is
 reasoning, ``<|start|>assistant<|channel|>final<|message|>…`` content, and
 ``<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`` a tool call.
 """
@@ -18,19 +18,17 @@ from .reasoning import ReasoningStage
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
 ENDS = (END, CALL, RETURN, START)
-"""Each of them ends a message's text."""
+"""Tokens that end a message's text."""
 HEADER_STARTS = (START, CHANNEL, MESSAGE, CONSTRAIN, "to=")
-"""Texts that the first header may begin with: the prompt ends with ``<|start|>assistant``."""
+"""Possible beginnings of the first header; the prompt ends with ``<|start|>assistant``."""
 FUNCTIONS = "functions."
 MAX_HEADER = 512
-"""Characters of a header; what is longer is none."""
+"""Maximum number of characters of a header; a longer text is content."""
 CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class _Header(NamedTuple):
-    """What a message's header says."""
-
     channel: str
     recipient: str
 
@@ -38,33 +36,32 @@ class _Header(NamedTuple):
 class HarmonyParser:
     """Splits an answer into reasoning, content and tool calls.
 
-    Reasoning is the channel ``analysis``, and what is addressed to tools that are built into the model; all else that
-    is addressed to no function is content. Several messages of one kind are joined by a line break. A text without a
-    header is content, as grammars may force it.
+    Messages in the channel ``analysis`` and messages to built-in tools are reasoning; other messages without a function
+    as recipient are content. Messages of the same kind are joined by a line break. A text without a header, which a
+    grammar may force, is content.
 
     Args:
-        stage: before the first header, or within the first message's reasoning or its content.
-        new_id: makes the id of a call; None where no tools may be called, so that calls are content.
+        stage: where the answer begins: before the first header, or within the first message's reasoning or content.
+        new_id: generates call ids; None if no tools may be called: calls are then content.
     """
 
     def __init__(self, stage: ReasoningStage, new_id: Callable[[], str] | None) -> None:
         self._call: ToolCall | None = None
-        """The call whose arguments follow."""
+        """The call whose arguments are being read."""
         self.found = stage is ReasoningStage.WITHIN
-        """Whether there is reasoning."""
+        """True if reasoning has begun."""
         self.in_reasoning = self.found
         self._new_id = new_id
         self._held = ""
         self._in_header = stage is ReasoningStage.BEFORE
         self._first = True
-        """Whether no message has ended yet."""
-        self._begun = {"reasoning": False, "content": False}
-        """Whether there is text of each kind."""
+        """True until the first message has ended."""
+        self._has_text = {"reasoning": False, "content": False}
         self._joined = True
-        """Whether the current message needs no line break before its text."""
+        """True if the current message needs no line break before its text."""
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
-        """Parse a piece; returns the parts that begin in it. With ``last`` nothing is held back any more."""
+        """Parse a chunk and return the parts that begin in it. With ``last`` nothing is held back."""
         self._held += text
         parts: list[MessagePart] = []
         while self._held:
@@ -74,7 +71,7 @@ class HarmonyParser:
                 continue
             split = split_at_marker(self._held, ENDS, last, space="")
             self._held, text = split.rest, split.before
-            if last and not split.marker:  # "<|" begins markers alone; one that was cut off is no text
+            if last and not split.marker:  # drop a truncated marker: text does not contain "<|"
                 cut = max(partial_match_length(text, marker) for marker in ENDS)
                 text = text[:-cut] if cut > 1 else text
             if self._call:
@@ -89,16 +86,16 @@ class HarmonyParser:
         return parts
 
     def _separated(self, kind: str, text: str) -> str:
-        """A piece of a message, after a line break where an earlier message is of the same kind."""
+        """Prepend a line break to a message's first text if an earlier message is of the same kind."""
         if not text:
             return ""
         joined, self._joined = self._joined, True
-        before = "" if joined or not self._begun[kind] else "\n"
-        self._begun[kind] = True
+        before = "" if joined or not self._has_text[kind] else "\n"
+        self._has_text[kind] = True
         return before + text
 
     def _read_header(self, parts: list[MessagePart], last: bool) -> bool:
-        """Read up to a message's text. False where more is needed, or nothing is left."""
+        """Read a header, up to the message's text. Returns False if more text is needed or none is left."""
         if self._first and not _may_be_header(self._held):
             self._begin(parts, _Header("final", ""))
             return True
@@ -129,6 +126,6 @@ class HarmonyParser:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether a text is the beginning of a header, or of no more than that."""
+    """True if the text begins with a header or is the beginning of one."""
     ahead = text.lstrip()
     return any(ahead.startswith(start) or start.startswith(ahead) for start in HEADER_STARTS)

@@ -1,4 +1,4 @@
-"""Prompts of models that fill in the middle (fill-in-the-middle, FIM; https://arxiv.org/abs/2207.14255)."""
+"""Fill-in-the-middle (FIM) prompts (https://arxiv.org/abs/2207.14255)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from penstock.core import Code, PenstockError
 from .tokenizer import Tokenizer
 
 ANCHOR = "☺"
-"""Text that merges with none after it."""
+"""Text that no tokenizer merges with the text after it."""
 REPOSITORY, FILE = "myproject\n", "filename\n"
-"""Names that llama.cpp's server gives them."""
+"""Repository and file name used by llama.cpp's server."""
 SNIPPET = "\n\n--- snippet ---\n\n"
-"""Before another file where the model has no token for that."""
+"""Separator before another file if the model has no file token."""
 
 
-class Spelling(NamedTuple):
-    """Tokens of one family of models, as its vocabulary spells them."""
+class FIMTokens(NamedTuple):
+    """FIM tokens of one model family, as text."""
 
     prefix: str
     suffix: str
     middle: str = ""
-    """Without one, the suffix comes first, and the answer continues the prefix."""
+    """If empty, the suffix precedes the prefix, and the answer continues the prefix."""
     ends: tuple[str, ...] = ()
-    """Tokens that end the middle, besides the end of a sequence."""
+    """Tokens that end the answer, in addition to EOS."""
     repository: str = ""
+    """Token before a repository's name."""
     file: str = ""
-    """Tokens before the name of a repository, and of a file."""
+    """Token before a file's name."""
 
 
-SPELLINGS = (
-    Spelling(  # Qwen2.5-Coder, Qwen3; CodeGemma and Granite have the first three
+FIM_TOKENS = (
+    FIMTokens(  # Qwen2.5-Coder, Qwen3; CodeGemma and Granite have the first three
         "<|fim_prefix|>",
         "<|fim_suffix|>",
         "<|fim_middle|>",
@@ -40,7 +41,7 @@ SPELLINGS = (
         "<|repo_name|>",
         "<|file_sep|>",
     ),
-    Spelling(  # StarCoder2
+    FIMTokens(  # StarCoder2
         "<fim_prefix>",
         "<fim_suffix>",
         "<fim_middle>",
@@ -48,14 +49,14 @@ SPELLINGS = (
         "<repo_name>",
         "<file_sep>",
     ),
-    Spelling("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder: the hole is before the suffix
-    Spelling("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),  # CodeLlama
-    Spelling("[PREFIX]", "[SUFFIX]"),  # Codestral
+    FIMTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder: the hole precedes the suffix
+    FIMTokens("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),  # CodeLlama
+    FIMTokens("[PREFIX]", "[SUFFIX]"),  # Codestral
 )
 
 
 class InfillFormat(NamedTuple):
-    """How a model's prompts for the middle of a text are composed: a ``Spelling`` as token ids."""
+    """FIM tokens of a model, as ids; see ``FIMTokens``."""
 
     prefix: int
     suffix: int
@@ -66,22 +67,22 @@ class InfillFormat(NamedTuple):
 
 
 def find_infill_format(tokenizer: Tokenizer) -> InfillFormat | None:
-    """The model's format; None where its vocabulary has none of the tokens."""
+    """The model's FIM format, or None if its vocabulary has no FIM tokens."""
     find = tokenizer.token_to_id
-    for spelling in SPELLINGS:
-        prefix, suffix, middle = (find(token) if token else None for token in spelling[:3])
-        if prefix is not None and suffix is not None and (middle is not None or not spelling.middle):
-            ends = tuple(token_id for end in spelling.ends if (token_id := find(end)) is not None)
-            return InfillFormat(prefix, suffix, middle, ends, find(spelling.repository), find(spelling.file))
+    for tokens in FIM_TOKENS:
+        prefix, suffix, middle = (find(token) if token else None for token in tokens[:3])
+        if prefix is not None and suffix is not None and (middle is not None or not tokens.middle):
+            ends = tuple(token_id for end in tokens.ends if (token_id := find(end)) is not None)
+            return InfillFormat(prefix, suffix, middle, ends, find(tokens.repository), find(tokens.file))
     return None
 
 
 def infill_format(tokenizer: Tokenizer) -> InfillFormat:
-    """The model's format. Raises ``PenstockError`` (``unsupported``) where it has none."""
+    """The model's FIM format. Raises ``PenstockError`` (``unsupported``) if it has none."""
     if found := find_infill_format(tokenizer):
         return found
-    words = "this model cannot fill in the middle, as its vocabulary has no tokens for it; leave the suffix out"
-    raise PenstockError(Code.UNSUPPORTED, f"suffix: {words}", "suffix")
+    message = "suffix: this model's vocabulary has no fill-in-the-middle tokens; omit the suffix"
+    raise PenstockError(Code.UNSUPPORTED, message, "suffix")
 
 
 def infill_prompt(
@@ -90,11 +91,11 @@ def infill_prompt(
     suffix: str | Sequence[int],
     files: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """The token ids of a prompt for the text between ``prefix`` and ``suffix``.
+    """Return the token ids of a prompt for the text between ``prefix`` and ``suffix``.
 
     Args:
-        files: names and texts of other files of the repository, which come first
-            (https://arxiv.org/abs/2409.12186), composed as llama.cpp's server does.
+        files: names and texts of other files of the repository, put before the prefix as by llama.cpp's server
+            (https://arxiv.org/abs/2409.12186).
 
     Raises ``PenstockError``: as ``infill_format``, and for invalid text.
     """
@@ -108,7 +109,7 @@ def infill_prompt(
 
 
 def _context(tokenizer: Tokenizer, tokens: InfillFormat, files: Sequence[tuple[str, str]]) -> list[int]:
-    """Other files, each after its name where the model has a token for that, and the name of the file itself."""
+    """Other files, and the name of the edited file. Names are used only if the model has a file token."""
     if not files:
         return []
     result: list[int] = []
@@ -122,14 +123,14 @@ def _context(tokenizer: Tokenizer, tokens: InfillFormat, files: Sequence[tuple[s
 
 
 def bos(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token that begins every prompt, where the tokenizer adds one."""
+    """The BOS token, if the tokenizer adds it to prompts."""
     token = tokenizer.special.get("bos_token")
     first = tokenizer.encode("", True)[:1]
     return tuple(first) if token is not None and first == [tokenizer.token_to_id(token)] else ()
 
 
 def _encode_suffix(tokenizer: Tokenizer, suffix: str) -> list[int]:
-    """Without the space that SentencePiece's vocabularies begin a text with: it continues one, as in CodeLlama."""
+    """Encode without SentencePiece's leading space, as in CodeLlama: the suffix continues a text."""
     first = tokenizer.encode("a", False)[:1]
     if not first or not tokenizer.vocabulary[first[0]].startswith(b" "):
         return tokenizer.encode(suffix, False)

@@ -1,4 +1,4 @@
-"""Child processes with limits for work on untrusted input: one request at a time over a socket."""
+"""Child processes that work on untrusted input: one request at a time over a socket."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import weakref
 from typing import Any
 
 CHUNK = 2**18
-"""Bytes that are received at a time."""
+"""Maximum number of bytes per receive call."""
 
 
 class IsolatedProcess:
     """A process that answers requests: ``python -m MODULE DESCRIPTOR``. It ends when the socket is closed.
 
-    A message on the socket is its length, 8 bytes, and so many bytes.
+    A message on the socket is its length (8 bytes, little-endian) followed by its bytes.
     """
 
     def __init__(self, module: str) -> None:
@@ -27,24 +27,25 @@ class IsolatedProcess:
             number = child_socket.fileno()
             command = [sys.executable, "-P", "-m", module, str(number)]
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
+            self._process = subprocess.Popen(  # in a separate group: Ctrl-C in a terminal must not end a request
                 command, pass_fds=(number,), env=environment, process_group=0, **quiet
             )
         self.close = weakref.finalize(self, _end, self._socket, self._process)
-        """Kill the process; also done when the object is garbage."""
+        """Kill the process; also called when the object is garbage-collected."""
 
     @property
     def running(self) -> bool:
         return self.close.alive and self._process.poll() is None
 
-    def ask(self, message: bytes, timeout: float) -> bytes:
-        """The reply to a message. Raises ``OSError`` where it is late, or the process has ended."""
+    def request(self, message: bytes, timeout: float) -> bytes:
+        """Send a message and return the reply. Raises ``OSError`` after ``timeout`` seconds, or if the process has
+        ended."""
         self._socket.settimeout(timeout)
         send(self._socket, message)
         return receive(self._socket)
 
-    async def ask_async(self, message: bytes, timeout: float) -> bytes:
-        """As ``ask``, without blocking the event loop."""
+    async def request_async(self, message: bytes, timeout: float) -> bytes:
+        """Like ``request``, without blocking the event loop."""
         self._socket.setblocking(False)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout):
@@ -68,7 +69,7 @@ def send(connection: socket.socket, message: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes:
-    """Raises ``OSError`` where the other end is closed."""
+    """Receive a message. Raises ``OSError`` if the other end is closed."""
     return bytes(_receive_exactly(connection, int.from_bytes(_receive_exactly(connection, 8), "little")))
 
 

@@ -21,26 +21,26 @@ from .isolated_process import IsolatedProcess
 from .template_process import MAX_MEMORY, RenderRequest, RenderResult
 
 RENDER_TIME = 2.0
-"""Seconds of processor time of one rendering."""
+"""Processor time limit of one rendering, in seconds."""
 QUICK_TIME = 0.25
-"""Seconds of processor time after which a rendering moves to the slow lane."""
+"""Processor time after which a rendering moves to the slow lane, in seconds."""
 REPLY_TIMEOUT = 60.0
-"""Seconds after which a process that does not answer is killed: a template's time is over long before."""
+"""Elapsed time after which a process that does not reply is killed, in seconds; far more than ``RENDER_TIME``."""
 NUM_PROCESSES = 2
-"""Quick renderings at a time, and slow ones at a time."""
+"""Number of concurrent quick renderings, and of concurrent slow ones."""
 MAX_QUICK_MESSAGES = 2000
-"""Messages of a chat that may be quick to render; one with more goes to the slow lane at once."""
+"""Number of messages above which a chat goes directly to the slow lane."""
 SLOW_PERIOD = 10.0
-"""Seconds after a client's slow rendering in which its chats of that size go to the slow lane at once."""
+"""Seconds after a slow rendering during which chats of the same client and size go directly to the slow lane."""
 MAX_INLINE = 2**18
-"""Characters of a request that is encoded in the event loop; a longer one is encoded in a thread."""
+"""Number of characters above which a request is encoded in a thread instead of the event loop."""
 
 
 class TemplatePool:
-    """Processes that render templates; each is started when it is needed first.
+    """Processes that render templates, started on demand.
 
-    In an event loop, a rendering that is not done after ``QUICK_TIME`` is begun again in turn with other slow ones, so
-    that it does not hold up the quick ones. Clients take turns, with quick ones as with slow ones.
+    In an event loop, a rendering that exceeds ``QUICK_TIME`` is restarted in the slow lane, so that it does not delay
+    quick ones. Each lane serves clients round-robin.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,15 @@ class TemplatePool:
         self._quick = FairLock(NUM_PROCESSES)
         self._slow = FairLock(NUM_PROCESSES)
         self._slow_clients: dict[str, tuple[float, int]] = {}
-        """By client: when a rendering was slow last, and the size of the smallest slow chat."""
+        """Client → time of the last slow rendering, and size of the smallest slow chat."""
         self._closed = False
 
     def render(self, request: RenderRequest) -> RenderResult:
-        """Render in the calling thread's turn."""
+        """Render, blocking the calling thread."""
         request.cpu_time = RENDER_TIME
         message, process = encode(request), self._take()
         try:
-            return self._result(process, process.ask(message, REPLY_TIMEOUT))
+            return self._result(process, process.request(message, REPLY_TIMEOUT))
         except OSError:
             process.close()
             return RenderResult(exceeded=True)
@@ -68,8 +68,8 @@ class TemplatePool:
         """Render without blocking the event loop.
 
         Args:
-            size: about how many characters the request has.
-            client: whose chat it is.
+            size: approximate number of characters of the request.
+            client: key of the client, for fair scheduling.
         """
         lanes = [(self._quick, QUICK_TIME), (self._slow, RENDER_TIME)]
         if len(request.messages) > MAX_QUICK_MESSAGES or self._was_slow(client, size):
@@ -78,7 +78,7 @@ class TemplatePool:
             message = encode(request) if size <= MAX_INLINE else await asyncio.to_thread(encode, request)
             await lane.acquire(client)
             try:
-                result = await self._ask(message)
+                result = await self._render(message)
             finally:
                 lane.release()
             if result and (not result.exceeded or request.cpu_time == RENDER_TIME):
@@ -92,7 +92,7 @@ class TemplatePool:
             self._idle.pop().close()
 
     def _was_slow(self, client: str, size: int) -> bool:
-        """Whether a chat of this client was slow in the last ``SLOW_PERIOD`` that was not larger."""
+        """True if a chat of this client that was not larger was slow in the last ``SLOW_PERIOD`` seconds."""
         when, slow_size = self._slow_clients.get(client, (0.0, 0))
         return bool(when) and time.monotonic() - when < SLOW_PERIOD and size >= slow_size
 
@@ -102,16 +102,16 @@ class TemplatePool:
         _, slow_size = recent.get(client, (now, size))
         self._slow_clients = recent | {client: (now, min(size, slow_size))}
 
-    async def _ask(self, message: bytes) -> RenderResult | None:
-        """None where the process has ended, be it that it was killed before it was asked."""
+    async def _render(self, message: bytes) -> RenderResult | None:
+        """Returns None if the process has ended or does not reply."""
         process = self._take()
         try:
-            return self._result(process, await process.ask_async(message, REPLY_TIMEOUT))
-        except OSError:  # TimeoutError is one
+            return self._result(process, await process.request_async(message, REPLY_TIMEOUT))
+        except OSError:  # includes TimeoutError
             process.close()
             return None
         except BaseException:
-            process.close()  # the late reply must not be taken for the next request's
+            process.close()  # a late reply must not be read as the next request's
             raise
 
     def _take(self) -> IsolatedProcess:
@@ -132,15 +132,15 @@ class TemplatePool:
 
 @dataclass
 class IsolatedTemplate:
-    """A chat template that a process with limits renders."""
+    """A chat template rendered in a process with limits."""
 
     source: str
-    """As for ``ChatTemplate``."""
+    """Text of the template."""
     special: Mapping[str, str]
-    """As for ``ChatTemplate``."""
+    """Special tokens by role."""
     pool: TemplatePool
     field: str = "messages"
-    """The field that errors name: ``messages`` for a model's template, ``chat_template`` for a request's."""
+    """Request field named in errors: ``messages`` for a model's template, ``chat_template`` for a request's."""
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -149,22 +149,22 @@ class IsolatedTemplate:
 
     def start(self) -> None:
         """Start a process and compile the template there, so that the first chat does not wait for it."""
-        with suppress(PenstockError):  # it refuses this chat, or any
+        with suppress(PenstockError):  # the template may refuse this chat
             self.render([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a chat, see ``ChatTemplate.render``. Raises ``PenstockError`` (``invalid``) where it takes too long or
-        too much memory, too."""
+        """Render a chat; see ``ChatTemplate.render``. Exceeding the time or memory limit also raises ``PenstockError``
+        (``invalid``)."""
         return self._text(self.pool.render(self._request(messages, options)))
 
     async def render_async(
         self, messages: Sequence[Mapping[str, Any]], size: int, client: str, /, **options: Any
     ) -> str:
-        """As ``render``, without blocking the event loop.
+        """Like ``render``, without blocking the event loop.
 
         Args:
-            size: about how many characters the messages and options have.
-            client: whose chat it is; clients take turns.
+            size: approximate number of characters of the messages and options.
+            client: key of the client, for fair scheduling.
         """
         return self._text(await self.pool.render_async(self._request(messages, options), size, client))
 
@@ -173,18 +173,18 @@ class IsolatedTemplate:
 
     def _text(self, result: RenderResult) -> str:
         if result.exceeded:
-            reason = (
-                f"the chat template takes longer than {RENDER_TIME:g} seconds of processor time, "
+            message = (
+                f"the chat template needs more than {RENDER_TIME:g} seconds of processor time, "
                 f"or more than {MAX_MEMORY / 2**30:g} GiB of memory"
             )
-            raise invalid(self.field, reason, RENDER_TIME)
+            raise invalid(self.field, message, RENDER_TIME)
         if result.failure:
             raise PenstockError.of(result.failure)
         return result.text
 
 
 def encode(request: RenderRequest) -> bytes:
-    """Raises ``PenstockError`` (``invalid``) where a value cannot be sent."""
+    """Encode a request. Raises ``PenstockError`` (``invalid``) if it has a value that JSON cannot represent."""
     try:
         return msgspec.json.encode(request)
     except (UnicodeEncodeError, RecursionError, TypeError) as error:

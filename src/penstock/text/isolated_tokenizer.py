@@ -1,9 +1,9 @@
 """Tokenizer files read in a process with limits (``python -m penstock.text.isolated_tokenizer DESCRIPTOR``).
 
 Checkpoints are not trusted, and the ``tokenizers`` library has no limits: a small file can take all memory, or minutes.
-``check_tokenizer`` loads the files in another process before a serving process does, once for each content.
-``IsolatedTokenizer`` keeps the tokenizer in the other process: loading one with 150,000 tokens holds the GIL for half a
-second, which would delay the streams of other models.
+``check_tokenizer`` loads the files in another process before a serving process does; files that passed are not checked
+again. ``IsolatedTokenizer`` keeps the tokenizer in the other process: loading one with 150,000 tokens holds the GIL for
+half a second, which would delay the streams of other models.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .side_files import choose_template
 from .tokenizer import Tokenizer
 
 ENCODE_TIMEOUT = 30.0
-"""Seconds to encode one text."""
+"""Maximum time to encode one prompt, in seconds."""
 PROBES = (
     *(character * 4096 for character in "a 1\n-"),
     "a" * 4096 + "!",
@@ -44,9 +44,9 @@ PROBES = (
     "🙂" * 1024,
     "The river, it's 3.5 km; (x_1) -> `y`\n\n" * 50,
 )
-"""Texts that a tokenizer's regular expressions must process in time."""
+"""Texts that the tokenizer must encode within the limits (slow regular expressions fail)."""
 MAX_TEMPLATE_SIZE = 2**19
-"""Characters of a chat template."""
+"""Maximum number of characters of a chat template."""
 PROBE_MESSAGES = ({"role": "user", "content": "Hello!"},)
 PROBE_TOOLS = ({"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},)
 
@@ -55,9 +55,9 @@ class Limits(msgspec.Struct, frozen=True):
     """Limits for loading a tokenizer."""
 
     memory: int = 2 * 2**30
-    """Bytes of address space."""
+    """Address space in bytes."""
     cpu: float = 20.0
-    """Seconds of processor time; the limit on elapsed time is four times as long."""
+    """Processor time in seconds. The limit on elapsed time is four times this."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -67,11 +67,11 @@ class Load(msgspec.Struct, frozen=True):
     chat_template: str | None
     limits: Limits
     keep_running: bool
-    """Whether to encode texts after loading."""
+    """Encode texts after loading; if False, only check the files."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The reply: a failure, or with ``keep_running`` everything of the tokenizer but its encoding."""
+    """The reply: a failure, or, with ``keep_running``, the data that ``IsolatedTokenizer`` needs in this process."""
 
     failure: Failure | None = None
     json: str = ""
@@ -83,25 +83,25 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
-    """Load and try a checkpoint's tokenizer and chat template in another process.
+    """Load and test a checkpoint's tokenizer and chat template in another process.
 
-    Files that have passed are remembered by a hash of their content, which takes a few milliseconds the next time.
+    Files that passed are remembered by a hash of their content; the next check takes a few milliseconds.
 
-    Raises ``PenstockError`` (``invalid``) with one sentence where they cannot be used, or not within the limits.
+    Raises ``PenstockError`` (``invalid``) if they cannot be used within the limits.
     """
-    mark = _passed_marker(folder, chat_template)
+    marker = _passed_marker(folder, chat_template)
     with contextlib.suppress(OSError):
-        if mark.lstat().st_uid in (os.geteuid(), 0):
+        if marker.lstat().st_uid in (os.geteuid(), 0):
             return
     process, _ = _start(Load(str(folder), chat_template, limits or Limits(), keep_running=False))
     process.close()
     with contextlib.suppress(OSError):
-        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mark.touch()
+        marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker.touch()
 
 
 class IsolatedTokenizer(Tokenizer):
-    """A tokenizer that encodes in another process, which is restarted when it dies. Close it after use.
+    """A tokenizer that encodes in another process. The process is restarted if it dies; ``close`` ends it.
 
     Raises ``PenstockError`` (``invalid``) as ``check_tokenizer`` does.
     """
@@ -110,7 +110,7 @@ class IsolatedTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
         self._load = Load(str(folder), chat_template, limits or Limits(), keep_running=True)
-        self._use_template_of(folder, chat_template)
+        self._init_templates(folder, chat_template)
         self._lock = threading.Lock()
         self._process: IsolatedProcess | None
         self._process, self._loaded = _start(self._load)
@@ -130,14 +130,14 @@ class IsolatedTokenizer(Tokenizer):
             if self._process is None:
                 self._process, _ = _start(self._load)
             try:
-                return msgspec.msgpack.decode(self._process.ask(request, ENCODE_TIMEOUT), type=Encoded)
+                return msgspec.msgpack.decode(self._process.request(request, ENCODE_TIMEOUT), type=Encoded)
             except OSError as error:
                 self._process.close()
                 self._process = None
                 if isinstance(error, TimeoutError):
-                    message = f"this model's tokenizer takes longer than {ENCODE_TIMEOUT:g} seconds for it"
+                    message = f"this model's tokenizer takes longer than {ENCODE_TIMEOUT:g} seconds to encode it"
                     raise invalid("prompt", message, ENCODE_TIMEOUT) from error
-                message = "the tokenizer's process has ended, and is started again"
+                message = "the tokenizer process ended unexpectedly; it is restarted with the next request"
                 raise PenstockError(Code.UNAVAILABLE, message) from error
 
     def close(self) -> None:
@@ -166,11 +166,11 @@ class IsolatedTokenizer(Tokenizer):
 
 
 def _start(load: Load) -> tuple[IsolatedProcess, Loaded]:
-    """The other process after loading, and its reply. Raises ``PenstockError`` (``invalid``) where the files cannot be
-    used."""
+    """Start a process that loads the files, and return it with its reply. Raises ``PenstockError`` (``invalid``) if
+    the files cannot be used."""
     process = IsolatedProcess("penstock.text.isolated_tokenizer")
     try:
-        loaded = msgspec.msgpack.decode(process.ask(msgspec.msgpack.encode(load), 4 * load.limits.cpu), type=Loaded)
+        loaded = msgspec.msgpack.decode(process.request(msgspec.msgpack.encode(load), 4 * load.limits.cpu), type=Loaded)
         if loaded.failure:
             raise PenstockError.of(loaded.failure)
         return process, loaded
@@ -185,7 +185,7 @@ def _start(load: Load) -> tuple[IsolatedProcess, Loaded]:
 
 
 def _passed_marker(folder: Path, chat_template: str | None) -> Path:
-    """The file whose presence says that this content has passed."""
+    """Path of the marker file that exists if this content passed the check."""
     digest = hashlib.sha256(f"{tokenizers.__version__} {Limits()} {chat_template!r}".encode())
     for path in tokenizer_files.paths(folder):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -230,7 +230,7 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
         return None, Loaded(error.failure)
     except MemoryError:
         raise
-    except Exception as error:  # the library raises anything for a damaged file
+    except Exception as error:  # tokenizers can raise anything for a damaged file
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             raise
         message = f"{load.folder}: its tokenizer or chat template cannot be used: {error!r:.200}"
@@ -238,19 +238,19 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
 
 
 def _compiled(tokenizer: Tokenizer, tools: bool) -> ChatTemplate | None:
-    """The template for chats with or without tools; None where there is none. Raises ``PenstockError`` (``invalid``)
-    for one that is too long or does not compile."""
+    """The template for chats with or without tools, or None. Raises ``PenstockError`` (``invalid``) for one that is too
+    long or does not compile."""
     source = choose_template(tokenizer.templates, tools)
     if source is None:
         return None
     if len(source) > MAX_TEMPLATE_SIZE:
-        reason = f"has {len(source)} characters; {MAX_TEMPLATE_SIZE} are allowed"
-        raise invalid("chat_template", reason, MAX_TEMPLATE_SIZE)
+        message = f"has {len(source)} characters; the limit is {MAX_TEMPLATE_SIZE}"
+        raise invalid("chat_template", message, MAX_TEMPLATE_SIZE)
     return ChatTemplate(source, tokenizer.special)
 
 
 def _try_template(template: ChatTemplate, tools: Any) -> None:
-    """Render a probe conversation. The template may refuse it; running out of memory is an error."""
+    """Render a probe conversation. A template may refuse it, but must not run out of memory."""
     try:
         template.render(PROBE_MESSAGES, tools=tools)
     except PenstockError as error:

@@ -1,4 +1,4 @@
-"""Markers in streamed text: the end of a text that may be the beginning of a marker is held back."""
+"""Search for markers in streamed text. A suffix that may be the beginning of a marker is held back."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 
 class MarkerSplit(NamedTuple):
-    """A text, split at its first marker."""
+    """A text split at its first marker."""
 
     before: str
-    """Without the whitespace before the marker."""
+    """Text before the marker, without trailing whitespace."""
     gap: str
-    """The whitespace before the marker, which is not part of ``before``."""
+    """Whitespace between ``before`` and the marker."""
     marker: str | None
-    """None where the text has none."""
     rest: str
-    """What follows the marker; without one, the end of the text that is to be held back."""
+    """Text after the marker; without a marker, the suffix to hold back."""
 
 
 def split_at_marker(text: str, markers: Sequence[str], last: bool, space: str = string.whitespace) -> MarkerSplit:
@@ -25,8 +24,8 @@ def split_at_marker(text: str, markers: Sequence[str], last: bool, space: str = 
 
     Args:
         markers: none of them contains another.
-        last: whether the text is complete, so that nothing is held back.
-        space: characters that are removed before a marker.
+        last: the text is complete: nothing is held back.
+        space: characters removed before a marker.
     """
     matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if matches:
@@ -41,5 +40,5 @@ def split_at_marker(text: str, markers: Sequence[str], last: bool, space: str = 
 
 
 def partial_match_length(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that is a proper prefix of ``marker``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``marker``."""
     return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""A parsed answer: the assistant's message as parts, in the order in which the model wrote them."""
+"""A parsed answer: the assistant's message as parts, in generation order."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ TextKind = Literal["reasoning", "content"]
 
 @dataclass(slots=True)
 class ToolCall:
-    """A tool call; ``arguments`` grow while the model writes them."""
+    """A tool call. ``arguments`` grows while it is generated."""
 
     id: str = field(compare=False)
     name: str
     arguments: str = ""
-    """A JSON object; as the model wrote it, where it writes JSON."""
+    """JSON object; unmodified model output if the format is JSON."""
 
 
 @dataclass(slots=True)
 class TextPart:
-    """Reasoning, or content, between two parts of another kind."""
+    """Consecutive reasoning or content text."""
 
     kind: TextKind
     text: str
@@ -31,7 +31,7 @@ MessagePart = TextPart | ToolCall
 
 @dataclass(slots=True)
 class Message:
-    """The assistant's message so far. It only grows: at the end of its last part, or by further parts."""
+    """The assistant's message so far. Text is appended to its last part, or parts are appended."""
 
     parts: list[MessagePart] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Reasoning before an answer (``<think>…</think>``): its formats, and a parser that splits it off in a stream."""
+"""Reasoning before an answer (``<think>…</think>``): formats, and an incremental parser."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from .message import MessagePart, TextPart
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """How a family of models marks its reasoning."""
+    """How a model family marks its reasoning."""
 
     parsers: tuple[str, ...]
-    """Names of ``--reasoning-parser``, which are vLLM's."""
+    """Names for ``--reasoning-parser`` (those of vLLM)."""
     template_markers: tuple[str, ...]
-    """Texts by which the family's chat templates are recognized; all of them must be present."""
+    """Texts that identify the family's chat templates; all must be present."""
     start_marker: str = "<think>"
     end_marker: str = "</think>"
     answer_markers: tuple[str, ...] = ()
-    """Markers around the answer, which are removed."""
+    """Markers around the answer; they are removed."""
     implicit_start: bool = False
-    """Whether an answer begins with reasoning even without the start marker."""
+    """True if an answer begins with reasoning even without the start marker."""
     channels: bool = False
-    """Whether answers are in channels (``harmony``), of which the start marker begins the one with the reasoning."""
+    """True if answers are in channels (``harmony``); the start marker begins the reasoning channel."""
     begin: str = ""
-    """Text of the token that begins the reasoning, where the start marker is more than that; "" is the start marker."""
+    """Token that begins the reasoning if the start marker has several tokens; "": the start marker."""
     before_answer: str = "\n\n"
-    """Text that models write between the end marker and the answer."""
+    """Text between the end marker and the answer."""
     before_call: str = "\n\n"
-    """Likewise, and a tool call."""
+    """Text between the end marker and a tool call."""
 
 
 REASONING_FORMATS = (
@@ -88,13 +88,13 @@ REASONING_FORMATS = (
         parsers=("qwen3", "glm45", "glm47", "kimi_k2", "deepseek_v3", "mimo", "olmo3"), template_markers=("</think>",)
     ),
 )
-"""gpt-oss, whose answers are in channels; ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and
-V3.1, which may omit ``<think>``; Hunyuan, Command A, Seed-OSS, Granite 3 and Magistral with marks of their own;
-Qwen3 and all others that write ``<think>…</think>``, or whose prompts end with ``<think>``."""
+"""In this order: gpt-oss (channels); ERNIE 4.5 and X1 (answer in ``<response>``); DeepSeek R1 and V3.1 (may omit
+``<think>``); Hunyuan, Command A, Seed-OSS, Granite 3 and Magistral (special markers); Qwen3 and all others that write
+``<think>…</think>`` or whose prompts end with ``<think>``."""
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
-    """The format of a parser by name; ``auto`` is the one that the chat template has, None where it has none."""
+    """Find a format by parser name; ``auto`` recognizes it by the chat template. None if there is none."""
     if parser == "auto":
         recognized = (form for form in REASONING_FORMATS if all(text in template for text in form.template_markers))
         return next(recognized, None)
@@ -102,20 +102,19 @@ def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
 
 
 class ReasoningStage(Enum):
-    """Where the next text of an answer stands with respect to its reasoning. In the engine, ``ReasoningPhase`` is the
-    same for tokens."""
+    """Position of the next text relative to the reasoning. ``ReasoningPhase`` is the engine's equivalent for tokens."""
 
-    BEFORE = auto()  # the reasoning, or the answer without any, begins next
+    BEFORE = auto()  # the reasoning, or an answer without reasoning, begins next
     WITHIN = auto()
-    AFTER = auto()  # the reasoning has ended, or there is none
+    AFTER = auto()  # the reasoning has ended or is absent
 
 
 def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> ReasoningStage:
-    """The stage at which the answer to a prompt begins.
+    """Return the stage at which the answer to a prompt begins.
 
     Args:
-        prompt: the rendered prompt, or its end.
-        continued: text of the last message, where the answer continues it.
+        prompt: the rendered prompt, or the end of it.
+        continued: text of the last message if the answer continues it.
     """
     if continued:
         return (
@@ -135,7 +134,7 @@ class ReasoningParser:
     """Splits text into reasoning and answer, without the markers and the line breaks around them.
 
     Args:
-        continued: whether the answer continues a message, so that no start marker is expected.
+        continued: the answer continues a message, so that no start marker is expected.
     """
 
     def __init__(self, form: ReasoningFormat, stage: ReasoningStage, continued: bool = False) -> None:
@@ -143,19 +142,19 @@ class ReasoningParser:
         self._form = form
         self._held = ""
         self._expect_start = stage is not ReasoningStage.AFTER and not continued
-        """Whether the start marker may follow."""
+        """True if the start marker may follow."""
         self._skip_newlines = self._expect_start
-        """Whether line breaks are to be removed, as they follow a marker."""
+        """True after a marker: the line breaks after it are removed."""
         self.found = stage is ReasoningStage.WITHIN
-        """Whether there is reasoning."""
+        """True if reasoning has begun."""
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the reasoning has not ended."""
+        """True while reasoning is being generated."""
         return self.stage is ReasoningStage.WITHIN
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
-        """Parse a piece; returns the reasoning and the answer in it. With ``last`` nothing is held back any more."""
+        """Parse a chunk and return the reasoning and content in it. With ``last`` nothing is held back."""
         self._held += text
         if self._expect_start and not self._read_start(last):
             return []
@@ -170,7 +169,7 @@ class ReasoningParser:
         return [TextPart("reasoning", result.before), self._take_answer()]
 
     def _read_start(self, last: bool) -> bool:
-        """Look for the start marker. False where more text is needed."""
+        """Read the start marker, if present. Returns False if more text is needed."""
         start_marker, ahead = self._form.start_marker, self._held.lstrip()
         if not last and start_marker.startswith(ahead):
             return False

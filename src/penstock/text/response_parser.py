@@ -1,4 +1,4 @@
-"""Splits an answer's text into reasoning, content and tool calls while it is generated."""
+"""Incremental parser that splits an answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .tool_calls import HARMONY, Schemas, ToolCallFormat, ToolCallParser
 
 @dataclass(frozen=True)
 class ParserConfig:
-    """How to parse the answer to one prompt."""
+    """Settings for parsing the answer to one prompt."""
 
     reasoning: ReasoningFormat | None = None
     stage: ReasoningStage = ReasoningStage.AFTER
-    """Where the answer begins: before, within or after the reasoning."""
+    """Stage at which the answer begins."""
     continued: bool = False
-    """Whether the answer continues the last message (``continue_final_message``)."""
+    """True if the answer continues the last message (``continue_final_message``)."""
     tools: ToolCallFormat | None = None
     schemas: Schemas = field(default_factory=dict)
-    """Of the tools that may be called."""
+    """Argument schemas of the available tools."""
 
     @property
     def in_channels(self) -> bool:
-        """Whether the answer is in channels (``harmony``)."""
+        """True if the answer is in the Harmony format."""
         return self.tools is HARMONY or bool(self.reasoning and self.reasoning.channels)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that the parser needs to see, also where they are special tokens."""
+        """Texts that must be detokenized even if they are special tokens."""
         if self.in_channels:
             return HARMONY.marker_tokens
         reasoning = (self.reasoning.start_marker, self.reasoning.end_marker) if self.reasoning else ()
@@ -40,10 +40,10 @@ class ParserConfig:
 
 
 class ResponseParser:
-    """Parses one answer, given in pieces; ``message`` holds what is known so far and only grows.
+    """Parses one answer, given in chunks. ``message`` is the result so far.
 
     Args:
-        hidden: texts of special tokens that are removed from the content where they do not act as markers.
+        hidden: special tokens that are removed from the content unless they are markers.
     """
 
     def __init__(self, config: ParserConfig, hidden: Collection[str] = ()) -> None:
@@ -60,16 +60,16 @@ class ResponseParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the reasoning has begun."""
+        """True if reasoning has begun."""
         return self._reasoning is not None and self._reasoning.found
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the reasoning has not ended."""
+        """True while reasoning is being generated."""
         return self._reasoning is not None and self._reasoning.in_reasoning
 
     def add(self, text: str, last: bool = False) -> None:
-        """Parse a piece. With ``last`` nothing is held back any more."""
+        """Parse a chunk. With ``last`` nothing is held back."""
         parts: list[MessagePart] = [TextPart("content", text)]
         if self._reasoning:
             parts = self._reasoning.add(text, last)
@@ -86,7 +86,7 @@ class ResponseParser:
             self.message.add_text("content", self._marker_filter.flush())
 
     def _append(self, part: MessagePart) -> None:
-        """Append a part of the answer to the message; content passes through the marker filter."""
+        """Append a part to the message; content passes through the marker filter."""
         if isinstance(part, ToolCall):
             self.message.add_text("content", self._marker_filter.flush())
             self.message.parts.append(part)
@@ -103,10 +103,10 @@ class _MarkerFilter:
         self._markers = markers
         self._held = ""
         self._skip_newlines = False
-        """Whether a marker was just removed, so that line breaks are, too."""
+        """True after a marker: the line breaks after it are removed."""
 
     def add(self, text: str) -> str:
-        """Add a piece of content; returns what is certain to remain."""
+        """Filter a chunk of content, and return the text that is not held back."""
         if not self._markers:
             return text
         self._held += text
@@ -122,6 +122,6 @@ class _MarkerFilter:
             self._skip_newlines = True
 
     def flush(self) -> str:
-        """Text held back so far, returned where no marker can follow: a call begins, or the answer has ended."""
+        """Return the held-back text. Called when no marker can follow: at a tool call or at the end of the answer."""
         held, self._held, self._skip_newlines = self._held, "", False
         return held

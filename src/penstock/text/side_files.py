@@ -1,7 +1,7 @@
-"""A tokenizer's files besides its vocabulary: settings, special and added tokens, chat templates.
+"""A tokenizer's files other than its vocabulary: settings, special and added tokens, chat templates.
 
-They are read in the order of transformers. Old checkpoints have ``special_tokens_map.json`` and ``added_tokens.json``,
-which count where ``tokenizer_config.json`` has no ``added_tokens_decoder``.
+Precedence is that of transformers. ``special_tokens_map.json`` and ``added_tokens.json`` (old checkpoints) are used
+only if ``tokenizer_config.json`` has no ``added_tokens_decoder``.
 """
 
 from __future__ import annotations
@@ -25,42 +25,45 @@ TEMPLATES = "additional_chat_templates"
 """Folder of further templates, ``NAME.jinja``."""
 PROCESSOR_TEMPLATE = "chat_template.json"
 PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
-"""A checkpoint with one of these files has a processor, whose template comes before the tokenizer's."""
+"""A checkpoint with one of these files has a processor, whose template takes precedence over the tokenizer's."""
 MODEL_CONFIG = "config.json"
 NAMES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, TEMPLATE, PROCESSOR_TEMPLATE, *PROCESSOR_CONFIGS, MODEL_CONFIG)
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of templates: that of plain chats, and that of chats with tools."""
+"""Names of the templates for chats without and with tools."""
 MAX_BYTES = 128 * 2**20
-"""Maximum size of a vocabulary file; the largest known have 33 MB."""
+"""Maximum size of a vocabulary file in bytes; the largest known has 33 MB."""
 MAX_SIDE_BYTES = 16 * 2**20
-"""Maximum size of any other file."""
+"""Maximum size of any other file in bytes."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Roles whose tokens transformers adds before those of other roles, in this order."""
+"""Roles whose tokens transformers adds first, in this order."""
 LISTS = ("additional_special_tokens", "extra_special_tokens")
-"""Keys of special tokens without a role. The second one also holds an object of tokens by role."""
+"""Keys of special tokens without a role. The second may also hold an object of tokens by role."""
 
 
 class SideFiles(NamedTuple):
     """Contents of the side files."""
 
     config: dict[str, Any]
-    """``tokenizer_config.json``."""
+    """Content of ``tokenizer_config.json``."""
     special: dict[str, str]
-    """Special tokens by their role: ``bos_token``, ``image_token`` …"""
+    """Special tokens by role (``bos_token``, ``image_token``, ...)."""
     special_tokens: tuple[AddedToken, ...]
-    """All special tokens, with or without a role, in the order in which transformers adds them."""
+    """All special tokens, in the order in which transformers adds them."""
     added: dict[int, AddedToken]
     """Added tokens by id."""
     templates: dict[str, str]
     """Chat templates by name."""
     model_type: str
-    """``model_type`` of ``config.json``; empty where it is absent."""
+    """``model_type`` in ``config.json``; empty if absent."""
 
 
 def read_side_files(folder: Path) -> SideFiles:
-    """Raises ``PenstockError`` (``invalid``) for a file that is too large or not JSON, and ``AttributeError``,
-    ``KeyError``, ``TypeError`` or ``ValueError`` for a value of the wrong type."""
+    """Read the side files of a checkpoint.
+
+    Raises ``PenstockError`` (``invalid``) for a file that is too large or not JSON, and ``AttributeError``,
+    ``KeyError``, ``TypeError`` or ``ValueError`` for a value of the wrong type.
+    """
     config = read_object(folder / CONFIG)
     named = dict(config)
     declared = config.get("added_tokens_decoder")
@@ -68,10 +71,10 @@ def read_side_files(folder: Path) -> SideFiles:
         named |= read_object(folder / SPECIAL_TOKENS)
     by_role: dict[str, Any] = {}
     for role, token in named.items():
-        if not role.endswith("_token") or token is None or isinstance(token, bool):  # as add_bos_token
+        if not role.endswith("_token") or token is None or isinstance(token, bool):  # e.g. add_bos_token
             continue
         if not isinstance(token, str | Mapping):
-            raise TypeError(f"{role} must be text or an object, is {token!r:.50}")
+            raise TypeError(f"{role} must be a string or an object, not {token!r:.50}")
         if _content(token):
             by_role[role] = token
     extras: list[Any] = []
@@ -94,7 +97,7 @@ def read_side_files(folder: Path) -> SideFiles:
         }
     added = {int(token_id): _added_token(token) for token_id, token in declared.items()}
     if (last := max(added, default=0)) >= MAX_TOKENS:
-        raise invalid("tokenizer", f"{folder} has an added token of id {last}; {MAX_TOKENS} are allowed", MAX_TOKENS)
+        raise invalid("tokenizer", f"{folder} has an added token with id {last}; the limit is {MAX_TOKENS}", MAX_TOKENS)
     model_type = str(read_object(folder / MODEL_CONFIG).get("model_type") or "")
     return SideFiles(
         config, special, special_tokens, dict(sorted(added.items())), _templates(folder, config), model_type
@@ -102,24 +105,24 @@ def read_side_files(folder: Path) -> SideFiles:
 
 
 def side_paths(folder: Path) -> list[Path]:
-    """The files that ``read_side_files`` reads, those that exist."""
+    """The existing files that ``read_side_files`` reads."""
     paths = [folder / name for name in NAMES] + _additional(folder)
     return [path for path in paths if path.is_file()]
 
 
 def read(path: Path) -> bytes:
-    """Read a file. Raises ``PenstockError`` (``invalid``) where it cannot be read, or exceeds its maximum size."""
+    """Read a file. Raises ``PenstockError`` (``invalid``) if it cannot be read or exceeds its maximum size."""
     limit = MAX_SIDE_BYTES if path.name in NAMES or path.suffix == ".jinja" else MAX_BYTES
     try:
         if (size := path.stat().st_size) > limit:
-            raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; {limit // 2**20} MiB are allowed", limit)
+            raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; the limit is {limit // 2**20} MiB", limit)
         return path.read_bytes()
     except OSError as error:
         raise invalid("tokenizer", f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is missing. Raises ``PenstockError`` (``invalid``) where it is none."""
+    """Read a JSON object; empty if the file is missing. Raises ``PenstockError`` (``invalid``) for other content."""
     if not path.is_file():
         return {}
     try:
@@ -128,17 +131,17 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict):
-        raise invalid("tokenizer", f"{path} does not hold an object")
+        raise invalid("tokenizer", f"{path} is not a JSON object")
     return result
 
 
 def choose_template(templates: Mapping[str, str], tools: bool) -> str | None:
-    """The template of a chat with or without tools; None where there is none."""
+    """Return the template for chats with or without tools, or None."""
     return templates.get(TOOL_USE if tools and TOOL_USE in templates else DEFAULT)
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates of the first source that has any; a default that it lacks is that of the next."""
+    """The templates of the first source that has any; a missing default template is taken from the next source."""
     named = config.get("chat_template") or {}
     if isinstance(named, str):
         named = {DEFAULT: named}
@@ -172,7 +175,7 @@ def _content(token: str | Mapping[str, Any]) -> str:
 
 
 def _added_token(token: str | Mapping[str, Any], **flags: bool) -> AddedToken:
-    """A token with the flags of its object, and with given ones instead."""
+    """A token with the flags of its object; ``flags`` override them."""
     if isinstance(token, Mapping):
         flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token} | flags
     return AddedToken(_content(token), **flags)

@@ -10,15 +10,18 @@ from .markers import partial_match_length
 
 class StopResult(NamedTuple):
     text: str
-    """Text to pass on."""
+    """Text that can be streamed now."""
     stop: str | None
-    """The stop string that was found."""
+    """The stop string that was found, if any."""
 
 
 class StopStrings:
     """Ends a text at the first stop string.
 
-    The end of the text that may be the beginning of a stop string is held back, so that no part of one is streamed.
+    A suffix that may be the beginning of a stop string is held back, so that no part of a stop string is streamed.
+
+    Args:
+        include: keep the stop string in the text.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -27,13 +30,13 @@ class StopStrings:
         self._held_back = ""
 
     def add(self, text: str, last: bool = False) -> StopResult:
-        """Process a piece. With ``last`` nothing is held back any more."""
+        """Process a chunk. With ``last`` nothing is held back."""
         text, self._held_back = self._held_back + text, ""
         if not self._stops:
             return StopResult(text, None)
         matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
-            # The one that ends first, so that the result does not depend on the pieces; of several, the longest.
+            # The match that ends first, so that the result does not depend on the chunks; among these the longest.
             at, stop = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
             return StopResult(text[: at + len(stop)] if self._include else text[:at], stop)
         if not last:
@@ -42,6 +45,6 @@ class StopStrings:
         return StopResult(text, None)
 
     def skip(self, text: str) -> str:
-        """Pass a piece on without looking for stop strings, as before ``min_tokens``."""
+        """Return a chunk without checking for stop strings (used before ``min_tokens`` is reached)."""
         text, self._held_back = self._held_back + text, ""
         return text

@@ -1,7 +1,8 @@
 """Chat templates rendered in a process with limits (``python -m penstock.text.template_process DESCRIPTOR``).
 
-The sandbox of Jinja limits access, not computation. Here a timer interrupts a template after its processor time, and
-the address space is limited. The process goes on after both, unless much memory has been used.
+Jinja's sandbox limits access, not computation. Here a timer interrupts a template that exceeds its processor time, and
+the address space is limited. The process continues after a timeout; it ends after running out of memory, or when it has
+used ``RECYCLED_MEMORY``.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from .chat_template import ChatTemplate
 from .isolated_process import receive, send
 
 MAX_MEMORY = 2**30
-"""Bytes of address space."""
+"""Maximum address space in bytes."""
 RECYCLED_MEMORY = 2**28
-"""Bytes of resident memory after which a process ends with its reply."""
+"""Resident memory in bytes above which the process ends after its reply."""
 MAX_RENDERED = 2**26
-"""Characters of a rendered prompt."""
+"""Maximum number of characters of a rendered prompt."""
 MAX_COMPILED = 16
-"""Compiled templates that are kept."""
+"""Number of compiled templates that are cached."""
 INTERRUPT_AGAIN = 0.05
-"""Seconds of processor time after which a template that has gone on is interrupted again."""
+"""Processor time between further interrupts of a template that continues, in seconds."""
 
 
 class RenderRequest(msgspec.Struct):
-    """A request."""
+    """A request to the process."""
 
     source: str
     special: dict[str, str]
@@ -45,22 +46,23 @@ class RenderRequest(msgspec.Struct):
     options: dict[str, Any]
     """Keyword arguments of ``ChatTemplate.render``."""
     cpu_time: float
-    """Seconds of processor time, compilation included."""
+    """Processor time limit in seconds, compilation included."""
 
 
 class RenderResult(msgspec.Struct, omit_defaults=True):
-    """A reply: the text, or why there is none."""
+    """A reply: the rendered text, or the reason why rendering failed."""
 
     text: str = ""
     failure: Failure | None = None
     exceeded: bool = False
-    """Time or memory was not enough."""
+    """The time or memory limit was exceeded."""
     last: bool = False
-    """The process ends."""
+    """The process ends after this reply."""
 
 
-class _TimeOver(BaseException):
-    """Raised in a template whose processor time is over. No ``except Exception`` catches it."""
+class _TimeLimitExceeded(BaseException):
+    """Raised in a template whose processor time is exceeded. A ``BaseException``, so that ``except Exception`` does not
+    catch it."""
 
 
 @lru_cache(MAX_COMPILED)
@@ -73,7 +75,7 @@ def _render(request: RenderRequest) -> RenderResult:
         template = _compiled(request.source, tuple(request.special.items()))
         text = template.render(request.messages, **request.options)
         if len(text) > MAX_RENDERED:
-            raise invalid("chat_template", f"renders more than {MAX_RENDERED} characters", MAX_RENDERED)
+            raise invalid("chat_template", f"renders {len(text)} characters; the limit is {MAX_RENDERED}", MAX_RENDERED)
         text.encode()
     except PenstockError as error:
         if isinstance(error.__cause__, MemoryError):
@@ -87,7 +89,7 @@ def _render(request: RenderRequest) -> RenderResult:
 
 
 def _interrupt(_: int, __: FrameType | None) -> None:
-    raise _TimeOver
+    raise _TimeLimitExceeded
 
 
 def _reply(message: bytes) -> RenderResult:
@@ -98,7 +100,7 @@ def _reply(message: bytes) -> RenderResult:
             return _render(request)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except _TimeOver:
+    except _TimeLimitExceeded:
         return RenderResult(exceeded=True)
     except MemoryError:
         return RenderResult(exceeded=True, last=True)
@@ -107,7 +109,10 @@ def _reply(message: bytes) -> RenderResult:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGPROF, _interrupt)
-    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(OSError):  # the parent has closed
+    with (
+        socket.socket(fileno=int(sys.argv[1])) as connection,
+        contextlib.suppress(OSError),
+    ):  # parent closed it
         while True:
             reply = _reply(receive(connection))
             reply.last |= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > RECYCLED_MEMORY

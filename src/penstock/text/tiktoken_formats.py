@@ -1,4 +1,4 @@
-"""How models split text whose vocabulary is a tiktoken file: the file does not contain the pattern."""
+"""Pre-tokenizer patterns and special tokens of models with a tiktoken file, which does not contain them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ GPT4 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
-"""Each digit separately."""
+"""Like GPT-4, with each digit separate."""
 QWEN3_5 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Combining marks belong to words."""
+"""Like Qwen2, with combining marks as part of words."""
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT4O = (
@@ -26,29 +26,29 @@ GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Words are also split before capitals, and keep their contraction ("don't" is one word)."""
+"""Words are also split before capitals and include their contraction ("don't" is one word)."""
 _NO_HAN = r"&&[^\p{Han}]"
 KIMI = (
     rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]*[{_LOWER}{_NO_HAN}]+{_CONTRACTION}"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]+[{_LOWER}{_NO_HAN}]*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""As GPT-4o, and Chinese characters separately from other letters."""
+"""Like GPT-4o, with Chinese characters split from other letters."""
 
 
 class TiktokenFormat(NamedTuple):
-    """Settings of a tiktoken tokenizer besides its ranks."""
+    """Settings of a tiktoken tokenizer other than its ranks."""
 
     pattern: str
-    """Regular expression of the parts that are encoded separately."""
+    """Regular expression that matches the parts to encode separately."""
     nfc: bool = False
-    """Texts are normalized to NFC first."""
+    """Normalize texts to NFC first."""
     special: tuple[str, ...] = ()
-    """Special tokens after the last rank, where ``tokenizer_config.json`` has none."""
+    """Special tokens after the last rank, used if ``tokenizer_config.json`` has none."""
     placeholder: str = "<|unused_{}|>"
-    """Name of an id between the known tokens."""
+    """Token for an unused id, with ``{}`` for the id."""
     prefix: tuple[str, ...] = ()
-    """Tokens before each text, where ``tokenizer_config.json`` does not say (``add_bos_token``)."""
+    """Tokens before each text, used if ``tokenizer_config.json`` has no ``add_bos_token``."""
 
 
 _KIMI = TiktokenFormat(KIMI, placeholder="<|reserved_token_{}|>")
@@ -93,7 +93,7 @@ BY_CLASS = {
     "GPT2Tokenizer": _GPT2,
     "GPT2TokenizerFast": _GPT2,
 }
-"""By the tokenizer's class (``auto_map`` or ``tokenizer_class`` of ``tokenizer_config.json``)."""
+"""Format by tokenizer class (``auto_map`` or ``tokenizer_class`` in ``tokenizer_config.json``)."""
 BY_MODEL_TYPE = {
     **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "kimi_vl"), _KIMI),
     **dict.fromkeys(("llama", "mllama"), _LLAMA3),
@@ -105,7 +105,7 @@ BY_MODEL_TYPE = {
     "phi3small": _GPT4,
     "gpt2": _GPT2,
 }
-"""By ``model_type`` of ``config.json``, where the class is a general one."""
+"""Format by ``model_type`` in ``config.json``, used if the class is not in ``BY_CLASS``."""
 BY_FILE = {
     "qwen.tiktoken": _QWEN,
     "hy.tiktoken": _HUNYUAN,
@@ -113,18 +113,18 @@ BY_FILE = {
     "o200k_base.tiktoken": _GPT4O,
     **dict.fromkeys(("gpt2.tiktoken", "r50k_base.tiktoken", "p50k_base.tiktoken"), _GPT2),
 }
-"""By the file's name."""
+"""Format by file name."""
 
 
 def tiktoken_format(config: Mapping[str, Any], model_type: str, file_name: str) -> TiktokenFormat:
-    """The format of a model's tiktoken file, by the most specific statement of its files.
+    """Find the format of a model's tiktoken file: by tokenizer class, then model type, then file name.
 
     Args:
         config: ``tokenizer_config.json``.
-        model_type: of ``config.json``; empty where it is absent.
+        model_type: ``model_type`` in ``config.json``; empty if absent.
 
-    Raises ``PenstockError`` (``unsupported``) for an unknown model: another pattern would give other tokens than the
-    model was trained with.
+    Raises ``PenstockError`` (``unsupported``) for an unknown model: a wrong pattern would give tokens that the model
+    was not trained with.
     """
     classes = [_mapped_class(config), str(config.get("tokenizer_class") or "")]
     named = ((BY_CLASS, name) for name in classes)
@@ -143,7 +143,7 @@ def tiktoken_format(config: Mapping[str, Any], model_type: str, file_name: str) 
 
 
 def _mapped_class(config: Mapping[str, Any]) -> str:
-    """The class that ``auto_map`` names (``module.Class``, a list of slow and fast, or a dictionary of these)."""
+    """Class name in ``auto_map`` (``module.Class``, a list of slow and fast class, or a dictionary of these)."""
     mapped = config.get("auto_map")
     if isinstance(mapped, Mapping):
         mapped = mapped.get("AutoTokenizer")

@@ -25,41 +25,41 @@ class Tokenizer:
 
     Args:
         folder: the checkpoint.
-        chat_template: a template to use instead of the checkpoint's, for all chats.
+        chat_template: template used for all chats instead of the checkpoint's.
 
-    Raises ``PenstockError`` (``invalid``) where a file is missing or cannot be read.
+    Raises ``PenstockError`` (``invalid``) if a file is missing or cannot be read.
     """
 
     isolated = False
-    """Whether another process encodes."""
+    """True if encoding runs in another process."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        self._use_template_of(folder, chat_template)
-        self._spelled: dict[int, str] = {}
+        self._init_templates(folder, chat_template)
+        self._decoded: dict[int, str] = {}
         try:
             side_files = read_side_files(folder)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             message = (
-                f"{folder}: {CONFIG}, another file of the tokenizer, or a chat template has a value of a wrong type"
+                f"{folder}: {CONFIG}, another file of the tokenizer, or a chat template has a value of the wrong type"
             )
             raise invalid("tokenizer", f"{message}: {error!r:.200}") from error
         self._tokenizer, self.special = tokenizer_files.load(folder, side_files)
-        """Special tokens by their role, ``bos_token`` and so on."""
+        """Special tokens by role (``bos_token``, ...)."""
         self.templates = {DEFAULT: chat_template} if chat_template else side_files.templates
         """Chat templates by name."""
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.info = side_files.config | {"chat_template": self.template_source}
-        """``tokenizer_config.json``, with the chat template that is used."""
+        """Content of ``tokenizer_config.json``, with the chat template in use."""
 
-    def _use_template_of(self, folder: Path, chat_template: str | None) -> None:
+    def _init_templates(self, folder: Path, chat_template: str | None) -> None:
         self._trusted = not chat_template and folder in (demo.CHAT, demo.DRAFT)
         self._pool = TemplatePool()
-        self._chosen: dict[bool, ChatTemplate | IsolatedTemplate] = {}
-        """The chat templates for chats with and without tools that have been used."""
+        self._compiled: dict[bool, ChatTemplate | IsolatedTemplate] = {}
+        """Chat templates in use, by whether the chat has tools."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
+        """Encode a text to token ids. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
         if not isinstance(text, str):
             raise invalid("prompt", f"is not valid text: {type(text).__name__}")
         try:  # encode_batch_fast releases the GIL, unlike encode
@@ -68,22 +68,22 @@ class Tokenizer:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def encode_texts(self, texts: Texts) -> Encoded:
-        """Encode a pair of texts, or a text within a limit, of which special tokens are kept. Raises as ``encode``."""
+        """Encode a text or a pair of texts, truncated as ``Texts`` requests. Raises as ``encode``."""
         try:
             return encode_texts(self._tokenizer, texts)
         except TypeError as error:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def close(self) -> None:
-        """End the processes that encode and that render templates, where there are any."""
+        """End the processes that encode and render templates, if any."""
         self._pool.close()
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of a complete sequence; ``detokenizer`` decodes one that grows, to the same text."""
+        """Decode a complete sequence. ``detokenizer`` decodes a growing one, to the same text."""
         return self.detokenizer(skip_special_tokens).add(token_ids, last=True)
 
     def detokenizer(self, skip_special_tokens: bool = True, kept: Collection[str] = ()) -> Detokenizer:
-        """A detokenizer for one sequence.
+        """Return a detokenizer for one sequence.
 
         Args:
             kept: special tokens that are not skipped.
@@ -93,14 +93,14 @@ class Tokenizer:
         return Detokenizer(self.vocabulary, self.special_ids - {self.token_to_id(token) for token in kept})
 
     def to_json(self) -> str:
-        """The tokenizer as ``tokenizer.json``, whatever file it was read from."""
+        """The content of a ``tokenizer.json`` for this tokenizer, whatever file it was read from."""
         return str(self._tokenizer.to_str())
 
     def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str:
-        """The token as the tokenizer's file spells it; empty for an unknown id."""
+        """The token as written in the vocabulary; empty for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     @cached_property
@@ -115,41 +115,43 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The text of the chat template for chats without tools; None where there is none."""
+        """Source of the chat template for chats without tools, or None."""
         return choose_template(self.templates, tools=False)
 
     @property
     def template(self) -> ChatTemplate | IsolatedTemplate:
-        """The chat template for chats without tools. Raises ``PenstockError`` (``invalid``) where there is none."""
+        """The chat template for chats without tools. Raises ``PenstockError`` (``invalid``) if there is none."""
         return self.template_for(tools=False)
 
     def template_for(self, tools: bool) -> ChatTemplate | IsolatedTemplate:
-        """The chat template for chats with or without tools, rendered in a process with limits unless it is the
-        built-in model's.
+        """The chat template for chats with or without tools.
 
-        Raises ``PenstockError`` (``invalid``) where there is none.
+        It is rendered in a process with time and memory limits, except for the built-in models.
+
+        Raises ``PenstockError`` (``invalid``) if there is none.
         """
-        if tools in self._chosen:
-            return self._chosen[tools]
+        if tools in self._compiled:
+            return self._compiled[tools]
         source = choose_template(self.templates, tools)
         if source is None:
-            names = f", only others: {', '.join(self.templates)}"[:200] if self.templates else ""
-            raise invalid("chat_template", f"this model has none{names}: name one, or use plain completions")
-        if (other := self._chosen.get(not tools)) and source == choose_template(self.templates, not tools):
-            self._chosen[tools] = other
+            names = f" (only {', '.join(self.templates)})"[:200] if self.templates else ""
+            message = f"this model has no default template{names}: pass a template, or use plain completions"
+            raise invalid("chat_template", message)
+        if (other := self._compiled.get(not tools)) and source == choose_template(self.templates, not tools):
+            self._compiled[tools] = other
         elif self._trusted:
-            self._chosen[tools] = ChatTemplate(source, self.special)
+            self._compiled[tools] = ChatTemplate(source, self.special)
         else:
-            self._chosen[tools] = IsolatedTemplate(source, self.special, self._pool)
-        return self._chosen[tools]
+            self._compiled[tools] = IsolatedTemplate(source, self.special, self._pool)
+        return self._compiled[tools]
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token, with U+FFFD for incomplete characters; empty for an unknown id."""
-        if (text := self._spelled.get(token_id)) is None:
+        if (text := self._decoded.get(token_id)) is None:
             text = self.vocabulary[token_id].decode("utf-8", "replace") if token_id < len(self.vocabulary) else ""
-            self._spelled[token_id] = text
+            self._decoded[token_id] = text
         return text
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a chat, see ``ChatTemplate.render``."""
+        """Render a chat; see ``ChatTemplate.render``."""
         return self.template_for(tools=options.get("tools") is not None).render(messages, **options)

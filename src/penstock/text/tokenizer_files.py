@@ -1,4 +1,4 @@
-"""Loading a checkpoint's tokenizer from whichever file holds its vocabulary."""
+"""Loading a checkpoint's tokenizer from the vocabulary file that it has."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
 class Loaded(NamedTuple):
-    """A tokenizer, and its special tokens by role."""
+    """A tokenizer and its special tokens by role."""
 
     tokenizer: Tokenizer
     special: dict[str, str]
 
 
 def load(folder: Path, side_files: SideFiles) -> Loaded:
-    """Load ``tokenizer.json``, or else a SentencePiece model, a tiktoken file, ``tekken.json``, ``vocab.json`` with
-    ``merges.txt``, or BERT's ``vocab.txt``.
+    """Load the first file found of ``tokenizer.json``, a SentencePiece model, a tiktoken file, ``tekken.json``,
+    ``vocab.json`` with ``merges.txt``, and BERT's ``vocab.txt``.
 
-    Raises ``PenstockError``: ``invalid`` where there is none, or one that cannot be read, and ``unsupported`` where the
-    files do not say how texts are split.
+    Raises ``PenstockError``: ``invalid`` if there is no such file or it cannot be read, ``unsupported`` if the
+    pre-tokenizer is unknown.
     """
     path, *others = _vocabulary_files(folder)
     try:
         return _load(path, others, side_files)
     except (PenstockError, MemoryError):
         raise
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # tokenizers raises plain Exception
         raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
 
 
 def paths(folder: Path) -> list[Path]:
-    """The files of a tokenizer. Raises ``PenstockError`` (``invalid``) where it has no vocabulary."""
+    """All files of a tokenizer. Raises ``PenstockError`` (``invalid``) if there is no vocabulary file."""
     return [*_vocabulary_files(folder), *side_paths(folder)]
 
 
@@ -89,13 +89,13 @@ def _load(path: Path, others: list[Path], side_files: SideFiles) -> Loaded:
 
 
 def _without_normalization(token: AddedToken) -> AddedToken:
-    """The token as one that is found in a text before spaces are replaced."""
+    """Return the token with ``normalized=False``: it is matched before spaces are replaced."""
     flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "special")}
     return AddedToken(token.content, normalized=False, **flags)
 
 
 def _vocabulary_files(folder: Path) -> list[Path]:
-    """The file of the vocabulary, and those that belong to it."""
+    """The vocabulary file, followed by ``merges.txt`` for ``vocab.json``."""
     tiktoken = sorted((*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")))
     for path in (folder / FULL, folder / SENTENCEPIECE, *tiktoken, folder / TEKKEN):
         if path.is_file():
@@ -114,11 +114,11 @@ def _vocabulary_files(folder: Path) -> list[Path]:
 def _add_tokens(
     tokenizer: Tokenizer, added: Mapping[int, AddedToken], placeholder: str, special: Collection[str]
 ) -> None:
-    """Add tokens under their ids. A token whose id the vocabulary gives to another one is left out.
+    """Add tokens with their ids. A token whose id already belongs to another token is ignored.
 
     Args:
-        placeholder: name of an id between the known tokens, with ``{}`` for the id.
-        special: tokens with a role, which are special ones whatever their flag says.
+        placeholder: token for each unused id in between, with ``{}`` for the id.
+        special: tokens that are special whatever their flag says, because they have a role.
     """
     known = tokenizer.get_added_tokens_decoder()
     for token_id, token in added.items():
@@ -132,12 +132,12 @@ def _add_tokens(
 
 
 def _add_special(tokenizer: Tokenizer, named: Iterable[AddedToken], defaults: Iterable[str]) -> None:
-    """Make tokens special ones: they are found in texts, and are skipped in answers.
+    """Make tokens special: they are matched as a whole in prompts and skipped in answers.
 
     Args:
-        named: tokens that the files name; those outside the vocabulary get the next ids, as in transformers. The engine
-            refuses a prompt with an id that the model has no embedding for.
-        defaults: tokens that are left out where the vocabulary does not have them.
+        named: tokens named by the files. Those missing from the vocabulary get the next ids, as in transformers; the
+            engine rejects a prompt with an id that the model has no embedding for.
+        defaults: tokens that are ignored if the vocabulary lacks them.
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     usual = (AddedToken(token, special=True) for token in defaults if tokenizer.token_to_id(token) is not None)
@@ -151,10 +151,10 @@ def _add_special(tokenizer: Tokenizer, named: Iterable[AddedToken], defaults: It
 def _add_bounds(
     tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], bos: tuple[str, ...]
 ) -> None:
-    """Let encoding put special tokens before and after a text.
+    """Add the post-processor that puts special tokens before and after a text.
 
     Args:
-        bos: tokens before a text where ``add_bos_token`` is absent.
+        bos: tokens before a text if ``add_bos_token`` is absent.
     """
     before: Sequence[str] = bos
     if "add_bos_token" in config:

@@ -1,4 +1,4 @@
-"""The vocabulary as bytes: what each token adds to the text."""
+"""The vocabulary as bytes: the bytes that each token adds to the text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 MAX_TOKENS = 2**22
-"""Maximum size of a vocabulary; the largest known have 262,144."""
+"""Maximum vocabulary size; the largest known has 262,144 tokens."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-SPACE = "\u2581"  # how SentencePiece writes a space
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 Step = Callable[[str], str | bytes]
 
 
@@ -24,29 +24,30 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each token id; empty for ids without a token.
 
     A text is the concatenation of its tokens' bytes, decoded as UTF-8. Added tokens pass through the decoder like all
-    others, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Steps that depend on a token's position in the
-    text are not applied: a text keeps the space that encoding puts before it (SentencePiece), and the one before its
-    first word (WordPiece).
+    others, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Decoder steps that depend on a token's position
+    in the text are not applied: a text keeps the leading space that encoding adds (SentencePiece), and the space before
+    its first word (WordPiece).
 
-    Raises ``PenstockError``: ``unsupported`` for a decoder whose tokens have no fixed bytes, ``invalid`` for a huge id.
+    Raises ``PenstockError``: ``unsupported`` for a decoder whose tokens have no fixed bytes, ``invalid`` for an id of
+    ``MAX_TOKENS`` or more.
     """
     steps = _token_steps(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else [_word]
     tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokens |= {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     if (last := max(tokens, default=-1)) >= MAX_TOKENS:
-        raise invalid("tokenizer", f"it has a token of id {last}; {MAX_TOKENS} are allowed", MAX_TOKENS)
-    spelled = [b""] * (last + 1)
+        raise invalid("tokenizer", f"has a token with id {last}; the limit is {MAX_TOKENS}", MAX_TOKENS)
+    result = [b""] * (last + 1)
     for token_id, token in tokens.items():
         text: str | bytes = token
         for step in steps:
             if isinstance(text, str):
                 text = step(text)
-        spelled[token_id] = text if isinstance(text, bytes) else text.encode()
-    return spelled
+        result[token_id] = text if isinstance(text, bytes) else text.encode()
+    return result
 
 
 def _token_steps(decoder: Mapping[str, Any]) -> list[Step]:
-    """The steps that a decoder applies to each token. A step returns text, or bytes, which no further step changes.
+    """The steps that a decoder applies to each token. A step returns text, or final bytes.
 
     Raises ``PenstockError`` (``unsupported``) for a decoder that is unknown or does not treat tokens separately.
     """
@@ -68,17 +69,17 @@ def _token_steps(decoder: Mapping[str, Any]) -> list[Step]:
             steps.append(partial(_strip, part["content"], part["start"], part["stop"]))
         elif kind == "Fuse":
             fused = True
-        elif kind != "Strip":  # after Fuse, it concerns the ends of the text only
+        elif kind != "Strip":  # after Fuse, Strip applies only to the ends of the text
             raise PenstockError(
                 Code.UNSUPPORTED,
-                f"the tokenizer decodes with {kind}, which is not supported here; supported are ByteLevel, Metaspace, "
-                "ByteFallback, Replace of a string, Strip, Fuse and WordPiece",
+                f"the tokenizer's decoder {kind} is not supported; supported are ByteLevel, Metaspace, ByteFallback, "
+                "Replace of a string, Strip, Fuse and WordPiece",
             )
     return steps
 
 
 def _flattened(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The parts of a decoder in order, without sequences."""
+    """The steps of a decoder in order, with nested sequences flattened."""
     if decoder["type"] != "Sequence":
         yield decoder
     for inner in decoder.get("decoders", ()):
@@ -86,7 +87,7 @@ def _flattened(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _byte_level(token: str) -> str | bytes:
-    """The bytes of a token in GPT-2's alphabet; a token with other characters is text."""
+    """The bytes of a token in GPT-2's byte alphabet; a token with other characters is encoded as UTF-8."""
     try:
         return token.translate(BYTE_LEVEL).encode("latin-1")
     except UnicodeEncodeError:
@@ -107,7 +108,7 @@ def _word_piece(prefix: str, token: str) -> str:
 
 
 def _word(token: str) -> str:
-    """A token of a tokenizer without a decoder, which joins tokens with spaces."""
+    """Without a decoder, tokens are joined with spaces."""
     return f" {token}"
 
 
@@ -120,11 +121,11 @@ def _strip(content: str, start: int, stop: int, token: str) -> str:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable characters stand for themselves, the other bytes for those from U+0100 on."""
+    """GPT-2's byte alphabet: printable characters map to themselves, the other bytes to characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 BYTE_LEVEL = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in byte_alphabet().items()}
-"""Translation of GPT-2's alphabet to Latin-1, and of other characters to one that Latin-1 does not have."""
+"""Translation table: GPT-2's byte alphabet to Latin-1; other Latin-1 characters to U+FFFF, which cannot be encoded."""

@@ -52,7 +52,7 @@ class Span:
         return carrier
 
     @property
-    def log_facts(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, str]:
         """What lines of the log that belong to the span name."""
         context = self._span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}

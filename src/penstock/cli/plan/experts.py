@@ -14,7 +14,7 @@ from penstock.core.expert_placement import (
     ExpertLoadReport,
     ExpertPlacement,
     balancedness,
-    neighbours,
+    contiguous_placement,
     plan,
     rank_loads,
     read_load,
@@ -71,7 +71,7 @@ def _write(path: Path, placement: ExpertPlacement) -> None:
 def _row(report: ExpertLoadReport, placement: ExpertPlacement, layer: int, ranks: int) -> dict[str, Any]:
     """Facts of a layer, by name."""
     load, placed = report.layers[layer], placement.layers[layer]
-    before, after = rank_loads(load, neighbours(len(load), ranks)), rank_loads(load, placed)
+    before, after = rank_loads(load, contiguous_placement(len(load), ranks)), rank_loads(load, placed)
     busiest = max(range(len(load)), key=load.__getitem__)
     replicas = [sum(expert in own for own in placed) for expert in range(len(load))]
     return {
@@ -90,7 +90,7 @@ def _row(report: ExpertLoadReport, placement: ExpertPlacement, layer: int, ranks
 def _print_table(rows: list[dict[str, Any]], ranks: int, redundant: int) -> None:
     words = f", {redundant} redundant experts a layer" if redundant else ""
     print(f"Balance of {ranks} ranks, mean over maximum of their tokens{words}")
-    print(f"{'layer':>5} {'tokens':>12} {'busiest expert':>20} {'neighbours':>11} {'planned':>8}  replicated")
+    print(f"{'layer':>5} {'tokens':>12} {'busiest expert':>20} {'contiguous':>11} {'planned':>8}  replicated")
     for row in rows:
         busiest = f"{row['busiest_expert']} ({row['busiest_expert_of_mean']:.1f} x mean)"
         numbers = f"{row['balance_before']:>11.2f} {row['balance_after']:>8.2f}"
@@ -110,7 +110,7 @@ def _print_bars(row: dict[str, Any]) -> None:
     before, after = row["ranks_before"], row["ranks_after"]
     most = max(*before, *after, 1)
     print(f"\nLayer {row['layer']}, the least even one: tokens of each rank")
-    print(f"{'rank':>5}  {'neighbours':<{BAR + 12}}  planned")
+    print(f"{'rank':>5}  {'contiguous':<{BAR + 12}}  planned")
     for rank, pair in enumerate(zip(before, after, strict=True)):
         left, right = (f"{_bar(count / most)} {count:>11,}" for count in pair)
         print(f"{rank:>5}  {left}  {right}")

@@ -1,7 +1,7 @@
-"""Profiles: another system's flags, environment variables, defaults and metrics, translated to ours.
+"""Profiles: translation of another system's flags, environment variables, defaults and metrics to Penstock's.
 
-A profile is a table in a module of its own, selected with ``--compat`` or by the system's own command. It handles
-values as text; the settings that they become check them.
+A profile is a table in a separate module, selected with ``--compat`` or by the system's command. It translates values
+as text; the resulting settings validate them.
 """
 
 from __future__ import annotations
@@ -21,80 +21,80 @@ NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton", "vllm")
 Settings = Iterator[tuple[str, Any, str]]
 """Triples of setting, value, and source (flag, variable or file)."""
 KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)\Z|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?\Z")
-"""Variables that Kubernetes sets for each service, such as ``VLLM_SERVICE_HOST`` for one called vllm."""
+"""Variables that Kubernetes sets for each service, such as ``VLLM_SERVICE_HOST`` for a service called vllm."""
 SECURITY = re.compile(
     r"(\A|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?|AUTH|SSL|TLS|CERTS?|ALLOW|ALLOWED|ORIGINS?|CORS|INSECURE"
     r"|TRUST|RESTRICT(ED)?|PLUGINS?)\Z|(\A|_)(API_KEY|AUTH|SSL|TLS|CERT|ALLOW|ALLOWED|CORS|INSECURE|TRUST|RESTRICTED)_"
 )
-"""Names of variables that are about security."""
+"""Names of security-related variables."""
 
 
 class DerivedMetric(NamedTuple):
-    """A gauge of another system that is computed from our metrics."""
+    """A gauge of another system, computed from Penstock's metrics."""
 
     help: str
     value: Callable[[Mapping[str, float], EngineOptions], float]
-    """Computes it from our counters and gauges, by name without ``penstock:``."""
+    """Computes the gauge from Penstock's counters and gauges, by name without ``penstock:``, and the options."""
 
 
 def share(help: str, part: str, whole: str) -> DerivedMetric:
-    """The ratio of two of our metrics; 0 while the second is 0."""
-    return DerivedMetric(help, lambda ours, options: ours[part] / max(ours[whole], 1))
+    """Gauge of the ratio of two metrics; 0 while the second is 0."""
+    return DerivedMetric(help, lambda metrics, options: metrics[part] / max(metrics[whole], 1))
 
 
 def same(help: str, name: str) -> DerivedMetric:
-    """One of our metrics, as a gauge."""
-    return DerivedMetric(help, lambda ours, options: ours[name])
+    """Gauge with the value of a metric."""
+    return DerivedMetric(help, lambda metrics, options: metrics[name])
 
 
 @dataclass(frozen=True)
 class Alias:
-    """The translation of one flag or variable."""
+    """Translation of a flag or variable."""
 
     to: str = ""
-    """The setting; empty where ``read`` returns several, or there is none."""
+    """Name of the setting; empty if ``read`` returns a mapping."""
     read: Callable[[str], Any] = str
-    """Converts the value, or returns a mapping of settings to values. Raises ``ValueError`` where it is wrong."""
+    """Converts the value, or returns a mapping of settings to values. Raises ``ValueError`` for an invalid value."""
     why: str = ""
-    """Why it has no effect: it is accepted and ignored, and the log gives this reason."""
+    """Reason why the name is accepted but has no effect, for the log; empty: it has an effect."""
     switch: bool = False
-    """Whether the flag takes no value."""
+    """The flag takes no value."""
     short: str = ""
     """Short flags with their dash, separated by spaces."""
     several: bool = False
-    """Whether the flag takes several values, which ``read`` gets joined by commas."""
+    """The flag takes several values, which are passed to ``read`` joined by commas."""
     secret: bool = False
-    """Whether errors must not quote the value."""
+    """Errors must not quote the value."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    """Values that have no effect, in lower case, with the reason, which the log gives."""
+    """Values without effect, in lower case, with the reason for the log."""
 
     def settings(self, text: str) -> Mapping[str, Any]:
-        """The settings for a value. Raises ``ValueError`` where it is wrong."""
+        """Translate a value to settings. Raises ``ValueError`` for an invalid value."""
         result = self.read(text)
         return result if isinstance(result, Mapping) else {self.to: result}
 
 
 def ignored(why: str, switch: bool = False, short: str = "", several: bool = False) -> Alias:
-    """A name without effect."""
+    """Alias that has no effect, for the given reason."""
     return Alias(why=why, switch=switch, short=short, several=several)
 
 
 def named(names: str, alias: Alias) -> dict[str, Alias]:
-    """Part of a table: several names, separated by spaces, with the same alias."""
+    """Table with the same alias for several names, separated by spaces."""
     return dict.fromkeys(names.split(), alias)
 
 
 def all_ignored(why: str, names: str, switches: str = "") -> dict[str, Alias]:
-    """Part of a table: names without effect, separated by spaces, with a value and without."""
+    """Table of ignored ``names`` (flags with a value) and ``switches`` (without), separated by spaces."""
     return named(names, ignored(why)) | named(switches, ignored(why, switch=True))
 
 
 COMBINED = Alias(read=lambda text: {})
-"""A name that ``Profile.together`` evaluates in combination with others."""
+"""Alias that ``Profile.together`` evaluates in combination with others."""
 
 
 def only_value(value: str, why: str, short: str = "") -> Alias:
-    """A name that accepts one value, without effect; other values are refused with the reason."""
+    """Alias that accepts one value, without effect; other values are rejected for the given reason."""
 
     def read(text: str) -> Mapping[str, Any]:
         if text.lower() != value and (_number(text) is None or _number(text) != _number(value)):
@@ -105,7 +105,6 @@ def only_value(value: str, why: str, short: str = "") -> Alias:
 
 
 def _number(text: str) -> float | None:
-    """The number that a text is; None where it is none."""
     try:
         return float(text)
     except ValueError:
@@ -120,10 +119,10 @@ def refused(
     secret: bool = False,
     unless: tuple[str, ...] = (),
 ) -> Alias:
-    """A name that is refused with the reason.
+    """Alias that is rejected for the given reason.
 
     Args:
-        unless: values, in lower case, that ask for nothing, and are accepted; of a switch also ``false``.
+        unless: values without effect, in lower case, which are accepted; for a switch, ``false`` always is.
     """
     accepted = ("", "false", *unless) if switch else unless
 
@@ -136,7 +135,7 @@ def refused(
 
 
 def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
-    """A reader for a table of values, case-insensitive."""
+    """Return a reader that maps values by a table, case-insensitively."""
 
     def read(text: str) -> Any:
         if text.lower() not in table:
@@ -147,7 +146,7 @@ def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ``ValueError`` for other texts."""
+    """Parse a JSON object. Raises ``ValueError`` for other texts."""
     try:
         result = json.loads(text)
     except ValueError as error:
@@ -158,37 +157,37 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def on(text: str) -> bool:
-    """A boolean: a switch on the command line, ``True`` or ``False`` in Python."""
+    """Parse a boolean: a switch on the command line, ``True`` or ``False`` in Python."""
     return one_of({"true": True, "false": False})(text)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The names and defaults of one system."""
+    """Names and defaults of another system."""
 
     name: str
     title: str
-    """The system's name in texts."""
+    """The system's name in messages."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Its defaults, by our settings."""
+    """The system's defaults, by Penstock's settings."""
     flags: Mapping[str, Alias] = field(default_factory=dict)
-    """Its flags, by the name without leading dashes and with ``_``."""
+    """The system's flags, by name without leading dashes and with ``_``."""
     variables: Mapping[str, Alias] = field(default_factory=dict)
-    """Its environment variables."""
+    """The system's environment variables."""
     prefixes: tuple[str, ...] = ()
-    """Prefixes of its environment variables: others that begin so are logged, or refused where their name is about
-    security."""
+    """Prefixes of the system's environment variables. Unknown variables with such a prefix are logged, or rejected if
+    their names are security-related."""
     check: Callable[[Mapping[str, str]], None] = lambda given: None
-    """Checks all given names together. Raises ``PenstockError`` (``invalid``) for contradictions."""
+    """Checks the combination of all given names. Raises ``PenstockError`` (``invalid``) for contradictions."""
     together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
-    """Settings that depend on several names. Raises ``PenstockError`` (``invalid``)."""
+    """Yields settings that depend on several names. Raises ``PenstockError`` (``invalid``)."""
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
-    """Defaults that depend on other options."""
+    """Returns defaults that depend on other options."""
     metrics: Mapping[str, str | DerivedMetric] = field(default_factory=dict)
-    """Its metrics: name → ours without ``penstock:``, or how to compute it. ``name.label`` is a sample of ``name`` with
-    the label ``label="label"``."""
+    """The system's metrics, with Penstock's name (without ``penstock:``) or a derived metric. A key ``name.label`` is a
+    sample of ``name`` with the label ``label="label"``."""
     ready_message: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
-    """The line that it logs when it is ready, given the number of KV blocks."""
+    """Returns the line that the system logs when it is ready, given the number of KV blocks."""
 
 
 def translate(
@@ -226,10 +225,10 @@ def translate_variables(
     """Translate the environment variables of a system.
 
     Returns:
-        The variables that the profile knows and that are not empty, and their settings.
+        The non-empty variables that the profile has, and their settings.
 
-    Raises ``PenstockError`` (``invalid``) for a wrong value, and for an unknown variable that is about security: it
-    cannot be ignored, as the server would be less protected than it was. A number of tokens is not about security.
+    Raises ``PenstockError`` (``invalid``) for an invalid value, and for an unknown security-related variable: ignoring
+    it could leave the server unprotected. A variable ``…_TOKENS`` with a number is not security-related.
     """
     known = {name: environment[name] for name in profile.variables if environment.get(name)}
     for name in sorted(environment):
@@ -238,15 +237,14 @@ def translate_variables(
         if KUBERNETES.search(name) or (name.endswith("_PORT") and "://" in environment[name]):
             continue
         if SECURITY.search(name) and not (name.endswith("_TOKENS") and _number(environment[name]) is not None):
-            raise invalid(
-                name, f"is not known of {profile.title}, and its name is about security, so it is not ignored: unset it"
-            )
-        ignored[name] = f"this variable of {profile.title} has no counterpart"
+            message = f"is not a known variable of {profile.title}, and may be security-related, so it is not ignored"
+            raise invalid(name, f"{message}: unset it")
+        ignored[name] = f"this variable of {profile.title} has no equivalent"
     return known, list(translate(profile.variables, known, str, ignored))
 
 
 def load(name: str) -> Profile | None:
-    """The profile of a name, None for the empty one. Raises ``PenstockError`` (``invalid``) for an unknown name."""
+    """Load a profile by name; None for an empty name. Raises ``PenstockError`` (``invalid``) for an unknown name."""
     if not name:
         return None
     if name not in NAMES:

@@ -1,4 +1,4 @@
-"""vLLM 0.5 as Huawei's Ascend documents it: the flags of its API servers, and of ``start_servers.sh``."""
+"""Profile of Ascend-vLLM (vLLM 0.5 by Huawei): flags of its API servers, and variables of ``start_servers.sh``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BladeLLM: the flags of ``blade_llm_server``."""
+"""Profile of BladeLLM: flags of ``blade_llm_server``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from penstock.core.errors import invalid
 from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, named, on, one_of, only_value, refused
 
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
-"""``--decode_algo`` → the drafter: a draft model, or n-grams."""
+"""Speculative method by ``--decode_algo``."""
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
 PROMPT_CACHE_SWAP = {"kv_offloading_size": 4.0}
-"""Host memory of ``--prompt_cache_enable_swap``, GiB."""
+"""Settings for ``--prompt_cache_enable_swap`` (GiB)."""
 CACHES = {"no_quant": "auto", "int8": "int8", "fp8_e4m3": "fp8_e4m3"}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
-DRAFT = "a draft model is computed as its model is, with the same tokenizer"
-OF_DRAFTS = (
+DRAFT = "a draft model uses the options and the tokenizer of its model"
+DRAFT_FLAGS = (
     "tokenizer_dir chat_template dtype kv_cache_quant kv_cache_quant_sub_heads tokenizer_special_tokens "
     "enable_triton_mla disable_cuda_graph cuda_graph_max_batch_size cuda_graph_batch_sizes with_visual "
     "use_sps use_lookahead look_ahead_window_size look_ahead_gram_size guess_set_size"
 ).split()
-SWITCHES_OF_DRAFTS = ("enable_triton_mla", "disable_cuda_graph")
-IN_REQUESTS = "requests give it; --override-generation-config sets what they do not"
-LOOK_AHEAD = "drafts are n-grams that are looked up in the text"
-LLUMNIX = "instances are joined by --role router"
+DRAFT_SWITCHES = ("enable_triton_mla", "disable_cuda_graph")
+IN_REQUESTS = "set it in requests, or its default with --override-generation-config"
+LOOK_AHEAD = "drafts are n-grams looked up in the text"
+LLUMNIX = "Llumnix is not supported; use --role router in front of several instances"
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
@@ -34,7 +34,7 @@ def _speculative(given: Mapping[str, str]) -> Settings:
     for name, meant in (("--use_sps", "sps"), ("--use_lookahead", "look_ahead")):
         if given.get(name, "").lower() in ("true", "1"):
             if "--decode_algo" in given and algorithm.lower() != meant:
-                raise invalid(name, f"contradicts --decode_algo {algorithm}: give one of them")
+                raise invalid(name, f"contradicts --decode_algo {algorithm}: set only one of them")
             algorithm = meant
     if algorithm.lower() not in ALGORITHMS:
         raise invalid("--decode_algo", f"{algorithm!r} is not one of {', '.join(ALGORITHMS)}")
@@ -82,25 +82,25 @@ PROFILE = Profile(
         "use_sps": COMBINED,
         "use_lookahead": COMBINED,
         **named("look_ahead_window_size look_ahead_gram_size guess_set_size", ignored(LOOK_AHEAD)),
-        "pipeline_micro_batch": ignored("--max-concurrent-batches says how many steps are in flight"),
-        "attention_dp_size": only_value("1", "attention is shared out by --tensor_parallel_size"),
-        "worker_socket_path": ignored("workers are reached through shared memory"),
-        "decoding_parallelism": ignored("sequences are sampled together in one step"),
+        "pipeline_micro_batch": ignored("--max-concurrent-batches sets the number of steps in flight"),
+        "attention_dp_size": only_value("1", "--tensor_parallel_size splits attention, too"),
+        "worker_socket_path": ignored("the engine and its workers communicate through shared memory"),
+        "decoding_parallelism": ignored("all sequences are sampled in one step"),
         "metric_exporters": ignored("/metrics is always served", several=True),
-        "enable_json_warmup": ignored("grammars are compiled while a request waits", switch=True),
+        "enable_json_warmup": ignored("grammars are compiled when a request needs them", switch=True),
         "enable_llumnix": refused(LLUMNIX, switch=True),
         "llumnix_config": refused(LLUMNIX),
-        "kv_cache_quant_sub_heads": ignored("each head of a token has a scale"),
-        "tokenizer_special_tokens": refused("special tokens are those of the checkpoint's tokenizer"),
+        "kv_cache_quant_sub_heads": ignored("each head of a token has a separate scale"),
+        "tokenizer_special_tokens": refused("the checkpoint's tokenizer defines the special tokens"),
         "enable_triton_mla": ignored("--ops selects the kernels", switch=True),
-        "with_visual": ignored("a model's config.json says whether it sees images"),
-        "enable_quant": refused("--quantization names a format; blade_llm_quantize writes a quantized folder"),
+        "with_visual": ignored("detected from the model's config.json"),
+        "enable_quant": refused("set --quantization to quantize at load, or run blade_llm_quantize first"),
         **named(
             "temperature top_p top_k repetition_penalty presence_penalty max_new_tokens stop_sequences stop_tokens "
             "ignore_eos skip_special_tokens cat_prompt",
             refused(IN_REQUESTS),
         ),
-        **{f"draft.{name}": ignored(DRAFT, switch=name in SWITCHES_OF_DRAFTS) for name in OF_DRAFTS},
+        **{f"draft.{name}": ignored(DRAFT, switch=name in DRAFT_SWITCHES) for name in DRAFT_FLAGS},
     },
     prefixes=("BLADE_", "BLADELLM_"),
     together=_speculative,

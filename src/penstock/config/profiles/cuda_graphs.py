@@ -1,4 +1,4 @@
-"""Other systems' options of CUDA graphs."""
+"""Parsing of other systems' CUDA graph options."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from . import json_object
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Batch sizes in JSON, or separated by commas or spaces. Raises ``ValueError``."""
+    """Parse batch sizes in JSON, or separated by commas or spaces. Raises ``ValueError``."""
     return tuple(int(word) for word in re.split(r"[\s,]+", text.strip("[] ")) if word)
 
 
 def up_to(text: str) -> tuple[int, ...]:
-    """The usual batch sizes up to a largest one. Raises ``ValueError``."""
+    """Default batch sizes up to the given one, which is included. Raises ``ValueError``."""
     largest = int(text)
     return tuple(sorted({*(size for size in CANDIDATES if size < largest), largest}))
 
 
 def read_json(text: str, use: str, modes: Iterable[str]) -> Mapping[str, Any]:
-    """The settings for a JSON object with ``cudagraph_capture_sizes``, whose other keys say how models are compiled.
+    """Parse a JSON object with ``cudagraph_capture_sizes`` to settings; other compilation options are ignored.
 
     Args:
         use: key that turns graphs on and off.
-        modes: values of it that turn them off, as text in lower case.
+        modes: values of ``use`` that turn graphs off, in lower case.
 
-    Raises ``ValueError`` where it is none, or sizes are not numbers.
+    Raises ``ValueError`` for an invalid object.
     """
     given, result = json_object(text), dict[str, Any]()
     if (value := given.get(use)) is not None:

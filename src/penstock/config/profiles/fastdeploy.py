@@ -1,4 +1,4 @@
-"""FastDeploy: the parameters of its API server, which are those of its ``LLM``, too."""
+"""Profile of FastDeploy: parameters of its API server and of its ``LLM`` class."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .fastdeploy_variables import PREFIXES, VARIABLES
 from .vllm import TASKS, pooler
 
 LENGTH = 2048
+"""Default of ``max_model_len``."""
 LONG = 0.04
-"""Default of ``long_prefill_token_threshold``, as a share of the context."""
+"""Default of ``long_prefill_token_threshold``, as a share of ``max_model_len``."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
 WORDS = {"0": False, "1": True, "false": False, "true": True}
 SAME_METRICS = (
@@ -28,8 +29,8 @@ SAME_METRICS = (
     "request_prefill_time_seconds request_decode_time_seconds request_params_max_tokens request_prompt_tokens "
     "request_generation_tokens prompt_tokens generation_tokens request_success"
 ).split()
-"""Metrics that have the same name here."""
-HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
+"""Metrics that have the same name in Penstock."""
+HIT_TOKENS = "Share of prompt tokens found in the prefix cache, 0 to 1."
 
 
 def _number(given: Mapping[str, str], name: str, usual: int) -> int:
@@ -48,51 +49,51 @@ def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _media_kwargs(text: str) -> str:
-    """Numbers of pixels and frames under vLLM's names."""
+    """Translate ``mm_processor_kwargs`` (pixels and frames) to vLLM's names."""
     kept: dict[str, Any] = {}
     for name, value in json_object(text).items():
-        kind, _, own = name.partition("_")
+        kind, _, key = name.partition("_")
         if kind not in ("image", "video"):
             kept[name] = value
-        elif value not in (None, -1):  # which ask for nothing
-            own = "num_frames" if own == "target_frames" else own
-            kept.setdefault(f"{kind}s_kwargs", {})[own] = value
+        elif value not in (None, -1):  # unset
+            key = "num_frames" if key == "target_frames" else key
+            kept.setdefault(f"{kind}s_kwargs", {})[key] = value
     return json.dumps(kept) if kept else ""
 
 
 def _nodes(text: str) -> Mapping[str, Any]:
-    """Addresses of all nodes, the first one's first; which one this machine is."""
+    """Multi-node settings from the addresses of all nodes, node 0 first."""
     ips = [ip.strip() for ip in text.split(",") if ip.strip()]
     if len(ips) < 2:
         return {}
     own = own_index(ips)
     if own is None:
-        raise ValueError("none is an address of this machine")
+        raise ValueError("none of them is an address of this machine")
     return {"nnodes": len(ips), "node_rank": own, "master_addr": ips[0]}
 
 
 def _waiting(text: str) -> float:
-    """-1 is any time."""
+    """Parse ``max_waiting_time``; -1 (no limit) is 0."""
     return 0.0 if float(text) == -1 else float(text)
 
 
 def _first_port(text: str) -> int:
-    """The first of several ports, one for each data-parallel engine: here they follow each other."""
+    """First of a list of ports, one per data-parallel engine; Penstock uses consecutive ports."""
     return int(text.split(",")[0])
 
 
 def _prefill_ports(text: str) -> tuple[str, ...]:
-    """``engine_worker_queue_port`` of prefill instances on this machine."""
+    """Addresses of prefill instances on this machine, given by their ``engine_worker_queue_port``."""
     return tuple(f"127.0.0.1:{int(port)}" for port in text.strip("[] ").split(","))
 
 
 def _engine_address(given: Mapping[str, str]) -> Settings:
-    """Routers, and decode instances on the same machine, reach an instance's engine at ``engine_worker_queue_port``."""
+    """Set ``engine_address`` to ``engine_worker_queue_port`` if routers or decode instances connect to the engine."""
     port = given.get("--engine_worker_queue_port", "")
     try:
         number = _first_port(port or "0")
     except ValueError as error:
-        raise invalid("--engine_worker_queue_port", f"{port!r} is no port") from error
+        raise invalid("--engine_worker_queue_port", f"{port!r} is not a port") from error
     if given.get("--splitwise_role", "mixed") == "mixed" and not given.get("--router"):
         return
     yield "engine_address", f"0.0.0.0:{number}", "--engine_worker_queue_port"
@@ -105,8 +106,8 @@ def _protocol(text: str) -> Mapping[str, Any]:
 
 
 def _host_memory(given: Mapping[str, str]) -> Settings:
-    """``swap_space`` is for cached prefixes, those of preempted sequences among them; without prefix caching for
-    preempted sequences alone."""
+    """Translate ``swap_space``: with prefix caching, it offloads cached prefixes (including those of preempted
+    sequences); otherwise it swaps preempted sequences."""
     if text := given.get("--swap_space", ""):
         try:
             size = float(text)
@@ -157,7 +158,7 @@ PROFILE = Profile(
         "enable_chunked_prefill": Alias("enable_chunked_prefill", on, switch=True),
         "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
         "use_cudagraph": Alias("enforce_eager", lambda text: not on(text), switch=True),
-        # models have no static graph that graph_opt_level could ask for
+        # graph_opt_level, which selects static graphs, has no effect
         "graph_optimization_config": Alias(read=lambda text: cuda_graphs.read_json(text, "use_cudagraph", ("false",))),
         "splitwise_role": Alias("role", one_of({name: name for name in ("mixed", "prefill", "decode")})),
         "innode_prefill_ports": Alias("prefill_instances", _prefill_ports),
@@ -187,11 +188,11 @@ PROFILE = Profile(
     metrics={
         "fastdeploy:batch_size": "num_requests_running",
         "fastdeploy:max_batch_size": DerivedMetric(
-            "Sequences that may run.", lambda ours, options: options.max_num_seqs
+            "Maximum number of running sequences.", lambda metrics, options: options.max_num_seqs
         ),
         "fastdeploy:available_batch_size": DerivedMetric(
-            "Sequences that could run besides those that do.",
-            lambda ours, options: options.max_num_seqs - ours["num_requests_running"],
+            "Number of additional sequences that could run.",
+            lambda metrics, options: options.max_num_seqs - metrics["num_requests_running"],
         ),
         "fastdeploy:requests_number": "requests",
         "fastdeploy:gpu_cache_usage_perc": "kv_cache_usage_perc",
@@ -199,7 +200,7 @@ PROFILE = Profile(
         "fastdeploy:available_gpu_block_num": "kv_blocks_free",
         "fastdeploy:free_gpu_block_num": "kv_blocks_free",
         "fastdeploy:available_gpu_resource": share(
-            "Share of the KV cache's blocks that are free, 0 to 1.", "kv_blocks_free", "kv_blocks"
+            "Share of KV blocks that are free, 0 to 1.", "kv_blocks_free", "kv_blocks"
         ),
         "fastdeploy:hit_req_rate": share(
             "Share of requests with cached tokens, 0 to 1.", "prefix_cache_hit_requests", "requests"
@@ -207,7 +208,7 @@ PROFILE = Profile(
         "fastdeploy:hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
         "fastdeploy:gpu_hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
         "fastdeploy:cpu_hit_token_rate": share(
-            "Share of prompt tokens that were found in host memory, 0 to 1.",
+            "Share of prompt tokens found in host memory, 0 to 1.",
             "external_prefix_cache_hits",
             "prefix_cache_queries",
         ),

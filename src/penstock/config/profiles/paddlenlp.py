@@ -1,4 +1,4 @@
-"""PaddleNLP: the environment variables of ``start_server``."""
+"""Profile of PaddleNLP: environment variables of ``start_server``."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ OLD = {
     "INTER_QUEUE_PORT": "INTER_PROC_PORT",
     "PUSH_MODE_HTTP_PORT": "SERVICE_HTTP_PORT",
 }
-"""Names before version 3.0 → names since."""
+"""Current names of variables, by the names used before version 3.0."""
 FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8a8"}
-"""Format in the third part of a model's name → ``quantization``."""
+"""``quantization`` by the format in the third part of a model's name."""
 
 NODES = r"-(\d+)nodes\Z"
-"""In a model's name: how many nodes it is for."""
+"""Number of nodes in a model's name."""
 
 
 def nodes_named(name: str) -> int | None:
-    """The number of nodes in a model's name; None where it has none."""
+    """Number of nodes in a model's name; None if it has none."""
     found = re.search(NODES, [*name.strip("/").split("/"), ""][1])
     return int(found[1]) if found else None
 
 
 def model_named(name: str) -> Mapping[str, Any]:
-    """Parse a model's name: ``org/name`` on the hub, and the quantization, which is done at load here. A checkpoint is
-    the same for any number of nodes.
+    """Parse a model's name, ``org/model`` or ``org/model/format``, to settings. The format becomes ``quantization`` (at
+    load); the number of nodes is dropped, as it does not change the checkpoint.
 
     Raises ``ValueError`` for an invalid name, or an unsupported format.
     """
     parts = name.strip("/").split("/")
     if len(parts) not in (2, 3) or not all(parts):
-        raise ValueError("a name is org/model or org/model/format")
+        raise ValueError("it must be org/model or org/model/format")
     model = re.sub(NODES, "", parts[1])
     result: dict[str, Any] = {"model": f"{parts[0]}/{model.removesuffix('-MTP')}"}
     if model.endswith("-MTP"):
         result["speculative_config"] = '{"method": "mtp"}'
     if len(parts) == 3:
         if parts[2] not in FORMATS:
-            raise ValueError(f"weights as {parts[2]} are not supported yet, only {', '.join(FORMATS)}")
+            raise ValueError(f"the format {parts[2]} is not supported, only {', '.join(FORMATS)}")
         result["quantization"] = FORMATS[parts[2]]
     return result
 
@@ -80,7 +80,7 @@ def _http_port(text: str) -> int:
 
 
 def _handled_elsewhere(read: Callable[[str], object] = str) -> Alias:
-    """An alias without an option: its value is checked here, and other code acts on it."""
+    """Alias without a setting: ``read`` checks the value, and other code uses it."""
 
     def settings(text: str) -> Mapping[str, Any]:
         read(text)
@@ -90,31 +90,32 @@ def _handled_elsewhere(read: Callable[[str], object] = str) -> Alias:
 
 
 def _check(given: Mapping[str, str]) -> None:
-    """Raises ``PenstockError`` (``invalid``) for contradictory variables."""
+    """Raise ``PenstockError`` (``invalid``) for contradictory variables."""
     for old, new in OLD.items():
         if old in given and given.get(new, given[old]) != given[old]:
-            raise invalid(new, f"is {given[new]}, and {old}, its older name, is {given[old]}; give one of them")
+            message = f"is {given[new]}, but {old} (the former name) is {given[old]}: set only one of them"
+            raise invalid(new, message)
     ranks, nodes = _count(given, "MP_NUM"), _count(given, "MP_NNODE")
     _check_nodes(given, nodes)
     if ranks % nodes and "MP_NUM" in given:
-        raise invalid("MP_NUM", f"{ranks} cannot be divided among MP_NNODE {nodes} nodes")
+        raise invalid("MP_NUM", f"{ranks} is not a multiple of MP_NNODE ({nodes})")
     devices = [device for device in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     if devices and "MP_NUM" in given and len(devices) != ranks // nodes:
-        message = f"names {len(devices)} devices, where MP_NUM {ranks} on MP_NNODE {nodes} nodes needs {ranks // nodes}"
-        raise invalid("CUDA_VISIBLE_DEVICES", message)
+        needed = f"MP_NUM={ranks} on MP_NNODE={nodes} nodes needs {ranks // nodes}"
+        raise invalid("CUDA_VISIBLE_DEVICES", f"has {len(devices)} devices, but {needed}")
     named = nodes_named(given.get("model_name", ""))
     if named not in (None, nodes):
-        raise invalid("model_name", f"{given['model_name']} is for {named} nodes, and MP_NNODE is {nodes}", nodes)
+        raise invalid("model_name", f"{given['model_name']} is for {named} nodes, but MP_NNODE is {nodes}", nodes)
 
 
 def _addresses(given: Mapping[str, str]) -> tuple[list[str], str]:
-    """``POD_IPS`` and ``POD_0_IP``."""
+    """Parse ``POD_IPS`` and ``POD_0_IP``."""
     ips = [ip.strip() for ip in given.get("POD_IPS", "").split(",") if ip.strip()]
     return ips, given.get("POD_0_IP", "").strip()
 
 
 def _nodes(given: Mapping[str, str]) -> Settings:
-    """Which of several nodes this is: node 0 has the address ``POD_0_IP``, the others follow in their order."""
+    """Settings of a multi-node server. Node 0 has the address ``POD_0_IP``; the others follow in their order."""
     nodes = _count(given, "MP_NNODE")
     if nodes == 1:
         return
@@ -132,17 +133,17 @@ def _check_nodes(given: Mapping[str, str], nodes: int) -> None:
     ips, first = _addresses(given)
     if nodes > 1 and not (ips and first):
         name = "POD_0_IP" if ips else "POD_IPS"
-        raise invalid(name, f"is missing, and MP_NNODE is {nodes}")
+        raise invalid(name, f"must be set, as MP_NNODE is {nodes}")
     if first and first not in ips:
         raise invalid("POD_0_IP", f"{first} is not among POD_IPS ({', '.join(ips) or 'none'})")
     if ips and len(ips) != nodes:
-        raise invalid("POD_IPS", f"names {len(ips)} nodes, and MP_NNODE is {nodes}", nodes)
+        raise invalid("POD_IPS", f"has {len(ips)} addresses, but MP_NNODE is {nodes}", nodes)
 
 
 def _count(given: Mapping[str, str], name: str) -> int:
     text = given.get(name, "1")
     if not text.isdecimal() or not int(text):
-        raise invalid(name, f"{text!r} is not a number from 1 on")
+        raise invalid(name, f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -171,12 +172,10 @@ _names: dict[str, Alias] = {
     "USE_HF_TOKENIZER": Alias("template_text", lambda text: not _switch(text)),
     "USE_CACHE_KV_INT8": Alias("kv_cache_dtype", lambda text: "int8" if _switch(text) else "auto"),
     "OUTPUT_LOG_TO_CONSOLE": _handled_elsewhere(_switch),
-    "tag": ignored("checkpoints are not bound to a version of PaddleNLP"),
+    "tag": ignored("checkpoints do not depend on a version of PaddleNLP"),
 }
 
-BATCH_AND_BLOCKS = (
-    "Sequences in the batch (batch_size) and blocks of the KV cache that are free (block_num), and their limits."
-)
+BATCH_AND_BLOCKS = "Running sequences (batch_size) and free KV blocks (block_num), and their maximums."
 
 
 PROFILE = Profile(
@@ -200,10 +199,10 @@ PROFILE = Profile(
     check=_check,
     together=_nodes,
     metrics={
-        f"inference_server_metrics.{name}": figure
-        for name, figure in {
+        f"inference_server_metrics.{name}": metric
+        for name, metric in {
             "batch_size": same(BATCH_AND_BLOCKS, "num_requests_running"),
-            "max_batch_size": DerivedMetric(BATCH_AND_BLOCKS, lambda ours, options: options.max_num_seqs),
+            "max_batch_size": DerivedMetric(BATCH_AND_BLOCKS, lambda metrics, options: options.max_num_seqs),
             "block_num": same(BATCH_AND_BLOCKS, "kv_blocks_free"),
             "max_block_num": same(BATCH_AND_BLOCKS, "kv_blocks"),
             "available_resource": share(BATCH_AND_BLOCKS, "kv_blocks_free", "kv_blocks"),

@@ -1,4 +1,4 @@
-"""Triton Inference Server: the flags of ``tritonserver`` and of TensorRT-LLM's ``launch_triton_server.py``."""
+"""Profile of Triton Inference Server: flags of ``tritonserver`` and of TensorRT-LLM's ``launch_triton_server.py``."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from . import COMBINED, Alias, Profile, Settings, all_ignored, ignored, named, o
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 OFF = tuple(word for word, is_on in WORDS.items() if not is_on)
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
-"""Both of Triton's formats are text."""
-ENGINE_SAYS = "an engine's folder says how many ranks it is for, and --model-repository names it"
+"""``log_format`` by Triton's ``--log-format``; both of its formats are text."""
+ENGINE_SAYS = "the number of ranks is that of the engine folder in --model-repository"
 NO_BACKENDS = "there are no backends to load"
-OWN_SHAPES = "inputs and outputs of a model do not depend on its config.pbtxt"
+FIXED_SHAPES = "inputs and outputs of a model do not depend on its config.pbtxt"
 ANY = "0.0.0.0"
 """Default address."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_FILE = "triton_log.txt"
 """Default log file of ``launch_triton_server.py --log``."""
 NO_POLLING = "the repository is not polled"
-ONE_ENGINE = "all models over an engine share it"
-ALL_OR_NONE = "routes cannot be restricted one by one: --api-key asks for a key on all of them"
-FORWARDED = "headers are not handed to models"
-TLS = "TLS is for HTTP and gRPC together: give --ssl-certfile and --ssl-keyfile"
-TLS_CLIENTS = "clients are not asked for certificates: use --api-key, or a proxy in front that verifies them"
+ONE_ENGINE = "all models of an engine share it"
+ALL_OR_NONE = "single routes cannot be restricted; --api-key requires a key on all routes"
+FORWARDED = "headers are not forwarded to models"
+TLS = "TLS is configured for HTTP and gRPC together: set --ssl-certfile and --ssl-keyfile"
+TLS_CLIENTS = "client certificates are not verified: use --api-key, or a proxy that verifies them"
 KEEPALIVE = "--client-timeout closes connections that make no progress"
 NO_CLOUD = "the endpoints of SageMaker and Vertex AI are not served"
-NO_CACHE = "answers are not cached; prefixes of prompts are"
-OLD_TRACE = "--otlp-endpoint and --trace-sampling-ratio send traces to OpenTelemetry"
+NO_CACHE = "responses are not cached; prefixes of prompts are"
+OLD_TRACE = "use --otlp-endpoint and --trace-sampling-ratio to send traces to OpenTelemetry"
 
 
 def switched(text: str) -> bool:
-    """A boolean. Raises ``ValueError`` for other text."""
+    """Parse a boolean. Raises ``ValueError`` for other text."""
     if text.lower() not in WORDS:
         raise ValueError(f"it is not one of {', '.join(WORDS)}")
     return WORDS[text.lower()]
 
 
 def off(setting: str) -> Callable[[str], Mapping[str, Any]]:
-    """A reader of ``allow_…``: false turns the port off."""
+    """Return a reader of ``allow_…``; false turns the port off."""
     return lambda text: {} if switched(text) else {setting: -1}
 
 
 def _one_address(given: Mapping[str, str]) -> None:
-    """Raises ``PenstockError`` (``invalid``) where a port or memory would be open to more than it should: for several
-    addresses, and for shared memory that cannot be closed."""
+    """Raise ``PenstockError`` (``invalid``) if ports or shared memory would be accessible to more clients than asked:
+    for several different addresses, and for shared memory that cannot be disabled."""
     host = given.get("--http_address", ANY)
     if given.get("--allow_client_shm", "").lower() in ("false", "0", "off", "no") and host in LOOPBACK:
         raise invalid(
             "--allow_client_shm",
-            f"cannot be {given['--allow_client_shm']} on {host}: clients on this machine may use it",
+            f"cannot be {given['--allow_client_shm']} on {host}: clients on this machine can always use shared memory",
         )
     for name in ("--grpc_address", "--metrics_address"):
         if given.get(name, host) != host:
-            raise invalid(name, f"{given[name]!r} is wrong: all listen on one address, --http-address ({host})")
+            raise invalid(name, f"{given[name]!r} must equal --http-address ({host}), which is used for all ports")
 
 
 def _log(given: Mapping[str, str]) -> Settings:
-    """The log file and level: ``--log`` and ``--log-file`` give the file, three switches and a number the level."""
+    """Log file (``--log``, ``--log-file``) and log level (``--log-verbose``, ``--log-info``, ``--log-warning``)."""
     if "--log" in given and "--log_file" not in given:
         yield "log_file", LOG_FILE, "--log"
     if given.get("--log_verbose", "0").strip("+-0"):
@@ -78,7 +78,7 @@ def _checked(text: str) -> Mapping[str, Any]:
 
 
 CHECKED_SWITCH = Alias(read=_checked)
-"""A boolean that ``_log`` evaluates."""
+"""Alias of a boolean that ``_log`` evaluates."""
 
 PROFILE = Profile(
     name="triton",
@@ -96,8 +96,8 @@ PROFILE = Profile(
         "allow_metrics": Alias(read=off("metrics_port")),
         "allow_gpu_metrics": ignored("GPU metrics are not supported"),
         "allow_cpu_metrics": ignored("CPU metrics are not supported"),
-        "metrics_interval_ms": ignored("metrics are computed when they are requested"),
-        "metrics_config": ignored("the buckets of histograms are fixed"),
+        "metrics_interval_ms": ignored("metrics are computed on request"),
+        "metrics_config": ignored("histogram buckets are fixed"),
         **all_ignored(
             "--api-server-count sets the number of API processes", "http_thread_count grpc_infer_thread_count"
         ),
@@ -111,15 +111,13 @@ PROFILE = Profile(
         "log_format": Alias("log_format", one_of(LOG_FORMATS)),
         "id": ignored("the server is called triton"),
         "exit_timeout_secs": Alias("drain_timeout"),
-        "exit_on_error": ignored("a model that cannot be loaded always stops the start"),
+        "exit_on_error": ignored("the server always exits if a model cannot be loaded"),
         "strict_readiness": ignored("models are ready only when they can serve requests"),
         "model_control_mode": Alias("model_control_mode", lambda text: _control(text)),
         "load_model": Alias("load_model"),
         "repository_poll_secs": ignored(NO_POLLING),
-        "disable_auto_complete_config": ignored(
-            "inputs and outputs of a model do not depend on its config.pbtxt", True
-        ),
-        "strict_model_config": ignored(OWN_SHAPES),
+        "disable_auto_complete_config": ignored(FIXED_SHAPES, True),
+        "strict_model_config": ignored(FIXED_SHAPES),
         **all_ignored(NO_BACKENDS, "backend_directory backend_config"),
         "cuda_memory_pool_byte_size": ignored("there are no memory pools"),
         "pinned_memory_pool_byte_size": ignored("there are no memory pools"),
@@ -137,7 +135,7 @@ PROFILE = Profile(
         "grpc_root_cert": refused(TLS_CLIENTS),
         "allow_client_shm": Alias("allow_shared_memory", switched),
         "http_max_input_size": Alias("max_body_size"),
-        **named("reuse_http_port reuse_grpc_port", refused("a port belongs to one server", unless=OFF)),
+        **named("reuse_http_port reuse_grpc_port", refused("servers cannot share a port", unless=OFF)),
         **named(
             "grpc_keepalive_time grpc_keepalive_timeout grpc_keepalive_permit_without_calls "
             "grpc_http2_max_pings_without_data grpc_http2_min_recv_ping_interval_without_data "
@@ -153,20 +151,20 @@ PROFILE = Profile(
         "vertex_ai_default_model": ignored(NO_CLOUD),
         **named("cache_config cache_directory response_cache_byte_size", ignored(NO_CACHE)),
         "repoagent_directory": refused("repository agents are not loaded"),
-        "model_config_name": refused("a model's configuration is its config.pbtxt"),
-        "model_load_retry_count": ignored("a model that cannot be loaded stops the start"),
-        "model_namespacing": refused("model names are unique in a repository", unless=OFF),
-        **named("host_policy model_load_gpu_limit", ignored("--device and --gpu-memory-utilization limit it")),
+        "model_config_name": refused("a model's configuration is always config.pbtxt"),
+        "model_load_retry_count": ignored("the server exits if a model cannot be loaded"),
+        "model_namespacing": refused("model names must be unique in a repository", unless=OFF),
+        **named("host_policy model_load_gpu_limit", ignored("use --device and --gpu-memory-utilization")),
         "cuda_virtual_address_size": ignored("there are no memory pools"),
         "rate_limit_resource": ignored("requests wait in one queue (--max-waiting)"),
         "multimodal_gpu0_cuda_mem_pool_bytes": ignored("there are no memory pools"),
         **all_ignored("MPI is not used", "", switches="allow_run_as_root trtllm_llmapi_launch oversubscribe no_mpi"),
         "world_size": only_value("1", ENGINE_SAYS),
-        "tritonserver": ignored("this is the server"),
-        "force": ignored("several servers may run at the same time, each on its own ports", True, "-f"),
-        "disable_spawn_processes": ignored("the server starts the processes of its models itself", True),
+        "tritonserver": ignored("penstock is the server"),
+        "force": ignored("several servers may run at the same time on different ports", True, "-f"),
+        "disable_spawn_processes": ignored("the server starts the processes of its models", True),
         "multi_model": ignored("all models of a repository are served", True),
-        "tensorrt_llm_model_name": only_value("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
+        "tensorrt_llm_model_name": only_value("tensorrt_llm", "model names cannot be changed"),
         "exit_timeout": Alias("drain_timeout"),
     },
     prefixes=("TRTLLM_", "TLLM_"),
@@ -177,5 +175,5 @@ PROFILE = Profile(
 
 def _control(text: str) -> str:
     if text not in ("none", "explicit"):
-        raise ValueError(f"{NO_POLLING}; only none and explicit are possible")
+        raise ValueError(f"{NO_POLLING}; set none or explicit")
     return text

@@ -1,6 +1,6 @@
-"""vLLM: the flags of ``vllm serve``, which ``penstock serve`` accepts without a profile, too.
+"""Profile of vLLM: flags of ``vllm serve``, which ``penstock serve`` also accepts without a profile.
 
-Flags that have the same name and meaning here are not in the table.
+Flags with the same name and meaning in Penstock are not listed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .vllm_variables import LEVELS, PREFIXES, RESTRICTING, VARIABLES
 from .vllm_variables import SECURITY as SECURITY_VARIABLES
 
 DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
-OF_BACKENDS = {
+BACKEND_OPTIONS = {
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
 }
@@ -33,39 +33,39 @@ KV_SETTINGS = {
     "kv_buffer_size": "kv_buffer_size",
     "kv_load_failure_policy": "kv_load_failure",
 }
-"""Keys of ``--kv-transfer-config`` → ours."""
-NO_MEANING = ("engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size")
-"""Keys that say how its connectors work."""
+"""Settings by key of ``--kv-transfer-config``."""
+KV_IGNORED = ("engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size")
+"""Ignored keys of ``--kv-transfer-config``, which configure vLLM's connectors."""
 EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
-"""vLLM's names → ours; the last one places several devices, of which there is one."""
+"""``distributed_executor_backend`` by vLLM's name."""
 MODEL_IMPLS = {"auto": "auto", "vllm": "penstock", "penstock": "penstock", "transformers": "transformers"}
-OF_CHECKPOINTS = (
+CHECKPOINT_QUANTIZATIONS = (
     "aqlm auto_awq auto_gptq auto-round awq awq_marlin ascend bitblas bitsandbytes compressed-tensors deepseek_v4_fp8 "
     "fbgemm_fp8 fp_quant gguf gpt_oss_mxfp4 gptq gptq_bitblas gptq_marlin gptq_marlin_24 hqq humming inc ipex marlin "
     "modelopt modelopt_fp4 modelopt_mixed modelopt_mxfp8 moe_wna16 mxfp4 petit_nvfp4 qqq quark smoothquant torchao"
 ).split()
-"""Methods by which checkpoints are quantized. Here ``config.json`` says so, and nothing is to be done at load: a
-format that cannot be read is refused there."""
-QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromkeys(OF_CHECKPOINTS, "none")
+"""Quantization methods of checkpoints. They need no option, as ``config.json`` names them; a format that cannot be read
+is rejected at load."""
+QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromkeys(CHECKPOINT_QUANTIZATIONS, "none")
 QUANTIZATIONS |= {"int8_per_channel_weight_only": "wint8"}
 AT_LOAD = dict.fromkeys(
     ("bitsandbytes", "fp_quant", "hqq", "inc", "torchao"),
-    "config.json says how a checkpoint is quantized, and one that is not stays so; wint4, wint8 and w8a8 quantize it",
+    "quantized checkpoints are detected from config.json; to quantize others at load, use wint4, wint8 or w8a8",
 )
-"""Methods by which vLLM also quantizes at load → why they have no effect."""
+"""Methods with which vLLM can also quantize at load, and the reason why they have no effect."""
 LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
 LOAD_FORMATS |= dict.fromkeys(("hf", "pt", "npcache", "gguf", "bitsandbytes"), "auto")
 LOAD_FORMATS |= dict.fromkeys(("fastsafetensors", "instanttensor", "modelexpress", "runai_streamer"), "safetensors")
-"""Formats of files → ours; those of checkpoints are recognized."""
+"""``load_format`` by vLLM's name; formats of checkpoints are detected."""
 CACHES = {name: name for name in ("auto", "int8", "fp8", "fp8_e4m3")} | {"int8_per_token_head": "int8"}
 TASKS = dict.fromkeys(("auto", "none", "generate", "reward", "draft", "token_embed", "token_classify"), "auto")
 TASKS |= {"embed": "embed", "embedding": "embed", "classify": "classify", "score": "score"}
-"""What a model is pooled for → ours; a reward model's classifier is recognized."""
+"""``pooling_task`` by vLLM's name; a reward model's classifier is detected."""
 POOLING_TYPES = {name: name for name in ("last", "cls", "mean", "all")}
 
 
 def size(text: str) -> int:
-    """A number as vLLM reads it: ``25k`` is 25,000, ``25K`` 25,600. Raises ``ValueError`` where it is none."""
+    """Parse a number with a unit, as vLLM: ``25k`` is 25,000, ``25K`` is 25,600. Raises ``ValueError``."""
     result = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
     if not result or ("." in result[1] and not result[2].islower()):
         raise ValueError("it is not a number such as 4096, 4k or 4K")
@@ -73,12 +73,12 @@ def size(text: str) -> int:
 
 
 def _length(text: str) -> int:
-    """A length; ``auto`` and -1 are 0, the model's own."""
+    """Parse a context length; ``auto`` and -1 are 0 (the model's)."""
     return 0 if text in ("auto", "-1") else size(text)
 
 
 def origins(text: str) -> tuple[str, ...]:
-    """A list in JSON, or separated by commas."""
+    """Parse a list in JSON, or separated by commas."""
     if not text.startswith("["):
         return tuple(text.split(","))
     result = json.loads(text)
@@ -86,19 +86,20 @@ def origins(text: str) -> tuple[str, ...]:
 
 
 def _kv_transfer(text: str) -> Mapping[str, Any]:
-    """A role of separate instances; its connectors have one counterpart, and NIXL's the transport, too. Or the host
-    tier of the prefix cache, which is a connector there."""
-    result = {name: value for name, value in json_object(text).items() if name not in NO_MEANING}
+    """Translate ``--kv-transfer-config``: the role of an instance, and its transport with ``NixlConnector``; or the
+    host tier of the prefix cache with ``OffloadingConnector``."""
+    result = {name: value for name, value in json_object(text).items() if name not in KV_IGNORED}
     connector, role = result.pop("kv_connector", ""), result.pop("kv_role", "")
     if connector == "OffloadingConnector":
         size = (result.get("kv_connector_extra_config") or {}).get("cpu_bytes_to_use")
         if not isinstance(size, int | float):
-            raise ValueError("kv_connector_extra_config must give cpu_bytes_to_use; or use --kv-offloading-size")
+            raise ValueError("kv_connector_extra_config must have cpu_bytes_to_use; or use --kv-offloading-size")
         return {"kv_offloading_size": size / 2**30}
     if role not in KV_ROLES:
-        raise ValueError("kv_role must be kv_producer or kv_consumer; an instance of both is one without this flag")
+        raise ValueError("kv_role must be kv_producer or kv_consumer; omit this flag for an instance with both roles")
     if unknown := set(result) - set(KV_SETTINGS):
-        raise ValueError(f"{min(unknown)} has no counterpart; kv_connector, kv_role and {', '.join(KV_SETTINGS)} have")
+        known = f"kv_connector, kv_role, {', '.join(KV_SETTINGS)}"
+        raise ValueError(f"{min(unknown)} is not supported; supported keys: {known}")
     transport = {"kv_transport": "nixl"} if connector == "NixlConnector" else {}
     return {"role": KV_ROLES[role]} | transport | {KV_SETTINGS[name]: value for name, value in result.items()}
 
@@ -106,21 +107,21 @@ def _kv_transfer(text: str) -> Mapping[str, Any]:
 def _structured(text: str) -> Mapping[str, Any]:
     result = json_object(text)
     backend = str(result.pop("backend", "auto")).lower()
-    if unknown := set(result) - set(OF_BACKENDS):
-        raise ValueError(f"{min(unknown)} has no counterpart; backend, {' and '.join(OF_BACKENDS)} have")
-    return {"guided_decoding_backend": backend} | {OF_BACKENDS[name]: value for name, value in result.items()}
+    if unknown := set(result) - set(BACKEND_OPTIONS):
+        raise ValueError(f"{min(unknown)} is not supported; supported keys: backend, {', '.join(BACKEND_OPTIONS)}")
+    return {"guided_decoding_backend": backend} | {BACKEND_OPTIONS[name]: value for name, value in result.items()}
 
 
 def _backend(text: str) -> Mapping[str, Any]:
-    """A backend, and after a colon what it is to do: ``xgrammar:disable-any-whitespace``."""
+    """Parse a backend with options after a colon: ``xgrammar:disable-any-whitespace``."""
     name, _, given = text.partition(":")
     result: dict[str, Any] = {"guided_decoding_backend": name.lower()}
     for option in filter(None, given.split(",")):
         if option == "no-fallback":  # no backend falls back to another
             continue
-        if (known := option.replace("-", "_")) not in OF_BACKENDS:
-            raise ValueError(f"{option} has no counterpart; {' and '.join(OF_BACKENDS)} have")
-        result[OF_BACKENDS[known]] = True
+        if (known := option.replace("-", "_")) not in BACKEND_OPTIONS:
+            raise ValueError(f"{option} is not supported; supported options: {', '.join(BACKEND_OPTIONS)}")
+        result[BACKEND_OPTIONS[known]] = True
     return result
 
 
@@ -129,13 +130,11 @@ def _nullable(text: str) -> str:
 
 
 def together(given: Mapping[str, str]) -> Settings:
-    """Settings that depend on several flags: of the tokenizer's revision, and of speculative decoding."""
+    """Yield settings that depend on several flags: tokenizer revision, speculative decoding."""
     revision = _nullable(given.get("--tokenizer_revision", ""))
     if revision and revision != given.get("--revision", "main"):
-        raise invalid(
-            "--tokenizer_revision",
-            f"{revision!r} is not --revision, with which the tokenizer comes: name another by its folder, --tokenizer",
-        )
+        message = f"must equal --revision, is {revision!r}; for another tokenizer, set --tokenizer to its folder"
+        raise invalid("--tokenizer_revision", message)
     yield from _speculative(given)
 
 
@@ -150,13 +149,13 @@ def _speculative(given: Mapping[str, str]) -> Settings:
                 raise invalid(f"--{name}", f"{text!r} is not a number")
             value = int(text)
         if key in found:
-            raise invalid(f"--{name}", f"is given twice, as {found[key][0]}, too")
+            raise invalid(f"--{name}", f"has the same meaning as {found[key][0]}: set only one of them")
         found[key] = (f"--{name}", value)
     if not found:
         return
     source = next(iter(found.values()))[0]
     if "--speculative_config" in given:
-        raise invalid(source, "cannot be combined with --speculative-config, which says the same")
+        raise invalid(source, "cannot be combined with --speculative-config")
     result = {key: value for key, (_, value) in found.items()}
     if "model" not in result and "method" not in result:
         raise invalid(source, "requires --speculative-model")
@@ -169,14 +168,14 @@ def _speculative(given: Mapping[str, str]) -> Settings:
 
 
 def _generation(text: str) -> Mapping[str, Any]:
-    """``max_new_tokens`` limits every request, as there."""
+    """Translate ``override_generation_config``; its ``max_new_tokens`` limits all requests, as in vLLM."""
     result = json_object(text or "{}")
     limit = {"max_output_len": result.pop("max_new_tokens")} if "max_new_tokens" in result else {}
     return {"override_generation_config": json.dumps(result) if result else "", **limit}
 
 
 def pooler(text: str) -> Mapping[str, Any]:
-    """How prompts are pooled."""
+    """Translate ``pooler_config``."""
     settings: dict[str, Any] = {}
     for name, value in json_object(text).items():
         if value is None or (name, value) == ("enable_chunked_processing", False):
@@ -188,32 +187,32 @@ def pooler(text: str) -> Mapping[str, Any]:
         elif name == "task":
             settings["pooling_task"] = one_of(TASKS)(str(value))
         else:
-            raise ValueError(f"{name} has no counterpart; pooling_type, normalize, use_activation and task have")
+            raise ValueError(f"{name} is not supported; supported keys: pooling_type, normalize, use_activation, task")
     return settings
 
 
 def _overrides(text: str) -> Mapping[str, Any]:
-    """Those by which a model that answers yes or no, as Qwen3-Reranker, becomes one that scores pairs."""
+    """Translate ``hf_overrides`` of a generative reranker (Qwen3-Reranker); others are rejected."""
     given = json_object(text)
     given.pop("architectures", None)
     given.pop("is_original_qwen3_reranker", None)
     tokens = given.pop("classifier_from_token", None)
     if given or not (isinstance(tokens, list) and len(tokens) == 2):
-        raise ValueError("classifier_from_token with two tokens, as of Qwen3-Reranker, is what can be overridden")
+        raise ValueError("only classifier_from_token with two tokens (Qwen3-Reranker) can be overridden")
     return {"pooling_task": "score", "classifier_tokens": tuple(map(str, tokens))}
 
 
 def _compilation(text: str) -> Mapping[str, Any]:
-    """CUDA graphs' part of ``--compilation-config``; kernels are not compiled by levels (``-O3``)."""
+    """Translate the CUDA graph options of ``--compilation-config``; levels (``-O3``) have no effect."""
     return {} if re.fullmatch(r"\d", text) else cuda_graphs.read_json(text, "cudagraph_mode", ("none", "0"))
 
 
 def _eplb(text: str) -> Mapping[str, Any]:
-    """Replicas of experts, and counters of their load."""
+    """Translate ``--eplb-config``."""
     names = {"num_redundant_experts": "num_redundant_experts", "log_balancedness": "expert_load"}
     given = json_object(text)
     if unknown := set(given) - set(names):
-        raise ValueError(f"{min(unknown)} has no counterpart; {' and '.join(names)} have")
+        raise ValueError(f"{min(unknown)} is not supported; supported keys: {', '.join(names)}")
     return {names[name]: value for name, value in given.items()}
 
 
@@ -226,7 +225,7 @@ SPECULATIVE = {
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
 }
-"""Flags → keys of ``speculative_config``."""
+"""Keys of ``speculative_config`` by flag."""
 
 FLAGS: Mapping[str, Alias] = {
     "dtype": Alias("dtype", one_of(DTYPES)),
@@ -253,27 +252,27 @@ FLAGS: Mapping[str, Alias] = {
     "decode_context_parallel_size": only_value("1", COLLECTIVES, short="-dcp"),
     "nnodes": Alias("nnodes", short="-n"),
     "node_rank": Alias("node_rank", short="-r"),
-    "headless": Alias(read=lambda text: {}, switch=True),  # as nodes other than the first are anyway
+    "headless": Alias(read=lambda text: {}, switch=True),  # nodes other than node 0 always are
     "cpu_offload_gb": only_value("0", NOT_OFFLOADED),
-    "tokenizer_mode": refused("there is one tokenizer mode: auto, hf and slow are it", unless=("auto", "hf", "slow")),
-    "config_format": refused("models are recognized by config.json: give auto or hf", unless=("auto", "hf")),
+    "tokenizer_mode": refused("only auto, hf and slow are supported, all the same", unless=("auto", "hf", "slow")),
+    "config_format": refused("only config.json is supported: set auto or hf", unless=("auto", "hf")),
     "model_impl": Alias("model_impl", one_of(MODEL_IMPLS)),
-    "response_role": only_value("assistant", "answers are the assistant's"),
-    "chat_template_content_format": only_value("auto", "the format is recognized in the chat template"),
-    "logprobs_mode": only_value("raw_logprobs", "logprobs are the model's own"),
-    "stream_interval": only_value("1", "every token is sent at once"),
-    "lora_dtype": only_value("auto", "adapters are computed in the model's type"),
+    "response_role": only_value("assistant", "the role of responses cannot be changed"),
+    "chat_template_content_format": only_value("auto", "the format is detected from the chat template"),
+    "logprobs_mode": only_value("raw_logprobs", "logprobs are computed from the model's logits"),
+    "stream_interval": only_value("1", "each token is sent immediately"),
+    "lora_dtype": only_value("auto", "adapters are computed in the model's data type"),
     "kv_transfer_config": Alias(read=_kv_transfer),
-    "kv_offloading_backend": only_value("native", "cached prefixes go to host memory and a folder, without a service"),
-    "enable_sleep_mode": ignored("every engine can sleep; --server-dev-mode lets clients ask for it", switch=True),
+    "kv_offloading_backend": only_value("native", "prefixes can be offloaded to host memory and a folder only"),
+    "enable_sleep_mode": ignored("all engines can sleep; --server-dev-mode lets clients request it", switch=True),
     "enable_expert_parallel": Alias("enable_expert_parallel", on, switch=True, short="-ep"),
     "enable_eplb": refused(
-        "experts are not moved while they serve: --expert-load counts their tokens, penstock plan experts plans where "
-        "they should be, and --expert-placement places them",
+        "experts are not rebalanced at run time: measure with --expert-load, plan with penstock plan experts, and "
+        "place experts with --expert-placement at the start",
         switch=True,
     ),
     "eplb_config": Alias(read=_eplb),
-    "expert_placement_strategy": only_value("linear", "--expert-placement places experts otherwise"),
+    "expert_placement_strategy": only_value("linear", "use --expert-placement for other placements"),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
     "max_cudagraph_capture_size": Alias("cudagraph_capture_sizes", cuda_graphs.up_to),
     "max_seq_len_to_capture": ignored(LENGTHS),
@@ -285,8 +284,8 @@ FLAGS: Mapping[str, Alias] = {
     "shutdown_timeout": Alias("drain_timeout"),
     "revision": Alias("revision", _nullable),
     "tokenizer_revision": COMBINED,
-    "async_scheduling": ignored("give --max-concurrent-batches 2 to plan steps ahead", switch=True),
-    "runner": ignored("every model serves all that its checkpoint is for: completions, chats, embeddings, classes"),
+    "async_scheduling": ignored("set --max-concurrent-batches 2 to schedule steps ahead", switch=True),
+    "runner": ignored("the tasks of a model are detected from its checkpoint"),
     "task": Alias("pooling_task", one_of(TASKS)),
     "convert": Alias("pooling_task", one_of(TASKS)),
     "pooler_config": Alias(read=pooler),
@@ -294,17 +293,18 @@ FLAGS: Mapping[str, Alias] = {
     "hf_overrides": Alias(read=_overrides),
     "enable_auto_tool_choice": ignored("tool calls are always parsed", switch=True),
     "enable_prompt_tokens_details": ignored("usage always includes them", switch=True),
-    "enable_request_id_headers": ignored("every response has X-Request-Id", switch=True),
-    "language_model_only": ignored("a model that sees images takes texts, too", switch=True),
+    "enable_request_id_headers": ignored("all responses have X-Request-Id", switch=True),
+    "language_model_only": ignored("vision models also accept text-only requests", switch=True),
 }
 
 PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS, variables=VARIABLES, prefixes=PREFIXES, together=together)
 
 DEFAULT_PROFILE = Profile(
     name="",
-    title="vLLM, which are taken without --compat",
+    title="vLLM, accepted without --compat",
     flags=FLAGS,
-    variables={**dict.fromkeys(SECURITY_VARIABLES, ignored("it is read with --compat vllm")), **RESTRICTING},
+    variables={**dict.fromkeys(SECURITY_VARIABLES, ignored("it is read with --compat vllm only")), **RESTRICTING},
     together=together,
 )
-"""The profile of the command line without ``--compat``: of the environment it reads what protects a server."""
+"""Profile of the command line without ``--compat``: from the environment, it reads only variables that protect the
+server."""

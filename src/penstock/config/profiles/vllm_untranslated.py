@@ -1,4 +1,4 @@
-"""Flags of vLLM (0.5 to 0.2x) without a counterpart: ignored with a reason, or refused by name."""
+"""Flags of vLLM (0.5 to 0.2x) without an equivalent: ignored or rejected, with a reason."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Mapping
 from . import Alias, all_ignored, ignored, named, only_value, refused
 
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
-LOGGED = "the log has a line for each request, and never its text"
+LOGGED = "each request is logged in one line, without its text"
 IN_METRICS = "statistics are in /metrics, not in the log"
 NO_CODE = "loading code is not supported"
 KERNELS = "--ops selects the kernels"
-BATCHES = "steps are planned by --max-num-batched-tokens and --max-num-seqs"
-MAPPED = "weights are mapped, not copied"
-IMAGES = "images are preprocessed on the CPU as the model's configuration says"
-ONE_MACHINE = "engines of --data-parallel-size run on this machine, behind one address"
-NOT_OFFLOADED = "weights are not offloaded"
-NO_STATE_SPACE = "there are no state-space layers"
-TLS_CLIENTS = "clients are not asked for certificates: use --api-key, or a proxy in front that verifies them"
-ADAPTER_SIZES = "adapters are computed at their own ranks"
+BATCHES = "--max-num-batched-tokens and --max-num-seqs control scheduling"
+MAPPED = "weights are memory-mapped, not copied"
+IMAGES = "images are preprocessed on the CPU according to the model's configuration"
+ONE_MACHINE = "all engines of --data-parallel-size run on this machine, with one address"
+NOT_OFFLOADED = "offloading weights is not supported"
+NO_STATE_SPACE = "state-space layers are not supported"
+TLS_CLIENTS = "client certificates are not verified: use --api-key, or a proxy that verifies them"
+ADAPTER_SIZES = "each adapter is computed with its rank"
 
 SECURITY: Mapping[str, Alias] = {
     "ssl_ca_certs": refused(TLS_CLIENTS),
     "ssl_cert_reqs": only_value("0", TLS_CLIENTS),
-    "ssl_ciphers": refused("the ciphers are those of OpenSSL's configuration (OPENSSL_CONF)"),
+    "ssl_ciphers": refused("configure ciphers in OpenSSL's configuration (OPENSSL_CONF)"),
     "enable_ssl_refresh": refused("certificates are read at the start: restart the server to change them", switch=True),
-    "uds": refused("the server listens on TCP: give --host 127.0.0.1 to serve this machine alone"),
-    "allow_credentials": refused("CORS without credentials is supported: clients send API keys", switch=True),
+    "uds": refused("Unix sockets are not supported: set --host 127.0.0.1 to serve this machine only"),
+    "allow_credentials": refused("CORS with credentials is not supported: clients send API keys", switch=True),
     "allowed_methods": refused("CORS is limited by --allowed-origins only", unless=("*", '["*"]')),
     "allowed_headers": refused("CORS is limited by --allowed-origins only", unless=("*", '["*"]')),
-    "disable_fastapi_docs": refused("/openapi.json, which names the public routes, is always served", switch=True),
+    "disable_fastapi_docs": refused("/openapi.json, which lists the public routes, is always served", switch=True),
     "h11_max_incomplete_event_size": Alias("max_header_size"),
-    "h11_max_header_count": ignored("--max-header-size limits the headers together"),
+    "h11_max_header_count": ignored("--max-header-size limits the total size of headers"),
     "middleware": refused(NO_CODE),
     "trust_remote_code": ignored("code of a checkpoint is never executed", switch=True),
     "disable_access_log_for_endpoints": ignored(LOGGED),
-    "enable_tokenizer_info_endpoint": ignored("/tokenizer_info always answers, with a key where there is one", True),
-    "enable_server_load_tracking": ignored("/load always answers, with a key where there is one", switch=True),
+    "enable_tokenizer_info_endpoint": ignored("/tokenizer_info is always served, with an API key if one is set", True),
+    "enable_server_load_tracking": ignored("/load is always served, with an API key if one is set", switch=True),
     "enable_offline_docs": ignored("there is no documentation page", switch=True),
-    "tool_server": refused("the server calls no tools: clients do"),
-    "kv_events_config": refused("events of the KV cache are not published"),
-    "enable_prompt_embeds": refused("prompts are text or tokens: embeddings are not read", switch=True),
-    "enable_mm_embeds": refused("images are not taken as embeddings", switch=True),
+    "tool_server": refused("tools are called by clients, not by the server"),
+    "kv_events_config": refused("KV cache events are not published"),
+    "enable_prompt_embeds": refused("prompts must be text or token ids, not embeddings", switch=True),
+    "enable_mm_embeds": refused("images cannot be given as embeddings", switch=True),
     "worker_cls": refused(NO_CODE, unless=("auto",)),
     **named(
         "tool_parser_plugin reasoning_parser_plugin io_processor_plugin scheduler_cls worker_extension_cls",
@@ -50,48 +50,48 @@ SECURITY: Mapping[str, Alias] = {
     "model_class_overrides": refused(NO_CODE, unless=("{}",)),
     "logits_processors": refused(NO_CODE, several=True),
 }
-"""Flags about security that have no counterpart."""
+"""Security-related flags without an equivalent."""
 
 REFUSED: Mapping[str, Alias] = {
     "rope_scaling": refused("write rope_scaling into the checkpoint's config.json", unless=("", "none", "{}", "null")),
     "rope_theta": refused("write rope_theta into the checkpoint's config.json", unless=("none",)),
-    "hf_config_path": refused("config.json is the checkpoint's", unless=("none",)),
-    "return_tokens_as_token_ids": refused("requests ask for it: return_tokens_as_token_ids", switch=True),
-    "default_chat_template_kwargs": refused("requests give chat_template_kwargs", unless=("{}", "null")),
-    "enable_force_include_usage": refused("requests ask for it: stream_options.include_usage", switch=True),
-    "enable_per_request_metrics": refused("metrics of single requests are in traces (--otlp-endpoint)", switch=True),
-    "tokens_only": refused("requests and answers are text", switch=True),
+    "hf_config_path": refused("config.json must be in the checkpoint", unless=("none",)),
+    "return_tokens_as_token_ids": refused("set return_tokens_as_token_ids in requests", switch=True),
+    "default_chat_template_kwargs": refused("set chat_template_kwargs in requests", unless=("{}", "null")),
+    "enable_force_include_usage": refused("set stream_options.include_usage in requests", switch=True),
+    "enable_per_request_metrics": refused("use traces for metrics of single requests (--otlp-endpoint)", switch=True),
+    "tokens_only": refused("requests and responses without text are not supported", switch=True),
     "grpc": refused("vLLM's gRPC is not served; --grpc-port serves KServe's", switch=True),
     "enable_elastic_ep": refused("the number of ranks is fixed at the start", switch=True),
-    "enable_return_routed_experts": refused("/expert_load tells the load of experts (--expert-load)", switch=True),
-    "mm_encoder_only": refused("a server has the whole model", switch=True),
-    "video_pruning_rate": only_value("0", "all chosen frames of a video are kept"),
+    "enable_return_routed_experts": refused("use --expert-load and /expert_load for expert loads", switch=True),
+    "mm_encoder_only": refused("a server always runs the whole model", switch=True),
+    "video_pruning_rate": only_value("0", "all sampled frames of a video are kept"),
     "enable_prompt_adapter": refused("prompt adapters are not supported; --enable-lora has LoRA adapters", switch=True),
     "prompt_adapters": refused("prompt adapters are not supported", several=True),
     "enable_lora_bias": refused("LoRA adapters with biases are not supported", switch=True),
     "enable_tower_connector_lora": refused("LoRA adapters are applied to the language model only", switch=True),
     "lora_target_modules": refused("an adapter is applied to all of its modules", several=True),
-    "default_mm_loras": refused("requests name their adapter", unless=("{}", "null")),
+    "default_mm_loras": refused("requests select their adapter", unless=("{}", "null")),
     "long_lora_scaling_factors": refused("long LoRA is not supported", unless=("none",)),
-    "qlora_adapter_name_or_path": refused("give the adapter with --lora-modules", unless=("none",)),
+    "qlora_adapter_name_or_path": refused("use --lora-modules", unless=("none",)),
     "spec_decoding_acceptance_method": only_value(
-        "rejection_sampler", "drafts are accepted where they equal the sampled tokens, so that results stay the same"
+        "rejection_sampler", "draft tokens are accepted if they equal the sampled tokens, so that results are the same"
     ),
-    "model_loader_extra_config": refused("weights are read as safetensors", unless=("{}", "null", "none")),
-    "quantization_config": refused("--quantization names the format", unless=("{}", "null")),
+    "model_loader_extra_config": refused("weights are read from safetensors files", unless=("{}", "null", "none")),
+    "quantization_config": refused("use --quantization", unless=("{}", "null")),
     "image_processor": refused(IMAGES, unless=("none",)),
     "disable_image_processor": refused(IMAGES, switch=True),
     "override_attention_dtype": refused("attention is computed in --dtype", unless=("none",)),
     "kv_cache_dtype_skip_layers": refused("all layers have the same --kv-cache-dtype", several=True),
-    "reasoning_config": refused("--reasoning-parser knows the format", unless=("{}", "null")),
+    "reasoning_config": refused("use --reasoning-parser", unless=("{}", "null")),
     "diffusion_config": refused("diffusion models are not supported", short="-dc", unless=("{}", "null")),
-    "ec_transfer_config": refused("images are encoded where prompts are computed", unless=("{}", "null")),
+    "ec_transfer_config": refused("images are encoded by the instance that computes the prompt", unless=("{}", "null")),
     "weight_transfer_config": refused(
-        "weights are changed from a folder: POST /v1/weights/reload", unless=("{}", "null")
+        "weights are updated from a folder: POST /v1/weights/reload", unless=("{}", "null")
     ),
-    "additional_config": refused("vLLM's platform plugins have no counterpart", unless=("{}", "null")),
-    "exclude_tools_when_tool_choice_none": ignored("tool_choice none has no tool called", switch=True),
-    "device_ids": refused("set CUDA_VISIBLE_DEVICES, or give --device cuda:N", several=True),
+    "additional_config": refused("vLLM's platform plugins are not supported", unless=("{}", "null")),
+    "exclude_tools_when_tool_choice_none": ignored("with tool_choice none, no tool is called", switch=True),
+    "device_ids": refused("set CUDA_VISIBLE_DEVICES or --device cuda:N", several=True),
     "offload_backend": only_value("auto", NOT_OFFLOADED),
     **named("offload_group_size offload_prefetch_step", only_value("0", NOT_OFFLOADED)),
     **named("cpu_offload_params offload_params", refused(NOT_OFFLOADED, several=True)),
@@ -105,13 +105,13 @@ REFUSED: Mapping[str, Alias] = {
     "data_parallel_external_lb": refused(ONE_MACHINE, switch=True, short="-dpe"),
     "data_parallel_multi_port_external_lb": refused(ONE_MACHINE, switch=True, short="-dpm"),
 }
-"""Flags that would change what is served."""
+"""Flags that would change responses; they are rejected."""
 
 IGNORED: Mapping[str, Alias] = {
     "code_revision": ignored("code of a checkpoint is never executed"),
-    "skip_tokenizer_init": ignored("prompts may be token ids on every server", switch=True),
-    "ignore_patterns": ignored("only files that are read are downloaded", several=True),
-    "disable_sliding_window": ignored("sliding windows are the model's; --max-model-len limits the context", True),
+    "skip_tokenizer_init": ignored("prompts can always be token ids", switch=True),
+    "ignore_patterns": ignored("only needed files are downloaded", several=True),
+    "disable_sliding_window": ignored("use --max-model-len to limit the context to the sliding window", True),
     **all_ignored(
         BATCHES,
         "scheduler_delay_factor num_scheduler_steps num_lookahead_slots max_num_scheduled_tokens watermark "
@@ -122,12 +122,12 @@ IGNORED: Mapping[str, Alias] = {
     ),
     **named(
         "speculative_max_model_len speculative_disable_by_batch_size",
-        ignored("drafting adapts to the load, within the draft model's context; results do not depend on it"),
+        ignored("drafting adapts to the load and to the draft model's context, without changing results"),
     ),
     "speculative_draft_tensor_parallel_size": ignored(
-        "a draft model has the ranks of its model", short="-spec-draft-tp"
+        "a draft model runs on the ranks of its model", short="-spec-draft-tp"
     ),
-    "speculative_model_quantization": ignored("a draft model's config.json says how it is quantized"),
+    "speculative_model_quantization": ignored("detected from the draft model's config.json"),
     **all_ignored(
         KERNELS,
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_tp_mode mm_encoder_fp8_scale_path "
@@ -136,17 +136,19 @@ IGNORED: Mapping[str, Alias] = {
         switches="speculative_disable_mqa_scorer disable_cascade_attn enable_flashinfer_autotune "
         "enable_bf16x3_router_gemm use_fp64_gumbel enable_flash_late_interaction",
     ),
-    "disable_logprobs_during_spec_decoding": ignored("log probabilities are always computed", switch=True),
+    "disable_logprobs_during_spec_decoding": ignored("logprobs are always computed", switch=True),
     **named(
         "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha",
-        ignored("--spec-decoding-acceptance-method selects another one"),
+        ignored("the typical acceptance sampler is not supported"),
     ),
     "disable_frontend_multiprocessing": ignored("API processes and engines are always separate", switch=True),
-    **named("tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config", ignored("threads encode texts")),
-    "renderer_num_workers": ignored("threads encode texts"),
+    **named(
+        "tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers",
+        ignored("texts are tokenized in threads"),
+    ),
     **named(
         "ray_workers_use_nsight worker_use_ray engine_use_ray",
-        ignored("--distributed-executor-backend ray computes on a Ray cluster", switch=True),
+        ignored("use --distributed-executor-backend ray to run on a Ray cluster", switch=True),
     ),
     **all_ignored(
         IMAGES,
@@ -156,9 +158,7 @@ IGNORED: Mapping[str, Alias] = {
         switches="interleave_mm_strings skip_mm_profiling mm_device_do_normalize enable_mm_processor_stats "
         "disable_mm_preprocessor_cache",
     ),
-    "mm_processor_cache_gb": ignored(
-        "images are preprocessed again, and their features are cached (encoder_cache_size)"
-    ),
+    "mm_processor_cache_gb": ignored("image features are cached instead (--encoder-cache-size)"),
     "attention_config": ignored(KERNELS, short="-ac"),
     **named(
         "mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype mamba_ssu_algorithm "
@@ -166,9 +166,9 @@ IGNORED: Mapping[str, Alias] = {
         ignored(NO_STATE_SPACE),
     ),
     **named("use_replayssm enable_mamba_cache_stochastic_rounding", ignored(NO_STATE_SPACE, switch=True)),
-    "quantization_param_path": ignored("scales of the KV cache are computed dynamically"),
-    "calculate_kv_scales": ignored("scales are computed dynamically", switch=True),
-    "allow_deprecated_quantization": ignored("every format that is read is supported", switch=True),
+    "quantization_param_path": ignored("KV cache scales are computed dynamically"),
+    "calculate_kv_scales": ignored("KV cache scales are computed dynamically", switch=True),
+    "allow_deprecated_quantization": ignored("no format is deprecated", switch=True),
     **named(
         "max_parallel_loading_workers safetensors_load_strategy safetensors_prefetch_num_threads "
         "safetensors_prefetch_block_size pt_load_map_location",
@@ -183,11 +183,11 @@ IGNORED: Mapping[str, Alias] = {
     ),
     "max_cpu_loras": ignored("loaded adapters are not evicted"),
     "override_neuron_config": ignored("it is for AWS Neuron"),
-    "numa_bind": ignored("--cpu-binding binds ranks to cores", switch=True),
-    **named("numa_bind_nodes numa_bind_cpus", ignored("--cpu-binding binds ranks to cores", several=True)),
+    "numa_bind": ignored("use --cpu-binding to bind ranks to cores", switch=True),
+    **named("numa_bind_nodes numa_bind_cpus", ignored("use --cpu-binding to bind ranks to cores", several=True)),
     **named(
         "distributed_timeout_seconds cpu_distributed_timeout_seconds",
-        ignored("--node-timeout limits how long nodes wait"),
+        ignored("use --node-timeout to limit how long nodes wait"),
     ),
     "data_parallel_rpc_port": ignored(ONE_MACHINE, short="-dpp"),
     **named(
@@ -203,13 +203,13 @@ IGNORED: Mapping[str, Alias] = {
     ),
     **all_ignored("engines are always restarted", "fault_tolerance_config", switches="enable_fault_tolerance"),
     "prefix_caching_hash_algo": ignored("prefix hashes have 128 bits or more"),
-    "prefix_match_unit": ignored("prefixes are matched by --block-size"),
+    "prefix_match_unit": ignored("prefixes are matched in units of --block-size"),
     **named(
         "disable_hybrid_kv_cache_manager use_v2_block_manager enable_cumem_allocator",
         ignored("there is one KV cache manager", switch=True),
     ),
-    "collect_detailed_traces": ignored("traces always have queue, prefill, KV transfers and decode", several=True),
-    "profiler_config": ignored("penstock bench and traces (--otlp-endpoint) measure"),
+    "collect_detailed_traces": ignored("traces always have spans of queue, prefill, KV transfer, decode", several=True),
+    "profiler_config": ignored("use penstock bench or traces (--otlp-endpoint)"),
     "show_hidden_metrics_for_version": ignored("no metric is hidden"),
     **named("kv_cache_metrics_sample jit_monitor_mode", ignored(IN_METRICS)),
     **named(
@@ -221,11 +221,11 @@ IGNORED: Mapping[str, Alias] = {
         "disable_log_requests enable_log_requests disable_uvicorn_access_log enable_log_outputs enable_log_deltas",
         ignored(LOGGED, switch=True),
     ),
-    "max_log_len": ignored("no prompt is written to the log"),
-    "log_config_file": ignored("--log-level, --log-format and --log-file configure the log"),
-    "log_error_stack": ignored("an error's traceback is in the log where it is a bug", switch=True),
-    **named("fingerprint_mode fingerprint_value", ignored("system_fingerprint names the kernels")),
+    "max_log_len": ignored("prompts are never logged"),
+    "log_config_file": ignored("use --log-level, --log-format and --log-file"),
+    "log_error_stack": ignored("tracebacks of unexpected errors are always logged", switch=True),
+    **named("fingerprint_mode fingerprint_value", ignored("system_fingerprint identifies the kernels")),
     **all_ignored("Cohere's API is not served", "cohere_format", switches="cohere_is_reasoning_model"),
-    "fail_on_environ_validation": ignored("unknown variables are in the log", switch=True),
+    "fail_on_environ_validation": ignored("unknown variables are logged", switch=True),
 }
-"""Flags without effect here."""
+"""Flags without effect."""

@@ -1,4 +1,4 @@
-"""Environment variables of vLLM. Those that are in no table are logged, or refused where they are about security."""
+"""Environment variables of vLLM. Unknown ones are logged, or rejected if they are security-related."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ LEVELS |= {"critical": "error"}
 HUBS = ("huggingface", "modelscope")
 NO_STATISTICS = "no usage statistics are sent"
 NO_CODE = "loading code is not supported"
-NO_PICKLE = "nothing is deserialized with pickle, whatever this says"
-ADAPTERS = "adapters are loaded by --lora-modules, or by clients with VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-LISTENING = "--host, --master-addr, --engine-address and --kv-host say on which addresses the server listens"
+NO_PICKLE = "nothing is ever deserialized with pickle"
+ADAPTERS = "load adapters with --lora-modules, or let clients load them with VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+LISTENING = "--host, --master-addr, --engine-address and --kv-host set the addresses of the server"
 ON = {"1": True, "true": True, "0": False, "false": False}
 LIMITS = {"VLLM_MAX_N_SEQUENCES": MAX_SEQUENCES, "VLLM_MAX_COMPLETION_PROMPTS": 2048}
-"""Limits of requests that are fixed here."""
+"""Limits of requests that are fixed in Penstock."""
 
 
 def one_key(text: str) -> tuple[str, ...]:
-    """A single API key. Raises ``ValueError`` for a comma, which would separate two keys."""
+    """Parse an API key. Raises ``ValueError`` for a comma, which would separate two keys."""
     if "," in text:
-        raise ValueError("an API key must not contain a comma, which separates keys here")
+        raise ValueError("an API key must not contain a comma, which separates keys")
     return (text,)
 
 
 def times(unit: int) -> Callable[[str], int]:
-    """A reader of a number in the unit."""
+    """Return a reader of numbers that multiplies them by ``unit``."""
     return lambda text: int(float(text) * unit)
 
 
 RESTRICTING: Mapping[str, Alias] = {"VLLM_API_KEY": Alias("api_key", one_key, secret=True)}
-"""Variables that protect the server: they are read without a profile, too."""
+"""Variables that protect the server, which are also read without a profile."""
 
 SECURITY: Mapping[str, Alias] = {
     **RESTRICTING,
@@ -48,8 +48,8 @@ SECURITY: Mapping[str, Alias] = {
     "VLLM_LORA_RESOLVER_HF_REPO_LIST": refused(ADAPTERS),
     "VLLM_MEDIA_CONNECTOR": refused(NO_CODE, unless=("http",)),
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": refused(
-        "redirects of images and videos are followed, each to a public address or a host of --allowed-media-domains; "
-        "a proxy can forbid them",
+        "redirects of images and videos are followed if their targets have public addresses or are in "
+        "--allowed-media-domains; use a proxy to forbid them",
         unless=("1",),
     ),
     "VLLM_MEDIA_CACHE": ignored("downloaded images and videos are not written to disk"),
@@ -69,30 +69,30 @@ SECURITY: Mapping[str, Alias] = {
         "VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK DO_NOT_TRACK VLLM_USAGE_STATS_SERVER VLLM_USAGE_SOURCE",
         ignored(NO_STATISTICS),
     ),
-    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": ignored("the log never has an answer's text"),
+    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": ignored("the text of responses is never logged"),
     "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": ignored("workers have the environment of their engine"),
     "VLLM_TORCH_PROFILER_DIR": ignored("clients cannot start a profiler"),
-    "VLLM_ENABLE_RESPONSES_API_STORE": ignored("--storage-dir keeps responses"),
+    "VLLM_ENABLE_RESPONSES_API_STORE": ignored("set --storage-dir to store responses"),
     **named(
         "S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY S3_ENDPOINT_URL",
-        ignored("object stores take AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL"),
+        ignored("set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL for object stores"),
     ),
     **named(
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE "
         "VLLM_ALLOW_DEPRECATED_BLOCK_MANAGER_V1 VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE "
         "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION",
-        ignored("it allows nothing that is about security"),
+        ignored("it is not security-related"),
     ),
 }
-"""Variables that are about security, and those whose names look so."""
+"""Security-related variables, and variables whose names look security-related."""
 
 
 def _limit(name: str) -> Alias:
-    """A limit that is fixed here: values below it cannot be kept."""
+    """Alias of a limit that is fixed in Penstock; lower values are rejected."""
 
     def read(text: str) -> Mapping[str, Any]:
         if int(text) < LIMITS[name]:
-            raise ValueError(f"the limit is {LIMITS[name]}, and cannot be lowered")
+            raise ValueError(f"the limit is {LIMITS[name]} and cannot be lowered")
         return {}
 
     return Alias(read=read)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.core import Code, EngineRequest, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
-from penstock.core.requests import trace_facts
+from penstock.core.requests import trace_log_fields
 
 from ..executor.base import Executor, WorkerLostError
 from ..scheduling.scheduler import Scheduler
@@ -122,8 +122,8 @@ class KVExports:
             return
         one = _Export(event)
         words = "request %s: transfer %s: %d tokens"
-        facts = trace_facts(event.trace)
-        logger.info(words, event.request_id, event.transfer.hex()[:8], one.num_tokens, extra={"facts": facts})
+        facts = trace_log_fields(event.trace)
+        logger.info(words, event.request_id, event.transfer.hex()[:8], one.num_tokens, extra={"fields": facts})
         try:
             if self.stopping:
                 raise PenstockError(Code.UNAVAILABLE, "the prefill instance is stopping")

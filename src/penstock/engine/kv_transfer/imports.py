@@ -303,7 +303,7 @@ class KVImports:
             words = "request %s: transfer %s: %d tokens from %s in %.3f seconds, beside %d that were cached here"
             count, seconds = one.num_tokens - one.num_present, time.monotonic() - one.started
             values = (one.request.log_name, one.transfer.hex()[:8], count, one.address, seconds, one.num_present)
-            logger.info(words, *values, extra={"facts": one.request.log_facts})
+            logger.info(words, *values, extra={"fields": one.request.log_fields})
             prefix = self._kv.finish_import(one.block_hashes, one.blocks, one.num_tokens, num_cached)
             if one.future.cancelled():
                 self._kv.release_import(prefix)
@@ -317,8 +317,8 @@ class KVImports:
         recompute = self._recompute or one.outdated
         what = "another is asked" if left else "it is computed here" if recompute else "the request fails"
         words = "request %s: its prompt did not come from a prefill instance, %s: %s"
-        facts = one.request.log_facts
-        logger.warning(words, one.request.log_name, what, one.end.message, extra={"facts": facts})
+        facts = one.request.log_fields
+        logger.warning(words, one.request.log_name, what, one.end.message, extra={"fields": facts})
         if left:
             self._pull(one)
             return

@@ -361,7 +361,7 @@ class Scheduler:
             delta = append_tokens(sequence, sampled)
         except Exception:
             request = sequence.request
-            logger.exception(REQUEST_FAILED, request.log_name, extra={"facts": request.log_facts})
+            logger.exception(REQUEST_FAILED, request.log_name, extra={"fields": request.log_fields})
             delta = error_delta(sequence, OUTPUT_FAILED)
         return self._finish_if_done(sequence, delta)
 
@@ -386,7 +386,7 @@ class Scheduler:
         try:
             beam_steps = group.search.select(group.sequences)
         except Exception:
-            logger.exception(REQUEST_FAILED, group.request.log_name, extra={"facts": group.request.log_facts})
+            logger.exception(REQUEST_FAILED, group.request.log_name, extra={"fields": group.request.log_fields})
             return self.abort(request_id, OUTPUT_FAILED)
         if beam_steps:
             self.builder.add_beam_steps(request_id, group.reorder_beams(beam_steps, self.kv))

@@ -1,1 +1,1 @@
-"""Chats, as all dialects answer them: request, prompt, sampling parameters, structured outputs, stream deltas."""
+"""Chats, shared by all dialects: request, prompt, sampling parameters, structured outputs, stream deltas."""

@@ -1,4 +1,4 @@
-"""Generation of one chat: base of the handlers of all dialects but PaddleNLP, and deltas of a message."""
+"""Generation of one chat: base class of all dialects' handlers except PaddleNLP's, and message deltas."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from .sampling import chat_sampling, forced_tool_call
 
 @dataclass(slots=True)
 class CallDelta:
-    """What was added to a tool call."""
+    """New part of a tool call."""
 
     index: int
     """Index of the call in its message."""
     arguments: str
     id: str = ""
+    """Set only in the first delta of a call, as is ``name``."""
     name: str = ""
-    """Id and name are set in the first delta of a call."""
 
 
 Delta = list[TextPart | CallDelta]
-"""Parts added to a message, in order. A text that goes on and the arguments of a call that goes on come first."""
+"""Parts added to a message, in order. The continuation of the last part is first."""
 
 
 class MessageCursor(SequenceCursor):
-    """The position in a sequence and its message up to which they have been sent."""
+    """Tracks how much of a sequence and its message has been sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_tool_calls = 0
-        """Number of tool calls that were sent, the last one perhaps in part."""
+        """Number of tool calls sent, including a partial last one."""
         self._parts = 0
-        """Number of parts that were sent, the last one perhaps in part."""
+        """Number of parts sent, including a partial last one."""
         self._length = 0
-        """Characters of the last part that were sent."""
+        """Number of characters of the last part sent."""
 
     def delta(self, message: Message) -> Delta:
-        """What was added to a message since the last call."""
+        """Return the parts added to a message since the last call."""
         delta: Delta = []
         if self._parts:
             delta += self._rest(message.parts[self._parts - 1])
@@ -62,7 +62,7 @@ class MessageCursor(SequenceCursor):
         return delta
 
     def _rest(self, part: MessagePart) -> Delta:
-        """Text added to the last part."""
+        """Return the text added to the last part."""
         text = part.arguments if isinstance(part, ToolCall) else part.text
         added, self._length = text[self._length :], len(text)
         if not added:
@@ -71,13 +71,13 @@ class MessageCursor(SequenceCursor):
 
 
 class ChatGeneration(GenerationHandler):
-    """One chat, from its request to its outputs.
+    """Base class of handlers of one chat request.
 
     Args:
-        size: about how many characters the request has.
-        keeps_body: whether what the body has is kept until the request ends.
+        size: approximate number of characters of the request.
+        keeps_body: keep the messages until the request ends.
 
-    Raises ``PenstockError`` where the request is wrong, or asks for what this model or server does not support.
+    Raises ``PenstockError`` if the request is invalid, or not supported by this model or server.
     """
 
     def __init__(
@@ -89,38 +89,38 @@ class ChatGeneration(GenerationHandler):
         self.request = request
         self.prompt = ChatPrompt(service, request, size, record)
         self.cursors: defaultdict[int, MessageCursor] = defaultdict(MessageCursor)
-        """How far the answer has been formatted, by the sequence's index."""
+        """Cursor of each sequence, by index."""
         if (constraint := forced_tool_call(request, self.prompt.tools)) is not None:
             if sampling.guided_decoding:
-                raise invalid("tool_choice", "cannot be combined with another constraint on the answer")
+                raise invalid("tool_choice", "cannot be combined with another constraint on the output")
             self.sampling = sampling.replace(guided_decoding=constraint)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         prompt = await self.prompt.prompt()
-        if not self._keeps_body:  # images in base64 are not kept while the answer is generated
+        if not self._keeps_body:  # do not keep base64 images while the answer is generated
             self.request.messages = []
             self.record.shrink_memory(memory_of(prompt))
         return self.generate(prompt)
 
     def delta(self, completion: CompletionOutput) -> Delta:
-        """What was added to a sequence's message since the last call."""
+        """Return the parts added to a sequence's message since the last call."""
         cursor = self.cursors[completion.index]
         return cursor.delta(self.message(completion)) if cursor.advance(completion) else []
 
     def message(self, completion: CompletionOutput) -> Message:
-        """A sequence's message: without reasoning where ``include_reasoning`` is false, without calls where
-        ``tool_choice`` is none, and with the first call alone where ``parallel_tool_calls`` is false."""
-        read, request = completion.message, self.request
-        assert read is not None
-        with_reasoning, max_calls = request.include_reasoning is not False, len(read.parts)
+        """Return a sequence's message: without reasoning if ``include_reasoning`` is false, without calls if
+        ``tool_choice`` is none, and with only the first call if ``parallel_tool_calls`` is false."""
+        parsed, request = completion.message, self.request
+        assert parsed is not None
+        with_reasoning, max_calls = request.include_reasoning is not False, len(parsed.parts)
         if request.tool_choice == "none":
             max_calls = 0
         elif request.parallel_tool_calls is False:
             max_calls = 1
-        if with_reasoning and max_calls == len(read.parts):
-            return read
+        if with_reasoning and max_calls == len(parsed.parts):
+            return parsed
         message = Message()
-        for part in read.parts:
+        for part in parsed.parts:
             if isinstance(part, ToolCall):
                 if max_calls:
                     message.parts.append(part)

@@ -1,4 +1,4 @@
-"""Messages, tools and content of a chat: from any dialect to OpenAI's form, and from that to what templates read."""
+"""Conversion of messages, tools and content: from any dialect to OpenAI's format, and from that to template input."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart
 
 TEXT = {"text": "text"}
-"""Types of content parts that hold text, each with the field that has it."""
+"""Type of a content part with text → field that contains the text."""
 CHAT_TEXT = {"text": "text", "refusal": "refusal"}
-"""Text fields of OpenAI's content parts, by part type."""
+"""The same for OpenAI's chat API."""
 
 
 class ContentPart(Protocol):
-    """A part of a message's content, in any dialect."""
+    """A part of a message's content in any dialect."""
 
     @property
     def type(self) -> str: ...
@@ -32,7 +32,7 @@ Part = TypeVar("Part", bound=ContentPart)
 
 
 class TemplateFields(Protocol):
-    """The fields of a request that a chat template is rendered with."""
+    """Request fields that are passed to the chat template."""
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
@@ -43,7 +43,7 @@ class TemplateFields(Protocol):
 
 
 def text_of(content: str | Sequence[ContentPart], path: str, kinds: Mapping[str, str] = TEXT) -> str:
-    """As ``content_of``, of a content that may have text alone."""
+    """Like ``content_of``, for content that may only have text."""
     text = content_of(content, path, None, kinds)
     assert isinstance(text, str)
     return text
@@ -55,14 +55,14 @@ def content_of(
     media_of: Callable[[Part, str], dict[str, Any] | None] | None,
     kinds: Mapping[str, str] = TEXT,
 ) -> str | list[dict[str, Any]]:
-    """A message's content: the texts of several parts joined by line breaks, or with images or videos the parts in
-    OpenAI's form.
+    """Convert a message's content: to one text, parts joined by line breaks, or, with images or videos, to a list of
+    parts in OpenAI's format.
 
     Args:
-        path: of the content in its request, for errors.
-        media_of: an image or a video in OpenAI's form, None for other parts. Takes the part and its path. None where
-            only text is supported.
-        kinds: types of parts that hold text, each with the name of the field that has it.
+        path: path of the content in its request, for errors.
+        media_of: converts an image or video part (part, path) to OpenAI's format, and returns None for other parts;
+            None if only text is supported.
+        kinds: type of a part with text → field that contains the text.
 
     Raises ``PenstockError``: ``unsupported`` for a part of another type, ``invalid`` for one without its text.
     """
@@ -85,33 +85,33 @@ def content_of(
 
 
 def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    """An entry of an assistant message's ``tool_calls``."""
+    """Return an entry of an assistant message's ``tool_calls``."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_result(call_id: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that holds a tool's result."""
+    """Return the message with a tool's result."""
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
 def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
-    """An entry of a request's ``tools``."""
+    """Return an entry of a request's ``tools``."""
     function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
     return {"type": "function", "function": function}
 
 
 def named_tool(name: str | None) -> dict[str, Any]:
-    """The ``tool_choice`` that forces a call of one tool."""
+    """Return the ``tool_choice`` that forces a call of one tool."""
     return {"type": "function", "function": {"name": name}}
 
 
 def json_schema_format(schema: Any, name: str = "answer") -> dict[str, Any]:
-    """The ``response_format`` of a JSON schema."""
+    """Return the ``response_format`` of a JSON schema."""
     return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
 
 
 def effort_fields(effort: str | None, variables: Collection[str]) -> dict[str, Any]:
-    """``reasoning_effort`` for a template that reads it, by the levels that OpenAI knows.
+    """Return ``reasoning_effort`` with OpenAI's levels, if the template reads it.
 
     Args:
         variables: names that the model's chat template reads.
@@ -122,11 +122,11 @@ def effort_fields(effort: str | None, variables: Collection[str]) -> dict[str, A
 
 
 def template_options(request: TemplateFields, tools: Sequence[Tool] | None, calls_tools: bool) -> dict[str, Any]:
-    """Keyword arguments of ``ChatTemplate.render`` besides the messages.
+    """Return the keyword arguments of ``ChatTemplate.render`` other than the messages.
 
     Args:
-        tools: those that the prompt shows.
-        calls_tools: whether the chat template has a known tool call format.
+        tools: tools listed in the prompt.
+        calls_tools: the chat template has a known tool call format.
 
     Raises ``PenstockError``: ``invalid`` for reserved names in ``chat_template_kwargs``, ``unsupported`` for tools that
     the template does not support.
@@ -134,29 +134,29 @@ def template_options(request: TemplateFields, tools: Sequence[Tool] | None, call
     options = dict(request.chat_template_kwargs or {})
     reserved = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
     if wrong := [name for name in reserved if name in options]:
-        raise invalid("chat_template_kwargs", f"{wrong[0]} cannot be given there")
+        raise invalid("chat_template_kwargs", f"must not contain {wrong[0]}")
     if tools:
         if not calls_tools:
-            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them", "tools")
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support tools", "tools")
         options["tools"] = [msgspec.to_builtins(tool) for tool in tools]
         for tool in options["tools"]:
             tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
-    goes_on = bool(request.continue_final_message)
-    options["continue_final_message"] = goes_on
+    is_continued = bool(request.continue_final_message)
+    options["continue_final_message"] = is_continued
     options["add_generation_prompt"] = (
-        not goes_on if request.add_generation_prompt is None else request.add_generation_prompt
+        not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
     )
     return options
 
 
 def messages_of(messages: list[Message], images: bool = False) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content as one text, arguments of calls as objects.
+    """Convert messages to template input: content as one text, arguments of calls as objects.
 
     Args:
-        images: whether messages may have images and videos; the content of one with these is its parts. The chat
-            template decides in which roles it shows them.
+        images: messages may contain images and videos; the content of such a message is a list of parts. The chat
+            template determines for which roles they are rendered.
 
-    Raises ``PenstockError``: ``unsupported`` for content that is not text, an image or a video, ``invalid`` where the
+    Raises ``PenstockError``: ``unsupported`` for content other than text, images and videos; ``invalid`` if the
     arguments of all calls have too many elements.
     """
     count = ElementCount("messages[].tool_calls[].function.arguments")
@@ -177,7 +177,7 @@ def _message(message: Message, path: str, images: bool, count: ElementCount) -> 
         ]
     reasoning = message.reasoning_content or message.reasoning
     rest = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
-    if not (message.tool_calls and result["content"]):  # gpt-oss's template reads this name, and takes one of both
+    if not (message.tool_calls and result["content"]):  # read by gpt-oss's template, which rejects it with content
         rest["thinking"] = reasoning
     return result | {name: value for name, value in rest.items() if value is not None}
 
@@ -185,7 +185,7 @@ def _message(message: Message, path: str, images: bool, count: ElementCount) -> 
 def _content(message: Message, path: str, images: bool) -> str | list[dict[str, Any]]:
     if message.content is None:
         if message.role != "assistant":
-            raise invalid(f"{path}.content", f"is missing, and a {message.role} message is nothing without")
+            raise invalid(f"{path}.content", f"is missing; a {message.role} message requires it")
         return ""
     if images:
         return content_of(message.content, f"{path}.content", _media, CHAT_TEXT)
@@ -193,24 +193,20 @@ def _content(message: Message, path: str, images: bool) -> str | list[dict[str, 
 
 
 MEDIA_FIELDS = {"image_url": "image_url", "video_url": "video_url", "video": "video"}
-"""By type of a part that is an image or a video: its field that has the URL."""
+"""Type of an image or video part → field with the URL."""
 
 
 def _media(part: OpenAIPart, path: str) -> dict[str, Any] | None:
     if (field := MEDIA_FIELDS.get(part.type)) is None:
         return None
-    given = require(getattr(part, field), f"{path}.{field}")
-    url = require(given.url, f"{path}.{field}.url") if isinstance(given, MediaURL) else given
+    value = require(getattr(part, field), f"{path}.{field}")
+    url = require(value.url, f"{path}.{field}.url") if isinstance(value, MediaURL) else value
     kind = "image_url" if field == "image_url" else "video_url"
     return {"type": kind, kind: {"url": url}}
 
 
 def _arguments(given: str | Mapping[str, Any] | None, count: ElementCount) -> Any:
-    """Arguments as an object; text that is not a JSON object is kept, as a model may have written it.
-
-    Args:
-        count: counts the elements of all arguments.
-    """
+    """Decode arguments to an object; text that is not a JSON object, which a model may have written, is kept."""
     if not isinstance(given, str):
         return given or {}
     count.add(given.encode(errors="replace"))

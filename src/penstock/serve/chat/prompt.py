@@ -1,4 +1,4 @@
-"""The prompt of a chat: rendered from messages, or given in token ids; and truncation of prompts."""
+"""The prompt of a chat, rendered from messages or given as token ids, and truncation of prompts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ TEMPLATE_FIELDS = (
 ).split()
 """Fields of the chat template, which cannot be combined with ``prompt_token_ids``."""
 TOKEN_BYTES = 36
-"""Memory of a token id in a list."""
+"""Memory of a token id in a list, in bytes."""
 NUM_TAIL_TOKENS = 32
-"""Tokens at the end of a given prompt that are decoded to find out whether it ends within the reasoning."""
+"""Number of final tokens of a given prompt that are decoded to determine the reasoning stage."""
 
 
 class ChatPrompt:
     """The prompt of one chat.
 
     Args:
-        size: about how many characters the request has.
-        record: collects fields that this model's template does not read.
+        size: approximate number of characters of the request.
+        record: collects fields that the model's template does not read.
 
-    Raises ``PenstockError``: ``invalid`` for wrong values and contradictions, ``unsupported`` for what this model or
-    server does not support.
+    Raises ``PenstockError``: ``invalid`` for invalid values and combinations, ``unsupported`` for features that this
+    model or server does not support.
     """
 
     def __init__(self, service: ServedModel, request: ChatRequest, size: int, record: RequestRecord) -> None:
@@ -50,26 +50,26 @@ class ChatPrompt:
             if given := [name for name in fields if getattr(request, name) is not None]:
                 raise invalid(given[0], "cannot be combined with prompt_token_ids")
         elif not request.messages:
-            raise invalid("messages", "must hold at least one, or there must be prompt_token_ids")
+            raise invalid("messages", "must have at least one, unless there are prompt_token_ids")
         input_processor = self._gateway.input_processor
-        own = input_processor.tokenizer.templates
-        self._template = own.get(request.chat_template or "", request.chat_template)
-        """The chat template that the request gives or names; None for the model's default."""
-        if self._template not in (None, *own.values()) and not service.options.trust_request_chat_template:
-            message = "chat_template: this server takes none from requests (trust_request_chat_template)"
+        templates = input_processor.tokenizer.templates
+        self._template = templates.get(request.chat_template or "", request.chat_template)
+        """The request's chat template; None: the model's default."""
+        if self._template not in (None, *templates.values()) and not service.options.trust_request_chat_template:
+            message = "chat_template: this server does not accept templates in requests (--trust-request-chat-template)"
             raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
         self.tools = input_processor.chats.response_formats(self._template).tools
-        """The model's tool call format; None where it has none."""
+        """The model's tool call format, or None."""
         self._calls = bool(request.tools)
-        shown = request.tools if request.tool_choice != "none" else None
+        tools = request.tools if request.tool_choice != "none" else None
         self._messages = messages_of(request.messages, service.sees_images)
         if request.messages:
             self._gateway.check_characters(sum(map(_num_characters, self._messages)))
-        self._options = template_options(request, shown, self.tools is not None) | self._template_variables(
+        self._options = template_options(request, tools, self.tools is not None) | self._template_variables(
             request, record.unknown
         )
         self.echoed = ""
-        """Text of the last message that the answer repeats (``echo``); as the prompt has it, once it is rendered."""
+        """Text of the last message repeated by the answer (``echo``); after rendering, as in the prompt."""
         last = self._messages[-1] if self._messages else {}
         if request.echo and (last.get("role") == "assistant" or not self._options["add_generation_prompt"]):
             self.echoed = last.get("content", "")
@@ -79,15 +79,15 @@ class ChatPrompt:
         elif not service.sees_images:
             for name in ("mm_processor_kwargs", "media_io_kwargs"):
                 if getattr(request, name):
-                    words = f"{name}: this model sees no images, only text"
-                    raise PenstockError(Code.UNSUPPORTED, words, name)
+                    message = f"{name}: this model does not support images"
+                    raise PenstockError(Code.UNSUPPORTED, message, name)
 
     async def count_tokens(self) -> int:
-        """The number of tokens of the prompt."""
+        """Return the number of tokens of the prompt."""
         return len((await self.prompt()).token_ids)
 
     async def prompt(self) -> TokenizedPrompt:
-        """Rendered and encoded. The messages are kept no longer; call it once."""
+        """Render and encode the prompt. Call it only once: it releases the messages."""
         request, gateway = self._request, self._gateway
         parser_config = gateway.input_processor.chats.parser_config
         if request.disable_chat_template and request.prompt_token_ids is None:
@@ -111,7 +111,7 @@ class ChatPrompt:
                 client=self._client,
             )
             if request.continue_final_message and not (prompt.text or "").endswith(self.echoed):
-                self.echoed = self.echoed.rstrip()  # as the template does, so that the answer brings the space
+                self.echoed = self.echoed.rstrip()  # the template trimmed it: the answer contains the space
         else:
             tail = request.prompt_token_ids[-NUM_TAIL_TOKENS:]
             end = gateway.input_processor.tokenizer.decode(tail, skip_special_tokens=False)
@@ -124,19 +124,19 @@ class ChatPrompt:
         return msgspec.structs.replace(prompt, token_ids=truncate(prompt.token_ids, request, room))
 
     def _check_images(self) -> None:
-        """Refuse what is for texts only. Raises ``PenstockError`` (``unsupported``)."""
+        """Raise ``PenstockError`` (``unsupported``) for fields that cannot be combined with images."""
         request = self._request
-        wrong = {
+        unsupported = {
             "disable_chat_template": bool(request.disable_chat_template),
             "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
             "echo": bool(request.echo),
         }
-        for name in [name for name, given in wrong.items() if given]:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported for messages with images", name)
+        for name in [name for name, given in unsupported.items() if given]:
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported with images", name)
 
     def _template_variables(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
-        """``documents`` and ``reasoning_effort`` for the template. Where the model's own does not read them, documents
-        are refused, and an effort, which clients send to any model, is ignored as an unknown field."""
+        """Return ``documents`` and ``reasoning_effort`` for the template. If the model's template does not read them,
+        documents are rejected, and the effort, which clients send to any model, is ignored as an unknown field."""
         fields = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         given = {name: value for name, value in fields.items() if value is not None}
         if self._template is None:
@@ -151,13 +151,13 @@ class ChatPrompt:
 
 
 def memory_of(prompt: TokenizedPrompt) -> int:
-    """About how many bytes a chat's prompt takes: text, tokens and pixels."""
+    """Approximate memory of a prompt in bytes: text, tokens and pixels."""
     pixels = sum([len(image.pixels) for image in prompt.images])
     return getsizeof(prompt.text or "") + TOKEN_BYTES * len(prompt.token_ids) + pixels
 
 
 def _num_characters(message: dict[str, Any]) -> int:
-    """Characters of a message's text."""
+    """Number of characters of a message's text."""
     content = message["content"]
     return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
@@ -166,13 +166,13 @@ def truncate(token_ids: list[int], request: PromptRequest, max_tokens: int, side
     """Apply ``truncate_prompt_tokens`` to a prompt.
 
     Args:
-        max_tokens: number of tokens that there is room for, the meaning of -1.
+        max_tokens: limit for -1: number of tokens that fit into the context.
         side: default of ``truncation_side``: ``left`` removes the beginning, ``right`` the end.
     """
     limit = request.truncate_prompt_tokens
     if limit is None:
         return token_ids
     if limit == 0:
-        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what there is room for", 1)
+        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the maximum that fits", 1)
     max_tokens = max(max_tokens, 1) if limit == -1 else limit
     return token_ids[:max_tokens] if (request.truncation_side or side) == "right" else token_ids[-max_tokens:]

@@ -1,7 +1,7 @@
-"""The chat request that every dialect but PaddleNLP is converted to: OpenAI's fields, and those that vLLM and
-FastDeploy add to them.
+"""Chat request to which requests of all dialects except PaddleNLP are converted: OpenAI's fields with the extensions of
+vLLM and FastDeploy.
 
-A field that is null is taken as absent.
+Null fields are treated as absent.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from penstock.serve.http.body import Reading, RequestBody, unsupported
 
 Number = float
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""-1 is a random seed."""
+"""-1: random seed."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NonEmptyText = Annotated[str, msgspec.Meta(min_length=1)]
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$(?!\n)"
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)"
-"""Letters, digits and a few punctuation marks; models' tool call formats allow no others."""
+"""Letters, digits and some punctuation; the tool call formats of models do not allow others."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    """Send the usage in a last chunk."""
+    """Send the usage in a final chunk."""
     continuous_usage_stats: bool | None = None
-    """With include_usage: send the usage so far in every chunk."""
+    """With include_usage: also send the current usage in every chunk."""
     include_obfuscation: Literal[False] | None = None
 
 
@@ -39,29 +39,29 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     schema: dict[str, Any] | bool | None = None
     description: str | None = None
     strict: bool | None = None
-    """Also require all listed properties, and no others; the schema is enforced in either case."""
+    """Also require all listed properties and disallow others. The schema is always enforced."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's response format, with the forms of llama-server, Text Generation Inference and vLLM."""
+    """OpenAI's response format, with variants of llama-server, Text Generation Inference and vLLM."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex", "grammar"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | bool | None = None
-    """llama-server's: the schema of json_object or json_schema."""
+    """llama-server: the schema of json_object or json_schema."""
     value: dict[str, Any] | str | None = None
-    """Text Generation Inference's: the schema of json or json_object, the expression of regex."""
+    """Text Generation Inference: the schema of json or json_object, or the expression of regex."""
     pattern: str | None = None
     """The expression of regex."""
     grammar: str | None = None
-    """The grammar of the type grammar, in Lark's or GBNF's notation."""
+    """The grammar of type grammar, in Lark or GBNF syntax."""
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One of these constraints."""
+    """vLLM's structured outputs: one constraint, with options."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -71,14 +71,14 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    """Objects have no properties but those that the schema lists."""
+    """Disallow properties that the schema does not list."""
     whitespace_pattern: str | None = None
 
 
 GUIDED_BACKENDS = tuple(
     f"{name}{option}" for name in get_args(GuidedBackend) if name != "off" for option in ("", ":no-fallback")
 )
-"""Values that the flag accepts, too. Which backend compiles a grammar does not change what it allows."""
+"""Accepted values, which are ignored: the backend does not change what a grammar allows."""
 UNSUPPORTED = unsupported(
     {
         "audio": (),
@@ -101,8 +101,8 @@ UNSUPPORTED = unsupported(
         "prediction": (),
         "prompt_embeds": (),
         "repetition_detection": (),
-        "return_assistant_tokens_mask": (False, True),  # vLLM's /render paths alone read this one
-        "return_token_offsets": (False, True),  # and this
+        "return_assistant_tokens_mask": (False, True),  # only vLLM's /render paths read it
+        "return_token_offsets": (False, True),  # only /render
         "suffix": ("", {}),
         "thinking_token_budget": (-1,),
         "trace_context": ("",),
@@ -110,43 +110,43 @@ UNSUPPORTED = unsupported(
         "web_search_options": (),
     }
 )
-"""Fields of OpenAI's and other servers' requests that are not supported yet, with values that have no effect."""
+"""Unsupported fields of OpenAI's and other servers' requests, with their values without effect."""
 
 
 class PromptRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """Fields of all requests with a prompt."""
 
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Truncate the prompt to this number of tokens; -1 is as many as the context has room for."""
+    """Truncate the prompt to this number of tokens; -1: to the maximum that fits into the context."""
     truncation_side: Literal["left", "right"] | None = None
-    """Side that is removed: left by default where the model continues the prompt, right for embeddings."""
+    """Side that is removed. Default: left for generation, right for embeddings."""
     request_id: Annotated[str, msgspec.Meta(pattern=REQUEST_ID)] | None = None
-    """The request's id in the log, in the header X-Request-Id, and at the end of the response's id."""
+    """Request id in the log, in the header X-Request-Id, and at the end of the response id."""
 
 
 class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
-    """Fields of all requests that generate. A field that is null is taken as absent."""
+    """Fields of all generation requests. Null fields are treated as absent."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     model: str | None = None
-    """Absent or "default": the one that is served."""
+    """Name of the model or adapter. Absent or "default": the first served model."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
-    """Sequences to generate, of which the n likeliest are returned."""
+    """Number of sequences to generate; the n most likely are returned."""
     use_beam_search: bool | None = None
     """Beam search with best_of beams; requires temperature 0."""
     length_penalty: Annotated[Number, msgspec.Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
-    """0 is greedy."""
+    """0: greedy."""
     top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
-    """0 takes the likeliest token."""
+    """0: always the most likely token."""
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """0 or -1 is all."""
+    """0 or -1: all tokens."""
     min_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
@@ -165,47 +165,47 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    """No effect, as in vLLM with fast tokenizers."""
+    """No effect (as in vLLM with fast tokenizers)."""
 
     response_format: ResponseFormat | None = None
-    """Structured output: any JSON object, one of a JSON Schema, or a structural tag."""
+    """Structured output: any JSON object, a JSON Schema, a regular expression, a grammar or a structural tag."""
     guided_json: str | dict[str, Any] | None = None
     """JSON Schema of the answer."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[NonEmptyText], msgspec.Meta(min_length=1)] | None = None
     guided_grammar: str | None = None
-    """In Lark's or GBNF's notation."""
+    """Grammar of the answer in Lark or GBNF syntax."""
     guided_whitespace_pattern: str | None = None
-    """Regular expression of the whitespace between the parts of JSON."""
+    """Regular expression of the whitespace between JSON tokens."""
     guided_decoding_disable_any_whitespace: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
-    """Free text with tagged parts that follow a schema."""
+    """Free text with tagged parts that match a schema."""
     structured_outputs: StructuredOutputs | None = None
-    """The fields guided_*, under vLLM's newer name."""
+    """vLLM's newer form of the fields guided_*."""
     json_schema: str | dict[str, Any] | None = None
-    """llama-server's and SGLang's name of guided_json."""
+    """llama-server's and SGLang's name for guided_json."""
     regex: str | None = None
-    """SGLang's name of guided_regex."""
+    """SGLang's name for guided_regex."""
     grammar: str | None = None
-    """llama-server's name of guided_grammar."""
+    """llama-server's name for guided_grammar."""
     ebnf: str | None = None
-    """SGLang's name of guided_grammar."""
+    """SGLang's name for guided_grammar."""
 
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Name tokens in logprobs token_id:ID."""
+    """Return tokens in logprobs as token_id:ID."""
     temp_scaled_logprobs: bool | None = None
-    """FastDeploy's: logprobs at the request's temperature."""
+    """FastDeploy: compute logprobs at the request's temperature."""
     top_p_normalized_logprobs: bool | None = None
-    """FastDeploy's: log probabilities among the tokens that top_p leaves."""
+    """FastDeploy: compute logprobs among the tokens within top_p."""
     return_token_ids: bool | None = None
-    """Return the token ids of prompt and answer."""
+    """Return the token ids of the prompt and the answer."""
     max_streaming_response_tokens: Count | None = None
-    """FastDeploy's: choices that a chunk may have at most; here it has one."""
+    """FastDeploy: maximum number of choices per chunk. No effect: chunks have one choice."""
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Lower runs first, where the server's scheduling_policy is priority."""
+    """Priority with the scheduling_policy priority; lower values run first."""
     cache_salt: str | None = None
-    """Share cached prefixes only with requests of the same salt."""
+    """Share cached prefixes only with requests that have the same salt."""
 
     user: str | None = None
     safety_identifier: str | None = None
@@ -216,16 +216,16 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
 
 
 MAX_TEMPLATE = 65_536
-"""Characters of a chat template that a request brings."""
+"""Maximum number of characters of a request's chat template."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class MediaURL(msgspec.Struct):
-    """Where an image or a video is."""
+    """URL of an image or a video."""
 
     url: str | None = None
     detail: str | None = None
-    """No effect: mm_processor_kwargs limits the size of images."""
+    """No effect; mm_processor_kwargs limits the size of images."""
 
 
 class ContentPart(msgspec.Struct):
@@ -237,7 +237,7 @@ class ContentPart(msgspec.Struct):
     image_url: str | MediaURL | None = None
     video_url: str | MediaURL | None = None
     video: str | MediaURL | None = None
-    """As ``video_url``."""
+    """Same as ``video_url``."""
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -289,36 +289,36 @@ class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message]
-    """Empty where there are prompt_token_ids."""
+    """Empty if there are prompt_token_ids."""
     prompt_token_ids: TokenIds | None = None
-    """The whole prompt, rendered and encoded by the client."""
+    """The prompt, rendered and encoded by the client."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """By default what is left of the context."""
+    """Maximum number of tokens to generate. Default: the rest of the context."""
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """The newer name of max_tokens."""
+    """OpenAI's newer name for max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    """auto: the model decides; none; required: at least one call; or a call of this tool."""
+    """auto: the model decides; none: no call; required: at least one call; or a call of the named tool."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer may have several tool calls; true by default."""
+    """Allow several tool calls in an answer. Default: true."""
     include_reasoning: bool | None = None
-    """Whether to return the reasoning; true by default."""
+    """Return the reasoning. Default: true."""
     reasoning_max_tokens: Count | None = None
     """Maximum number of reasoning tokens."""
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """vLLM's name of reasoning_max_tokens; -1 is unlimited."""
+    """vLLM's name for reasoning_max_tokens; -1: unlimited."""
     response_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """FastDeploy's: maximum number of tokens of the answer after the reasoning."""
+    """FastDeploy: maximum number of tokens after the reasoning."""
     return_prompt_text: bool | None = None
-    """Return the prompt as the chat template renders it."""
+    """Return the rendered prompt."""
     disable_chat_template: bool | None = None
-    """FastDeploy's: the first message's text is the prompt, as it is."""
+    """FastDeploy: use the first message's text as prompt, without the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the chat template (enable_thinking …)."""
+    """Variables for the chat template (enable_thinking, ...)."""
     chat_template: Annotated[str, msgspec.Meta(max_length=MAX_TEMPLATE)] | None = None
-    """Used in place of the model's, where the server does so (trust_request_chat_template)."""
+    """Chat template to use instead of the model's (requires --trust-request-chat-template)."""
     documents: list[dict[str, Any]] | None = None
     """Passed to the chat template, if it reads them."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -326,14 +326,13 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
-    """Begin the answer with the last message's text, where the answer has the same role."""
+    """Begin the answer with the last message's text if it has the same role."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Limits of images' pixels, min_pixels and max_pixels, and of videos also fps or num_frames, in place of the
-    server's."""
+    """Override the server's limits min_pixels and max_pixels of images and videos, and fps or num_frames of videos."""
     media_io_kwargs: dict[str, Any] | None = None
-    """How many frames are taken of videos: {"video": {"num_frames": 32}}, or fps."""
+    """Number of frames sampled from videos: {"video": {"num_frames": 32}}, or fps."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens to those that the chat template writes."""
+    """Add the tokenizer's special tokens to those of the chat template."""
 
 
 ChatRequest.reading = ChatRequest.reading.accepting(ChatRequest)

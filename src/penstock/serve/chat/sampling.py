@@ -1,5 +1,4 @@
-"""Sampling parameters of a request, and the constraints of guided decoding, from ``response_format``, ``guided_…``,
-``tool_choice`` …"""
+"""Conversion of request fields to sampling parameters and guided decoding constraints."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ SHARED_FIELDS = (
     "stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens prompt_logprobs "
     "temp_scaled_logprobs top_p_normalized_logprobs"
 ).split()
-"""Fields that have the same name in ``SamplingParams``."""
+"""Fields with the same name in ``SamplingParams``."""
 GUIDED_FIELDS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 OTHER_NAMES = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
-"""Names of llama-server's and SGLang's fields, and the constraint of each."""
+"""Field of llama-server or SGLang → constraint."""
 RESPONSE_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "json_object": ("json", ("schema", "value")),
     "json_schema": ("json", ("json_schema", "schema")),
@@ -32,15 +31,15 @@ RESPONSE_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "structural_tag": ("structural_tag", ("structures", "triggers", "format")),
     "text": ("", ()),
 }
-"""Type of a response format → its constraint, and the fields that go with the type."""
+"""Type of a response format → its constraint, and the fields allowed with this type."""
 
 
 def sampling_of(request: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
-    """The sampling parameters of a request.
+    """Return the sampling parameters of a request.
 
     Args:
-        defaults: for fields that the request does not give.
-        overrides: values that chats and completions name differently.
+        defaults: values of absent fields.
+        overrides: values whose field names differ between chats and completions.
     """
     given = {name: value for name in SHARED_FIELDS if (value := getattr(request, name)) is not None}
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -49,30 +48,30 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **override
     if request.bad_words_token_ids is not None:
         bad_words = request.bad_words_token_ids
         given["bad_word_ids"] = tuple((word,) if isinstance(word, int) else tuple(word) for word in bad_words)
-    if (form := guided_decoding_of(request)) is not None:
-        given["guided_decoding"] = form
+    if (constraint := guided_decoding_of(request)) is not None:
+        given["guided_decoding"] = constraint
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "requires stream")
     if given.get("top_p") == 0:
         given |= {"top_p": 1.0, "top_k": 1}
-    if request.use_beam_search:  # the defaults of generation_config.json are for sampling
+    if request.use_beam_search:  # generation_config.json has defaults for sampling
         defaults = defaults.replace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return defaults.replace(**given, **overrides)
 
 
 def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingParams:
-    """The sampling parameters of a chat. Raises ``PenstockError`` (``invalid``) for contradictions."""
-    both = {value for value in (request.max_tokens, request.max_completion_tokens) if value is not None}
-    if len(both) > 1:
-        raise invalid("max_completion_tokens", "differs from max_tokens; give one of them")
+    """Return the sampling parameters of a chat. Raises ``PenstockError`` (``invalid``) for conflicting fields."""
+    max_tokens = {value for value in (request.max_tokens, request.max_completion_tokens) if value is not None}
+    if len(max_tokens) > 1:
+        raise invalid("max_completion_tokens", "differs from max_tokens; set only one of them")
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "requires logprobs")
     budgets = {value for value in (request.reasoning_max_tokens, request.thinking_token_budget) if value is not None}
     if len(budgets) > 1:
-        raise invalid("thinking_token_budget", "differs from reasoning_max_tokens; give one of them")
+        raise invalid("thinking_token_budget", "differs from reasoning_max_tokens; set only one of them")
     budget = budgets.pop() if budgets else -1
     overrides = {
-        "max_tokens": both.pop() if both else None,
+        "max_tokens": max_tokens.pop() if max_tokens else None,
         "reasoning_max_tokens": budget if budget >= 0 else None,
         "response_max_tokens": request.response_max_tokens,
     }
@@ -82,9 +81,9 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | None:
-    """The guided decoding parameters of a request; None where its output is free.
+    """Return the guided decoding parameters of a request, or None.
 
-    Raises ``PenstockError`` (``invalid``) for several constraints, and for a response format that is malformed.
+    Raises ``PenstockError`` (``invalid``) for several constraints, and for a malformed response format.
     """
     given = {name: value for name in GUIDED_FIELDS if (value := getattr(request, f"guided_{name}")) is not None}
     if request.structural_tag is not None:
@@ -101,7 +100,7 @@ def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | Non
         name for name, source in sources.items() if source.keys() - {"disable_any_whitespace", "whitespace_pattern"}
     ]
     if len(constraints) > 1:
-        raise invalid(constraints[1], f"cannot be combined with {constraints[0]}: an answer has one constraint")
+        raise invalid(constraints[1], f"cannot be combined with {constraints[0]}: only one constraint is allowed")
     params = {name: value for source in sources.values() for name, value in source.items()}
     if not constraints:
         if params:
@@ -112,12 +111,12 @@ def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | Non
 
 
 def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -> GuidedDecodingParams | None:
-    """The guided decoding parameters of a forced tool call (``tool_choice``); None where none is forced.
+    """Return the guided decoding parameters of a forced tool call (``tool_choice``), or None.
 
     Args:
         tool_format: the model's tool call format.
 
-    Raises ``PenstockError`` (``invalid``) where there is no such tool.
+    Raises ``PenstockError`` (``invalid``) if there is no such tool.
     """
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
@@ -129,9 +128,9 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         if tool.function.strict:
             parameters = _restrict(field, {"properties": {}} | parameters)
         if parameters["type"] != "object":
-            raise invalid(f"{field}.type", "must be object where a call is forced")
+            raise invalid(f"{field}.type", "must be object for forced tool calls")
         if tool.function.name in known:
-            raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} comes twice")
+            raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} is defined twice")
         check_schema(field, parameters)
         known[tool.function.name] = parameters
     if not known:
@@ -141,24 +140,24 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         raise invalid("tool_choice", f"{forced!r} is not one of the tools: {', '.join(known)}")
     parallel = not forced and request.parallel_tool_calls is not False
     tools = {forced: known[forced]} if forced else known
-    assert tool_format, "otherwise tools would have been refused"
+    assert tool_format, "otherwise the tools would have been rejected"
     return GuidedDecodingParams(structural_tag=forced_call_tag(tool_format, tools, parallel), source_field="tools")
 
 
 def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:
-    form = request.structured_outputs
-    if form is None:
+    outputs = request.structured_outputs
+    if outputs is None:
         return {}
-    given = {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
-    if given.pop("disable_additional_properties", False) and form.json is not None:
+    given = {name: value for name in outputs.__struct_fields__ if (value := getattr(outputs, name)) is not None}
+    if given.pop("disable_additional_properties", False) and outputs.json is not None:
         field = "structured_outputs.json"
-        given["json"] = _restrict(field, json.loads(schema_to_json(field, form.json)), strict=False)
+        given["json"] = _restrict(field, json.loads(schema_to_json(field, outputs.json)), strict=False)
     return given
 
 
 def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
-    """The constraint of a response format. Raises ``PenstockError`` (``invalid``) for a field that is missing, or does
-    not go with the type."""
+    """Return the constraint of a response format. Raises ``PenstockError`` (``invalid``) for a missing field, or one
+    that is not allowed with the type."""
     if form is None:
         return {}
     constraint, fields = RESPONSE_FORMATS[form.type]
@@ -166,13 +165,13 @@ def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
         name: value for name in form.__struct_fields__ if name != "type" and (value := getattr(form, name)) is not None
     }
     if other := next((name for name in given if name not in fields), None):
-        raise invalid(f"response_format.{other}", f"does not go with the type {form.type}")
+        raise invalid(f"response_format.{other}", f"is not allowed with type {form.type}")
     if form.type == "text":
         return {}
     if form.type == "structural_tag":
         return {"structural_tag": given}
     if len(given) > 1:
-        raise invalid("response_format", f"has both {' and '.join(given)}: give one")
+        raise invalid("response_format", f"has both {' and '.join(given)}: set only one")
     if not given:
         if form.type == "json_object":
             return {"json_object": True}
@@ -184,13 +183,13 @@ def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
         field = "response_format.json_schema.schema"
         return {"json": _restrict(field, value.schema) if value.strict else value.schema}
     if constraint == "regex" and not isinstance(value, str):
-        raise invalid(f"response_format.{name}", "does not go with the type regex")
+        raise invalid(f"response_format.{name}", "is not allowed with type regex")
     return {constraint: value}
 
 
 def _restrict(field: str, schema: Any, strict: bool = True) -> Any:
-    """A schema whose objects have no other properties than those that it lists, and with ``strict`` all of them, as in
-    OpenAI's strict mode. Raises ``PenstockError`` (``invalid``) where it is nested too deeply."""
+    """Disallow unlisted properties in all objects of a schema; ``strict`` also requires all listed ones, as in OpenAI's
+    strict mode. Raises ``PenstockError`` (``invalid``) if it is nested too deeply."""
     try:
         return disallow_additional_properties(schema, strict)
     except RecursionError as error:

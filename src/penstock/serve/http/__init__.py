@@ -1,1 +1,1 @@
-"""HTTP below the dialects: middleware, bodies, replies, error formats."""
+"""The HTTP layer shared by all dialects: middleware, bodies, replies, error formats."""

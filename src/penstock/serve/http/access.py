@@ -1,4 +1,4 @@
-"""Access classes of routes, and checks of Origin and Host."""
+"""Access classes of routes, and checks of the headers Origin and Host."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from penstock.core import Code, PenstockError
 
 from .request_record import record_of
 
-NO_CONTROL = "this changes the server for all of its API keys: use a key of --admin-api-key"
+NO_CONTROL = "this changes the server for all API keys: use a key of --admin-api-key"
 DOCKER_NAMES = ("host.docker.internal", "host.containers.internal")
-"""Names of this machine in containers of Docker and Podman."""
+"""Host names of this machine in Docker and Podman containers."""
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class Access(Enum):
-    """Class of a route."""
+    """Access class of a route."""
 
     PUBLIC = "public"
-    """Health, version, metrics, the web page: needs no API key."""
+    """Health, version, metrics, web page: no API key required."""
     SIGNED = "signed"
-    """Needs the signature of the cluster in place of an API key."""
+    """Requires the cluster's signature instead of an API key."""
     INFERENCE = "inference"
-    """Computes, or describes models: pages of other sites may call it as CORS allows."""
+    """Computes, or describes models: web pages of other origins may call it as allowed by CORS."""
     PRIVATE = "private"
-    """Reads or changes what is stored or runs for the client, or shows options: not for pages of other sites."""
+    """Reads or changes stored data or running requests, or shows options: not for web pages of other origins."""
     CONTROL = "control"
-    """Changes the server for everybody: as ``PRIVATE``, and needs an administrative key where there are several."""
+    """Changes the server for everybody: as ``PRIVATE``, and requires an admin key if there are several keys."""
 
 
 class OriginPolicy:
-    """Refuses requests that a browser sends for a page of another site, where no API key is asked for.
+    """Rejects requests that a browser sends for a page of another site (CSRF), if no API key is required.
 
-    - A page whose ``Origin`` is one of ``allowed`` may call every route; ``*`` allows none here.
-    - Any other ``Origin`` must be the server's own. Without ``Origin``, ``Sec-Fetch-Site`` must not say that another
-      site asks. A GET that changes the server needs evidence of the same origin if a browser sends it, as images of
+    - A page whose ``Origin`` is in ``allowed`` may call every route. ``*`` has no effect here.
+    - Any other ``Origin`` must be that of the server. Without it, ``Sec-Fetch-Site`` must not be another site. A GET
+      that changes the server requires evidence of the same origin if a browser sends it, because requests for images on
       other sites have no ``Origin``.
-    - ``Host`` must be an address, a name without dots, a name of this machine or of an allowed origin. Other names may
-      have been made to resolve to this server by another site (DNS rebinding). A server that listens on loopback
-      addresses checks ``Host`` for every client and refuses unknown names without dots, too. Other servers check it
-      for browsers, and for every client in GETs that change the server.
+    - ``Host`` must be an address, a name without dots, a name of this machine or of an allowed origin: another site may
+      have made its name resolve to this server (DNS rebinding). A server on a loopback address checks ``Host`` for
+      every client, and also rejects unknown names without dots. Other servers check it for browsers, and for every
+      client in GETs that change the server.
 
     Args:
         allowed: origins of ``--allowed-origins``.
@@ -61,11 +61,11 @@ class OriginPolicy:
         self._names = {name for origin in self._allowed if (name := urlsplit(origin).hostname)}
         self._names |= {host.lower(), machine, f"{machine.partition('.')[0]}.local", *DOCKER_NAMES}
         self._is_local = _is_loopback(host)
-        if not self._is_local:  # in a thread, as it may wait for DNS
+        if not self._is_local:  # in a thread: it may wait for DNS
             Thread(target=lambda: self._names.add(socket.getfqdn().lower()), daemon=True).start()
 
     def check(self, scope: Scope, access: Access) -> None:
-        """Raises ``PenstockError`` (``unauthorized``) where the request may not call a route of this class."""
+        """Raise ``PenstockError`` (``unauthorized``) if the request may not call a route of this class."""
         if access not in (Access.PRIVATE, Access.CONTROL):
             return
         record = record_of(scope)
@@ -75,7 +75,7 @@ class OriginPolicy:
             return
         headers = Headers(scope=scope)
         if _origin(headers.get("origin", "")) in self._allowed:
-            return  # other pages cannot send it, whatever name of the server they use
+            return  # other pages cannot send this Origin
         changes = access is Access.CONTROL and scope["method"] in ("GET", "HEAD")
         if not self._is_own_origin(headers, changes):
             raise PenstockError(Code.UNAUTHORIZED, self._other_site(headers))
@@ -93,12 +93,12 @@ class OriginPolicy:
         return not (changes and _is_browser(headers)) or self._matches(headers.get("referer", ""), host)
 
     def _matches(self, url: str, host: str) -> bool:
-        """Whether the origin of a URL is the server's own, as ``Host`` says, or an allowed one. Schemes are not
-        compared, as a proxy may have ended TLS."""
+        """Check whether the origin of a URL is the server's (``Host``) or an allowed one. Schemes are not compared: a
+        proxy may have terminated TLS."""
         if (origin := _origin(url)) is None:
             return False
-        scheme, _, place = origin.partition("://")
-        return origin in self._allowed or place == _place(host, scheme)
+        scheme, _, address = origin.partition("://")
+        return origin in self._allowed or address == _without_default_port(host, scheme)
 
     def _is_own_host(self, host: str) -> bool:
         try:
@@ -113,37 +113,37 @@ class OriginPolicy:
 
     def _other_site(self, headers: Headers) -> str:
         origin = _origin(headers.get("origin", headers.get("referer", "")))
-        advice = self._option(origin) if origin else "name the page's origin in --allowed-origins"
+        advice = self._option(origin) if origin else "add the page's origin to --allowed-origins"
         evidence = (f"{name}: {headers[name]}" for name in ("Origin", "Sec-Fetch-Site", "Referer") if name in headers)
         given = next(evidence, "no Origin")
-        return f"a page of another site ({given}) calls a private route: {advice}, or set --api-key"
+        return f"private route called by a page of another site ({given}): {advice}, or set --api-key"
 
     def _other_host(self, host: str, scheme: str) -> str:
         origin = _origin(f"{scheme}://{host}")
-        advice = f"or {self._option(origin)}" if origin else "or name the page's origin in --allowed-origins"
+        advice = f"or {self._option(origin)}" if origin else "or add the page's origin to --allowed-origins"
         return (
-            f"{host!r} in Host is no known name of this server, so that a page of another site may have made it up: "
+            f"Host {host!r} is not a known name of this server, and may belong to another site: "
             f"use localhost or the address, {advice}, or set --api-key"
         )
 
     def _option(self, origin: str) -> str:
-        """Advice to allow an origin, beside those that are allowed now."""
+        """Advice to allow an origin in addition to the current ones."""
         return f"start the server with --allowed-origins '{','.join([*self._origins, origin])}'"
 
 
 def origins_of(allowed: Collection[str]) -> list[str]:
-    """The origins that ``--allowed-origins`` allows, as browsers write them, and ``*``; without ``unmatched``."""
+    """Normalized origins of ``--allowed-origins``, and ``*``, without those that match no page."""
     found = ("*" if entry == "*" else _origin(entry) for entry in allowed)
     return [origin for origin in found if origin == "*" or (origin and origin.isascii() and "*" not in origin)]
 
 
 def unmatched(allowed: Collection[str]) -> Iterator[str]:
-    """Entries of ``--allowed-origins`` that match no page. ``null`` is one, as pages of every site can have it."""
+    """Entries of ``--allowed-origins`` that match no page, including ``null``, which pages of any site can send."""
     return (entry for entry in allowed if not origins_of([entry]))
 
 
 def _origin(url: str) -> str | None:
-    """Scheme, host and port of a URL, without a default port; None for what has none, such as ``null``."""
+    """Scheme, host and port of a URL, without the default port; None if it has no origin (``null``)."""
     try:
         parts = urlsplit(url)
         if not parts.scheme or not parts.hostname or parts.port == 0:
@@ -151,19 +151,18 @@ def _origin(url: str) -> str | None:
     except ValueError:
         return None
     scheme = parts.scheme.lower()
-    return f"{scheme}://{_place(parts.netloc.rpartition('@')[2], scheme)}"
+    return f"{scheme}://{_without_default_port(parts.netloc.rpartition('@')[2], scheme)}"
 
 
-def _place(host: str, scheme: str) -> str:
-    """Host and port, without the default port of a scheme."""
+def _without_default_port(host: str, scheme: str) -> str:
     return host.lower().removesuffix(DEFAULT_PORTS.get(scheme, ":"))
 
 
 def _is_browser(headers: Headers) -> bool:
-    """Whether a browser may have sent a request.
+    """Check whether a browser may have sent a request.
 
-    Pages can change ``User-Agent`` but cannot leave ``Accept-Language`` out. Node.js sends it, too, with
-    ``Sec-Fetch-Mode`` alone, which pages cannot set and browsers send with ``Sec-Fetch-Site``.
+    Pages can change ``User-Agent`` but cannot omit ``Accept-Language``. Node.js also sends it, together with
+    ``Sec-Fetch-Mode`` but without ``Sec-Fetch-Site``; pages cannot set these, and browsers send both.
     """
     if any(name in headers for name in ("origin", "referer", "sec-fetch-site")):
         return True

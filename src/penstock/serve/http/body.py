@@ -1,4 +1,4 @@
-"""Bodies of requests: read with limits on size and time, counted, parsed in a thread if large, converted to schemas."""
+"""Request bodies: reading with limits on size, time and memory, JSON parsing, and conversion to schemas."""
 
 from __future__ import annotations
 
@@ -25,65 +25,65 @@ from .request_record import record_of
 from .unknown_fields import UnknownFields
 
 JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions of msgspec for a text that is not JSON, or of another type than the schema's."""
+"""Exceptions of msgspec for text that is not JSON or does not match the schema."""
 HALF_AT_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}$")
-"""An escape of the first half of a surrogate pair, so near the end that msgspec takes the text for truncated."""
+"""Escape of a high surrogate so close to the end that msgspec reports truncated text."""
 
 MIN_RATE = 2**17
-"""Bytes a second at which a body that takes memory must arrive, after ``timeout`` seconds."""
+"""Minimum rate in bytes per second for a body that reserves memory, after ``timeout`` seconds."""
 MAX_INLINE_SIZE = 2**14
-"""Bytes of a body that is parsed in the event loop; larger ones are parsed in a thread."""
+"""Maximum size in bytes of a body that is parsed in the event loop; larger ones are parsed in a thread."""
 MAX_OBJECTS = 2**16
-"""Objects and arrays of a JSON body."""
+"""Maximum number of objects and arrays in a JSON body."""
 MAX_MEMBERS = 2**18
-"""Members of all its objects together."""
+"""Maximum number of members of all objects in a JSON body."""
 MAX_VALUES = 2**20
-"""Its numbers, texts and other values."""
+"""Maximum number of other values in a JSON body."""
 MAX_WIDE_TEXT = 2**24
-"""About how many bytes a text of it may have that is not ASCII. It is decoded in one piece, to up to 4 bytes a
-character, and no other thread runs meanwhile: 64 MiB take 0.4 s."""
+"""Approximate maximum size in bytes of a string with non-ASCII characters. Decoding it (up to 4 bytes per character)
+blocks all other threads: 64 MiB take 0.4 s."""
 OBJECT_BYTES, VALUE_BYTES = 400, 64
-"""About how much memory an object or array takes once it is parsed, and a member or value."""
-PIECE_SIZE = 2**16
+"""Approximate memory of a parsed object or array, and of a member or value, in bytes."""
+CHUNK_SIZE = 2**16
 """Bytes that are counted at a time; other threads run in between."""
 STRUCTURE = b'"\\{[:,'
 NOT_STRUCTURE = bytes(set(range(256)) - set(STRUCTURE))
 
 
 class Unsupported(NamedTuple):
-    """A field that the dialect's original server knows and that is refused here by name."""
+    """A field of the dialect's original server that is not supported: requests with it are rejected."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
-    """Values without effect, besides null."""
+    """Values without effect, which are accepted in addition to null."""
     code: Code = Code.UNSUPPORTED
 
 
 def unsupported(neutral: Mapping[str, tuple[Any, ...]], reason: str = "not supported yet") -> dict[str, Unsupported]:
-    """Fields that are refused for the same reason, from the values of each that have no effect."""
+    """Return unsupported fields with the same reason; ``neutral`` has the accepted values of each."""
     return {name: Unsupported(reason, values) for name, values in neutral.items()}
 
 
 class Reading(NamedTuple):
-    """How bodies of a schema are read."""
+    """Rules for reading the bodies of a schema."""
 
     lax: Lax = "pydantic"
-    """Conversions of values of another JSON type, which the dialect's original server makes."""
+    """Type conversions of the dialect's original server."""
     unsupported: Mapping[str, Unsupported] = {}
-    """Fields that are refused."""
+    """Fields that are rejected."""
     ignored: frozenset[str] = frozenset()
-    """Fields without effect, which are not reported as unknown."""
+    """Fields without effect that are not reported as unknown."""
     drops_null: bool = False
-    """Remove fields that are null first."""
+    """Treat null as absent."""
 
     def accepting(self, schema: type[RequestBody]) -> Reading:
-        """As this one, which is of a schema's base, but with the fields that the schema has itself."""
-        unsupported = {name: each for name, each in self.unsupported.items() if name not in schema.__struct_fields__}
-        return self._replace(unsupported=unsupported)
+        """Return these rules without the unsupported fields that ``schema`` defines."""
+        known = schema.__struct_fields__
+        return self._replace(unsupported={name: one for name, one in self.unsupported.items() if name not in known})
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
-    """Base of the schemas of all requests."""
+    """Base class of all request schemas."""
 
     reading: ClassVar[Reading] = Reading()
 
@@ -93,14 +93,13 @@ V = TypeVar("V")
 
 
 async def body_parts(request: Request, max_size: int, timeout: float) -> AsyncGenerator[bytes, None]:
-    """The body of a request, part by part as it arrives.
+    """Yield the parts of a request's body as they arrive.
 
     Args:
-        max_size: bytes.
-        timeout: seconds between two parts.
+        max_size: maximum size of the body in bytes.
+        timeout: maximum time between two parts in seconds.
 
-    Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
-    disconnects.
+    Raises ``PenstockError``: ``too_large``; ``timeout`` if the client stops sending; ``cancelled`` if it disconnects.
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_size:
@@ -115,7 +114,7 @@ async def body_parts(request: Request, max_size: int, timeout: float) -> AsyncGe
             message = f"nothing was received for {timeout:g} seconds"
             raise PenstockError(Code.TIMEOUT, f"body: {message}", "body", timeout) from error
         except ClientDisconnect as error:
-            raise PenstockError(Code.CANCELLED, "the client disconnected in the middle of its request") from error
+            raise PenstockError(Code.CANCELLED, "the client disconnected while sending its request") from error
         if part is None:
             return
         size += len(part)
@@ -125,16 +124,16 @@ async def body_parts(request: Request, max_size: int, timeout: float) -> AsyncGe
 
 
 async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
-    """The whole body of a request; arguments and errors are those of ``body_parts``."""
+    """Read the whole body of a request. Arguments and errors as in ``body_parts``."""
     return b"".join([part async for part in body_parts(request, max_size, timeout)])
 
 
 async def receive_body(request: Request, max_size: int, timeout: float, memory: BodyMemory) -> bytes:
-    """The whole body of a request, whose memory is held until the request ends. A body of known size is not read
-    before there is room for it.
+    """Read the whole body of a request, and reserve its memory until the request ends. Reading a body with
+    Content-Length begins when there is memory for it.
 
-    Raises ``PenstockError``: as ``body_parts``; ``overloaded`` where there is no room; ``timeout`` where it arrives at
-    less than ``MIN_RATE``.
+    Raises ``PenstockError``: as ``body_parts``; ``overloaded`` if there is no memory; ``timeout`` if the body arrives
+    at less than ``MIN_RATE``.
     """
     record = record_of(request.scope)
     length = request.headers.get("content-length", "")
@@ -150,14 +149,14 @@ async def receive_body(request: Request, max_size: int, timeout: float, memory: 
             record.memory.resize(size)
         late = time.monotonic() - started - timeout
         if record.memory and late > 0 and size < late * MIN_RATE:
-            message = f"body: {size} bytes arrived in {late + timeout:.0f} seconds, fewer than {MIN_RATE} a second"
+            message = f"body: {size} bytes arrived in {late + timeout:.0f} seconds, less than {MIN_RATE} per second"
             raise PenstockError(Code.TIMEOUT, message, "body", timeout)
-    return cast(bytes, body)  # a copy would take the event loop tens of milliseconds
+    return cast(bytes, body)  # a copy would block the event loop for tens of milliseconds
 
 
 class BodyParser:
     """Parses bodies: small ones in the event loop, one per iteration; large ones in a thread, one at a time. Clients
-    take turns."""
+    are served round-robin."""
 
     def __init__(self) -> None:
         self._small = FairQueue()
@@ -165,7 +164,7 @@ class BodyParser:
         self._thread = ThreadPoolExecutor(1, "parse")
 
     async def parse(self, client: str, size: int, work: Callable[[], V]) -> V:
-        """Run ``work`` on a body of ``size`` bytes, in a thread where it is large."""
+        """Run ``work`` on a body of ``size`` bytes, in a thread if it is large."""
         if size <= MAX_INLINE_SIZE:
             await self._small.wait_turn(client)
             return work()
@@ -180,7 +179,7 @@ class ElementCount:
     """Counts the elements of JSON texts without parsing them.
 
     Args:
-        field: the request's field that has the texts, for errors.
+        field: field of the request that contains the texts, for errors.
     """
 
     def __init__(self, field: str = "body") -> None:
@@ -188,28 +187,27 @@ class ElementCount:
         self._objects = self._members = self._values = self._quotes = 0
 
     def add(self, text: bytes) -> None:
-        """Count a text. Raises ``PenstockError`` (``invalid``) where all of them together have more than
-        ``MAX_OBJECTS``, ``MAX_MEMBERS`` or ``MAX_VALUES``, or one is longer than ``MAX_WIDE_TEXT`` and not ASCII."""
+        """Count a text. Raises ``PenstockError`` (``invalid``) if all texts together exceed ``MAX_OBJECTS``,
+        ``MAX_MEMBERS`` or ``MAX_VALUES``, or a non-ASCII string exceeds ``MAX_WIDE_TEXT``."""
         in_string, rest = False, b""
-        string_size, is_wide = 0, False  # of the string in which the piece ends
-        for start in range(0, len(text), PIECE_SIZE):
-            piece = rest + text[start : start + PIECE_SIZE]
-            rest = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
-            if b"\\" in piece:
-                piece = piece.removesuffix(rest).replace(b"\\\\", b"").replace(b'\\"', b"")
-            parts = piece.translate(None, NOT_STRUCTURE).split(b'"')
+        string_size, is_wide = 0, False  # of the string in which the chunk ends
+        for start in range(0, len(text), CHUNK_SIZE):
+            chunk = rest + text[start : start + CHUNK_SIZE]
+            rest = b"\\" if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 else b""
+            if b"\\" in chunk:
+                chunk = chunk.removesuffix(rest).replace(b"\\\\", b"").replace(b'\\"', b"")
+            parts = chunk.translate(None, NOT_STRUCTURE).split(b'"')
             outside = b"".join(parts[in_string::2])
             in_string ^= len(parts) % 2 == 0
             if len(parts) > 1:
                 string_size, is_wide = 0, False
             if in_string:
-                end = piece[piece.rfind(b'"') + 1 :]
+                end = chunk[chunk.rfind(b'"') + 1 :]
                 string_size += len(end)
                 is_wide = is_wide or not end.isascii() or b"\\u" in end
                 if is_wide and string_size > MAX_WIDE_TEXT:
-                    raise invalid(
-                        self._field, f"has a text of more than {MAX_WIDE_TEXT} bytes that is not ASCII", MAX_WIDE_TEXT
-                    )
+                    message = f"has a string of more than {MAX_WIDE_TEXT} bytes that is not ASCII"
+                    raise invalid(self._field, message, MAX_WIDE_TEXT)
             self._objects += outside.count(b"{") + outside.count(b"[")
             self._members += outside.count(b":")
             self._values += outside.count(b",")
@@ -218,7 +216,7 @@ class ElementCount:
 
     @property
     def memory(self) -> int:
-        """About how many bytes the elements take once they are parsed, without their characters."""
+        """Approximate memory of the parsed elements in bytes, without their characters."""
         return OBJECT_BYTES * self._objects + VALUE_BYTES * (self._members + self._values)
 
     def _check(self) -> None:
@@ -226,14 +224,14 @@ class ElementCount:
             (self._objects, MAX_OBJECTS, "objects and arrays"),
             (self._members, MAX_MEMBERS, "members of objects"),
             (self._values, MAX_VALUES, "values"),
-            (self._quotes // 2, MAX_MEMBERS + MAX_VALUES, "texts"),
+            (self._quotes // 2, MAX_MEMBERS + MAX_VALUES, "strings"),
         ):
             if count > maximum:
                 raise invalid(self._field, f"has more than {maximum} {what}", maximum)
 
 
 def check_elements(body: bytes) -> int:
-    """Count the elements of a JSON text; about how many bytes it takes once it is parsed. Raises as
+    """Check the number of elements of a JSON text, and return its approximate memory when parsed, in bytes. Raises as
     ``ElementCount.add``."""
     count = ElementCount()
     count.add(body)
@@ -241,7 +239,7 @@ def check_elements(body: bytes) -> int:
 
 
 def decode_json(data: bytes, field: str) -> Any:
-    """The value of a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``)."""
+    """Decode a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``)."""
     try:
         return msgspec.json.decode(without_mark(data))
     except JSON_ERRORS as error:
@@ -249,24 +247,24 @@ def decode_json(data: bytes, field: str) -> Any:
 
 
 def without_mark(data: bytes) -> bytes:
-    """A text without the byte order mark of UTF-8, which some editors and clients write."""
+    """Remove a UTF-8 byte order mark, which some editors and clients write."""
     if not data.startswith(codecs.BOM_UTF8):
-        return data  # removeprefix would copy a bytearray, which large bodies are
+        return data  # removeprefix would copy a bytearray (large bodies)
     return data[len(codecs.BOM_UTF8) :]
 
 
 def json_problem(data: bytes, error: Exception) -> str:
-    """Why a text is not JSON."""
+    """Explain why a text is not JSON."""
     message = str(error)
     if "surrogate" in message or ("truncated" in message and HALF_AT_END.search(data[-16:])):
         at = re.search(r"byte \d+", message)
         where = at[0] if at else "at the end"
-        return f"an escape from \\ud800 to \\udfff is half of a pair, and the other half is missing ({where})"
+        return f"an escape from \\ud800 to \\udfff is half of a surrogate pair without the other half ({where})"
     return message
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, whatever its content type. Raises ``PenstockError`` (``invalid``) where it is none."""
+    """Decode a JSON object, whatever its content type. Raises ``PenstockError`` (``invalid``) for anything else."""
     result = decode_json(body, "body")
     if not isinstance(result, dict):
         raise invalid("body", "is not a JSON object")
@@ -274,11 +272,11 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax: Lax | None = None) -> T:
-    """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``fields``.
+    """Convert a JSON object to a schema. Unknown fields are removed from ``fields``.
 
     Args:
-        unknown: collects these fields.
-        lax: in place of the schema's, where another dialect's request has been converted to this schema.
+        unknown: collects the unknown fields.
+        lax: overrides the schema's ``lax`` for a request that was converted from another dialect.
 
     Raises ``PenstockError``: ``invalid`` for wrong values, and for unknown fields with ``strict_requests``; as
     ``check_supported``.
@@ -307,19 +305,19 @@ def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax
         if message.startswith("Invalid enum value") and (known := literals_at(schema, field)):
             value = message.removeprefix("Invalid enum value ")
             message = f"{value} is not one of {', '.join(msgspec.json.encode(one).decode() for one in known)}"
-        missing_field = re.search(r"field `(\w+)`", message)  # of a missing or unknown field
+        missing_field = re.search(r"field `(\w+)`", message)  # missing or unknown field
         raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 
 
 def require(value: V | None, path: str) -> V:
-    """The value of a required field at ``path``. Raises ``PenstockError`` (``invalid``) where it is None."""
+    """Return the value of a required field. Raises ``PenstockError`` (``invalid``) with ``path`` if it is None."""
     if value is None:
         raise invalid(path, "is missing")
     return value
 
 
 def check_supported(fields: Mapping[str, Any], unsupported: Mapping[str, Unsupported]) -> None:
-    """Refuse fields. Raises ``PenstockError``, ``unsupported`` by default, with the field's name."""
+    """Raise ``PenstockError`` (the code of the field, by default ``unsupported``) for an unsupported field."""
     for name in [name for name in unsupported if fields.get(name) is not None]:
         reason, neutral, code = unsupported[name]
         if fields[name] not in neutral:

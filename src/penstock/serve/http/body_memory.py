@@ -1,4 +1,4 @@
-"""Memory of request bodies: one budget for all protocols of an API process, with a share for each client."""
+"""Memory of request bodies: one budget per API process for all protocols, with a share per client."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import Counter, deque
 from penstock.core import Code, PenstockError
 
 UNCOUNTED_SIZE = 2**14
-"""Bytes of a body that is not counted."""
+"""Maximum size in bytes of bodies that are not counted."""
 MAX_WAITING = 128
-"""Bodies that wait for memory, unread; further ones are refused at once."""
+"""Maximum number of unread bodies waiting for memory; further ones are rejected immediately."""
 MAX_WAITING_OF_CLIENT = MAX_WAITING // 4
-"""Bodies of one client that may wait at a time."""
+"""Maximum number of waiting bodies per client."""
 
 
 class BodyMemory:
-    """Bytes that request bodies take, from their first byte until their requests end.
+    """Memory budget of request bodies, from their first byte until the end of their requests.
 
-    A body waits, unread, until there is room for it; clients take turns. A body that is larger than its client's share
-    gets room while its client has no other.
+    A body waits, unread, until there is memory for it; clients are served round-robin. A body larger than its client's
+    share is admitted if the client has no other.
 
     Args:
-        total: bytes of all bodies together. One client may take half of it.
+        total: budget in bytes for all bodies. One client may use half of it.
     """
 
     def __init__(self, total: int) -> None:
@@ -30,22 +30,22 @@ class BodyMemory:
         self.used = 0
         self._by_client: Counter[str] = Counter()
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """Sizes that clients wait for, by client, in the order of their next turns."""
+        """Waiting bodies of each client (size, future), in the order in which clients are served."""
         self._num_waiting = 0
 
-    async def reserve(self, client: str, size: int, patience: float) -> Reservation:
-        """Wait until there is room for a body of ``size`` bytes.
+    async def reserve(self, client: str, size: int, timeout: float) -> Reservation:
+        """Wait until there is memory for a body of ``size`` bytes.
 
-        Raises ``PenstockError`` (``overloaded``) after ``patience`` seconds, or at once where too many bodies wait, of
-        this client or of all.
+        Raises ``PenstockError`` (``overloaded``) after ``timeout`` seconds, or immediately if too many bodies are
+        waiting.
         """
         if client not in self._waiting and self._has_room(client, size):
             self._take(client, size)
         else:
-            await self._wait(client, size, patience)
+            await self._wait(client, size, timeout)
         return Reservation(self, client, size)
 
-    async def _wait(self, client: str, size: int, patience: float) -> None:
+    async def _wait(self, client: str, size: int, timeout: float) -> None:
         if self._num_waiting >= MAX_WAITING or len(self._waiting.get(client, ())) >= MAX_WAITING_OF_CLIENT:
             raise self._full(client, size)
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,7 +53,7 @@ class BodyMemory:
         self._waiting.setdefault(client, deque()).append(waiting)
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await granted
         except BaseException as error:
             if not granted.cancelled() and granted.done():
@@ -68,10 +68,10 @@ class BodyMemory:
             self._num_waiting -= 1
 
     def resize(self, client: str, old: int, new: int, parsed: bool) -> None:
-        """Change the size of a reservation. Raises ``PenstockError`` (``overloaded``) where there is no room.
+        """Change the size of a reservation. Raises ``PenstockError`` (``overloaded``) if there is no memory.
 
         Args:
-            parsed: whether it is of a parsed body, for which there is as much memory again as for those that are read.
+            parsed: the reservation is for a parsed body: the budget is twice that of received bodies.
         """
         self._take(client, -old)
         if new > old and not self._has_room(client, new, 2 if parsed else 1):
@@ -93,7 +93,7 @@ class BodyMemory:
             del self._by_client[client]
 
     def _grant(self) -> None:
-        """Give room to waiting bodies, one of each client after the other."""
+        """Admit waiting bodies, clients round-robin."""
         granted = True
         while granted:
             granted = False
@@ -107,20 +107,20 @@ class BodyMemory:
                     granted = True
 
     def _leave(self, client: str, waiting: tuple[int, asyncio.Future[None]]) -> None:
-        """End a body's waiting; the client's others have their turn after those of other clients."""
+        """Remove a body from the queue, and move its client to the end."""
         bodies = self._waiting.pop(client)
         bodies.remove(waiting)
         if bodies:
             self._waiting[client] = bodies
 
     def _full(self, client: str, size: int) -> PenstockError:
-        what = f"{self.used} bytes, {self._by_client[client]} of them of this client"
-        message = f"the bodies of open requests have {what}: there is no room for {size} more of {self.total}"
+        used = f"request bodies use {self.used} bytes, {self._by_client[client]} of them of this client"
+        message = f"{used}: there is no room for {size} more of {self.total}"
         return PenstockError(Code.OVERLOADED, message, "max_body_memory", self.total)
 
 
 class Reservation:
-    """The memory of one request's body."""
+    """Reserved memory of one request."""
 
     def __init__(self, memory: BodyMemory, client: str, size: int = 0) -> None:
         self._memory = memory
@@ -128,16 +128,16 @@ class Reservation:
         self.size = size
 
     def resize(self, size: int, parsed: bool = False) -> None:
-        """Arguments and errors as of ``BodyMemory.resize``."""
+        """Change the size; errors as in ``BodyMemory.resize``."""
         self._memory.resize(self._client, self.size, size, parsed)
         self.size = size
 
     def joined(self, other: Reservation) -> Reservation:
-        """One reservation of both; these hold nothing then."""
+        """Merge two reservations into a new one; both become empty."""
         both = Reservation(self._memory, self._client, self.size + other.size)
         self.size = other.size = 0
         return both
 
     def release(self) -> None:
-        """Free the memory; may be called again."""
+        """Free the memory. Idempotent."""
         self.resize(0)

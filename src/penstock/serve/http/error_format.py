@@ -1,7 +1,8 @@
-"""How a dialect formats errors: body, end of a stream, status."""
+"""Format of a dialect's errors: response body, end of a stream, status."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import msgspec
@@ -12,10 +13,10 @@ from .status import STATUS
 
 
 def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
-    """The failure with its field under the dialect's name, also at the beginning of its message.
+    """Replace the internal name of the failure's field, also at the beginning of its message.
 
     Args:
-        names: internal field name → the dialect's.
+        names: internal field name → dialect's name.
     """
     field = failure.field
     dialect_field = names.get(field, field)
@@ -25,11 +26,11 @@ def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
     return msgspec.structs.replace(failure, field=dialect_field, message=message)
 
 
-class ErrorFormat:
+class ErrorFormat(ABC):
     """Formats a dialect's errors.
 
     Args:
-        names: internal field name → the dialect's.
+        names: internal field name → dialect's name.
     """
 
     dialect = "openai"
@@ -40,18 +41,18 @@ class ErrorFormat:
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self._names = names or {}
 
+    @abstractmethod
     def document(self, failure: Failure) -> object:
-        """An error as JSON; its field has the dialect's name."""
-        raise NotImplementedError
+        """Return the JSON document of an error, whose field has the dialect's name already."""
 
     def error(self, failure: Failure) -> bytes:
-        """The body of an error response."""
+        """Return the body of an error response."""
         return msgspec.json.encode(self.document(rename_field(failure, self._names)))
 
     def stream_error(self, failure: Failure) -> bytes:
-        """The last bytes of a stream that fails after it has begun."""
+        """Return the final bytes of a stream that fails after it has started."""
         return self.stream_start + self.error(failure) + self.stream_end
 
     def status(self, failure: Failure) -> int:
-        """The HTTP status of an error response."""
+        """Return the HTTP status of an error response."""
         return STATUS[failure.code]

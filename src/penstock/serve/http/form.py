@@ -1,4 +1,4 @@
-"""Reading forms (``multipart/form-data``) with a file, with limits on their size and time."""
+"""Reading of forms (``multipart/form-data``) with a file, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from penstock.core.errors import invalid
 from .body import body_parts
 
 OVERHEAD = 2**16
-"""Bytes that a form may have besides its file; also those of one field."""
+"""Maximum size in bytes of a form without its file, and of each field."""
 MAX_FIELDS = 32
-"""Fields of a form besides its file."""
+"""Maximum number of fields other than the file."""
 CHARSET = re.compile(r";\s*charset=[^;]*", re.IGNORECASE)
 
 
 class Form(NamedTuple):
-    """A form, and its field ``file``."""
+    """A form and its field ``file``."""
 
     fields: FormData
     file: UploadFile
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
 
 
 @asynccontextmanager
 async def read_form(request: Request, max_size: int, timeout: float) -> AsyncIterator[Form]:
-    """The form of a request, whose file lies on the disk if it is large, until the context is left.
+    """Context manager with the form of a request. A large file is stored on disk until the context is left.
 
     Args:
-        max_size: bytes of the file.
-        timeout: seconds between two parts of the body.
+        max_size: maximum size of the file in bytes.
+        timeout: maximum time between two parts of the body in seconds.
 
-    Raises ``PenstockError``: ``invalid`` where there is no form, it cannot be read or has no file, ``too_large``,
-    ``unsupported`` where the library that reads forms is not installed, and as ``body_parts``.
+    Raises ``PenstockError``: ``invalid`` if there is no form, it cannot be read or has no file; ``too_large``;
+    ``unsupported`` if python-multipart is not installed; and as ``body_parts``.
     """
     content_type = request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
-        raise invalid("file", "is missing; send it as multipart/form-data")
+        raise invalid("file", "is missing: send it as multipart/form-data")
     if find_spec("python_multipart") is None:
-        words = "file: reading forms takes python-multipart, which is not installed: pip install python-multipart"
-        raise PenstockError(Code.UNSUPPORTED, words, "file")
-    headers = Headers({"content-type": CHARSET.sub("", content_type)})  # texts are UTF-8: others decode to surrogates
+        message = "file: forms require python-multipart, which is not installed: pip install python-multipart"
+        raise PenstockError(Code.UNSUPPORTED, message, "file")
+    headers = Headers({"content-type": CHARSET.sub("", content_type)})  # always UTF-8: others decode to surrogates
     try:
         async with aclosing(body_parts(request, max_size + OVERHEAD, timeout)) as parts:
             parser = MultiPartParser(headers, parts, max_files=1, max_fields=MAX_FIELDS, max_part_size=OVERHEAD)

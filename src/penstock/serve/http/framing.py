@@ -1,7 +1,7 @@
 """HTTP/1.1 message framing: the head of a request and its chunked body, checked before httptools parses them.
 
-Every byte of a connection is assigned to a message here. httptools parses the same bytes for the application; a message
-that the two delimit differently ends the connection.
+Every byte of a connection is assigned to a message here. httptools parses the same bytes for the application; the
+connection is closed if the two disagree where a message ends.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ FIELD_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80
 LENGTH = re.compile(rb"[0-9]{1,18}")
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 MAX_CHUNK_LINE = 4096
-"""Maximum bytes of a chunk's size with its extensions, and of a trailer."""
+"""Maximum length in bytes of a chunk size line with its extensions, and of a trailer."""
 MAX_QUOTED = 100
-"""Maximum characters of a client's text in an error message."""
+"""Maximum number of characters quoted from a request in an error message."""
 PARSE_SIZE = 4096
-"""Bytes of small chunks that are parsed at a time."""
+"""Bytes of small chunks that are passed to the parser at a time."""
 FRAMING_FIELDS = frozenset((b"connection", b"content-length", b"expect", b"host", b"transfer-encoding", b"upgrade"))
 MAX_KEPT = 4096
-"""Maximum bytes of the header fields kept of a refused head."""
+"""Maximum total size in bytes of the header fields kept from a rejected head."""
 
 
 class FramingError(Exception):
-    """A request that cannot be delimited or has an unsupported form.
+    """A request that is malformed, or uses an unsupported HTTP feature.
 
     Args:
         status: HTTP status of the response.
@@ -43,17 +43,17 @@ class FramingError(Exception):
 
 
 class Head(NamedTuple):
-    """A checked head of a request."""
+    """The checked head of a request."""
 
     raw: bytes
-    """The head for httptools: without ``Upgrade``, with which httptools drops the body."""
+    """The head for httptools, without ``Upgrade``: it would make httptools drop the body."""
     length: int
-    """Bytes of the body; 0 with ``chunked``."""
+    """Body length in bytes; 0 if ``chunked``."""
     chunked: bool
 
 
 def check_head(raw: bytes) -> Head:
-    """Check a head that ends with an empty line. Raises ``FramingError``."""
+    """Check a head that includes the final empty line. Raises ``FramingError``."""
     first, *lines = raw[: -len(HEAD_END)].split(b"\r\n")
     version = _check_request_line(first)
     kept, hosts, lengths, encodings = [first], 0, [], []
@@ -72,23 +72,23 @@ def check_head(raw: bytes) -> Head:
         elif name == b"transfer-encoding":
             encodings.append(value)
     if hosts > 1 or (hosts == 0 and version == b"HTTP/1.1"):
-        raise FramingError(f"headers: Host must be given once, and is given {hosts} times")
+        raise FramingError(f"headers: Host must occur once, but occurs {hosts} times")
     if len(lengths) > 1 or (lengths and not LENGTH.fullmatch(lengths[0])):
-        raise FramingError("headers: Content-Length must be given once, as a decimal number")
+        raise FramingError("headers: Content-Length must occur once and be a decimal number")
     if encodings:
         if lengths:
-            raise FramingError("headers: Content-Length and Transfer-Encoding exclude each other")
+            raise FramingError("headers: Content-Length and Transfer-Encoding cannot be combined")
         if version == b"HTTP/1.0":
-            raise FramingError("headers: HTTP/1.0 has no Transfer-Encoding")
+            raise FramingError("headers: HTTP/1.0 does not support Transfer-Encoding")
         if len(encodings) > 1 or encodings[0].lower() != b"chunked":
-            message = f"headers: Transfer-Encoding {_quoted(b', '.join(encodings))} is not supported; only chunked is"
+            message = f"headers: Transfer-Encoding {_quoted(b', '.join(encodings))} is not supported; use chunked"
             raise FramingError(message, 501)
     return Head(b"\r\n".join([*kept, b"", b""]), int(lengths[0]) if lengths else 0, bool(encodings))
 
 
-def head_of_refused(raw: bytes) -> bytes:
-    """A head that stands for a refused one: its method, path, and the header fields that are well-formed and say
-    nothing of the body. ``GET /`` where the request line is malformed."""
+def substitute_head(raw: bytes) -> bytes:
+    """Build a valid head from a rejected one: its method, path, and well-formed header fields unrelated to framing.
+    ``GET /`` if the request line is malformed."""
     first, *lines = raw.split(b"\r\n")
     matched = REQUEST_LINE.fullmatch(first)
     method, target = (matched[1], matched[2]) if matched else (b"GET", b"/")
@@ -107,18 +107,18 @@ def head_of_refused(raw: bytes) -> bytes:
 
 
 class Chunks:
-    """Delimits a chunked body. Trailers are checked and dropped."""
+    """Decoder state of a chunked body. Trailers are checked and dropped."""
 
     def __init__(self) -> None:
         self.ended = False
         self._left = 0
-        """Bytes of the current chunk that have not arrived, with the line break after it."""
+        """Bytes of the current chunk that have not arrived, including the line break after it."""
         self._in_trailers = False
 
     def take(self, data: bytes, start: int) -> tuple[bytes, int]:
-        """The next bytes of the body for httptools, and where they end in ``data``.
+        """Return the next bytes for httptools, and the index in ``data`` up to which bytes were consumed.
 
-        Without progress, the end is ``start``: the rest of a line has not arrived. Raises ``FramingError``.
+        The index is ``start`` if the rest of a line has not arrived. Raises ``FramingError``.
         """
         at = fed = start
         while not self.ended and at - start < PARSE_SIZE:
@@ -131,7 +131,7 @@ class Chunks:
                 continue
             end = data.find(b"\r\n", at)
             if (len(data) if end < 0 else end) - at > MAX_CHUNK_LINE:
-                raise FramingError(f"body: a line of the chunked encoding has more than {MAX_CHUNK_LINE} bytes")
+                raise FramingError(f"body: a line of the chunked encoding exceeds {MAX_CHUNK_LINE} bytes")
             if end < 0:
                 break
             is_trailer = self._in_trailers
@@ -148,20 +148,20 @@ class Chunks:
             return
         matched = CHUNK_LINE.fullmatch(line)
         if not matched:
-            raise FramingError(f"body: {_quoted(line)} is not the size of a chunk")
+            raise FramingError(f"body: {_quoted(line)} is not a chunk size")
         size = int(matched[1], 16)
         self._left = size + 2 if size else 0
         self._in_trailers = not size
 
 
 def _check_request_line(line: bytes) -> bytes:
-    """The version. Raises ``FramingError``."""
+    """Return the version. Raises ``FramingError``."""
     matched = REQUEST_LINE.fullmatch(line)
     if not matched:
         raise FramingError(f"the request line {_quoted(line)} is not METHOD PATH HTTP/1.1")
     method, target, version = matched.groups()
     if version not in (b"HTTP/1.0", b"HTTP/1.1"):
-        raise FramingError(f"{version.decode()} is not supported here; HTTP/1.1 and HTTP/1.0 are", 505)
+        raise FramingError(f"{version.decode()} is not supported; use HTTP/1.1", 505)
     if method not in METHODS:
         raise FramingError(f"the method {method.decode()} is not supported", 501)
     try:

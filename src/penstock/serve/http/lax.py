@@ -1,6 +1,6 @@
-"""Values of another JSON type that a request's original server accepts: ``"4"`` for a number, ``"true"`` for a boolean.
+"""Lax type conversion, as in the dialect's original server: ``"4"`` for a number, ``"true"`` for a boolean.
 
-vLLM, SGLang and FastDeploy read requests with pydantic in its lax mode; Ollama and llama-server convert numbers only.
+vLLM, SGLang and FastDeploy use pydantic's lax mode; Ollama and llama-server only convert between numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 from msgspec import inspect
 
 Lax = Literal["", "numbers", "pydantic"]
-"""Conversions that a dialect makes: none; between numbers; those of pydantic's lax mode."""
+"""Conversions of a dialect: none, between number types, or pydantic's lax mode."""
 MAX_VALUES = 20_000
 """Maximum number of values that are converted."""
 MAX_DIGITS = 64
-"""Characters of a text that is read as a number."""
+"""Maximum length of a string that is converted to a number."""
 INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*(\.0+)?")
 FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 BOOLEANS = dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True)
@@ -29,30 +29,30 @@ BOOLEANS |= dict.fromkeys(("0", "off", "f", "false", "n", "no"), False)
 
 @dataclass(slots=True)
 class _Node:
-    """Types that a schema accepts at one place."""
+    """Types that a schema accepts for one value."""
 
     integer: bool = False
     number: bool = False
     boolean: bool = False
     text: bool = False
-    """Any text; the texts of a ``Literal`` are in ``texts``."""
+    """Any string; the strings of a ``Literal`` are in ``texts``."""
     texts: set[str] = field(default_factory=set)
     literals: list[Any] = field(default_factory=list)
-    """The values of a ``Literal``."""
+    """Values of a ``Literal``."""
     fields: dict[str, _Node] = field(default_factory=dict)
     items: _Node | None = None
     """Node of an array's items."""
     values: _Node | None = None
-    """Node of an object's values, whatever their names."""
+    """Node of an object's values, for any name."""
 
     @property
     def converts(self) -> bool:
-        """Whether values may be converted at this place, or below it."""
+        """True if this value or nested values may be converted."""
         return self.integer or self.number or self.boolean or bool(self.fields or self.items or self.values)
 
 
 def convert_types(document: dict[str, Any], schema: type[msgspec.Struct], lax: Lax) -> None:
-    """Convert the values of a request that have another type than the schema asks for, in place, where ``lax`` does."""
+    """Convert values whose type does not match the schema, in place."""
     queue: deque[tuple[Any, _Node]] = deque([(document, _node_of(schema))])
     seen = 0
     while queue and seen < MAX_VALUES:
@@ -73,7 +73,7 @@ def convert_types(document: dict[str, Any], schema: type[msgspec.Struct], lax: L
 
 
 def literals_at(schema: type[msgspec.Struct], path: str) -> list[Any]:
-    """The values that a field may have, by msgspec's path of it (``tools[0].type``); empty where any may be."""
+    """Return the allowed values of the field with this msgspec path (``tools[0].type``); empty if not restricted."""
     node: _Node | None = _node_of(schema)
     for name, _ in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
         if node is None:
@@ -99,7 +99,7 @@ def _converted(value: Any, node: _Node, lax: Lax) -> Any:
 
 
 def _read(text: str, node: _Node) -> Any:
-    """The number or boolean that a text stands for; the text where it stands for none."""
+    """Convert a string to a number or boolean; returned unmodified if it is neither."""
     plain = text.strip().replace("_", "")
     if len(text) <= MAX_DIGITS:
         if node.integer and INTEGER.fullmatch(text.strip()):
@@ -115,7 +115,7 @@ def _node_of(schema: type[msgspec.Struct]) -> _Node:
 
 
 def _fill(node: _Node, kind: inspect.Type, seen: dict[type, _Node]) -> _Node:
-    """Add what a type accepts to a node."""
+    """Add the types that ``kind`` accepts to a node."""
     match kind:
         case inspect.Metadata():
             _fill(node, kind.type, seen)
@@ -140,7 +140,7 @@ def _fill(node: _Node, kind: inspect.Type, seen: dict[type, _Node]) -> _Node:
             node.values = _fill(node.values or _Node(), kind.value_type, seen)
         case inspect.StructType():
             if kind.cls not in seen:
-                seen[kind.cls] = whole = _Node()
-                whole.fields = {one.encode_name: _fill(_Node(), one.type, seen) for one in kind.fields}
+                seen[kind.cls] = struct = _Node()
+                struct.fields = {one.encode_name: _fill(_Node(), one.type, seen) for one in kind.fields}
             node.fields = {**node.fields, **seen[kind.cls].fields}
     return node

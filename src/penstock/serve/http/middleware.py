@@ -1,4 +1,4 @@
-"""Middleware: request ids, the request log and turns; API keys, health-only ports, root path."""
+"""Middleware: request ids, request log and fair scheduling; API keys; health-only ports; root path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.frontend.fair_queue import FairQueue
 from penstock.version import __version__
 
 from ..metrics import Metrics
-from ..spans import end_http, logged
+from ..spans import end_http, log_trace
 from .reply import refuse
 from .request_record import REFUSED, RequestRecord, record_of
 from .routes import ErrorFormats
@@ -35,44 +35,44 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.requests")
 
 SIGNED_PATHS = frozenset((INSTANCE_PATH, REGISTER_PATH))
-"""Paths that need a signature of the cluster in place of an API key; logged as ``PUBLIC_PATHS``."""
+"""Paths that require the cluster's signature instead of an API key; logged as ``PUBLIC_PATHS``."""
 PUBLIC_PATHS = frozenset(
     ("/health", "/ready", "/live", "/v2/health/live", "/v2/health/ready", "/version", "/metrics", "/ping")
 )
-"""Paths that need no API key and are logged at level debug unless they fail."""
+"""Paths that require no API key and are logged at level debug unless they fail."""
 SERVER = (b"server", f"penstock/{__version__}".encode())
-"""A header of every response. Triton's metadata cannot name this server, as its clients expect ``triton`` there."""
+"""Header of every response. It identifies the server, because Triton's clients expect ``triton`` in the metadata."""
 WEB_PREFIX = "/web/"
-"""Of the paths of the web page, besides ``/``; logged as ``PUBLIC_PATHS``."""
+"""Prefix of the web page's paths other than ``/``; logged as ``PUBLIC_PATHS``."""
 HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
-"""Paths that ``health_port`` and ``metrics_port`` serve."""
+"""Paths served on ``health_port`` and ``metrics_port``."""
 WEIGHTS_HEADER = "x-weights-version"
-"""Header of answers that the model has computed: the version of its weights."""
+"""Header of generated answers: version of the model's weights."""
 FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
-"""Header of all answers where the fingerprints of instances differ."""
+"""Header of all answers if the fingerprints of instances differ."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
-QUIET = (200, 304, 503)
-"""Statuses with which these paths are logged at level debug."""
+QUIET_STATUSES = (200, 304, 503)
+"""Statuses of ``PUBLIC_PATHS`` that are logged at level debug."""
 MAX_USER_AGENT = 200
-"""Characters of a user agent in the log."""
+"""Maximum number of characters of a user agent in the log."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """A valid ``X-Request-Id``; others are replaced by a new one."""
 
 
 class RequestLogMiddleware:
-    """Assigns the request id (``X-Request-Id``) and logs each request when it has ended.
+    """Assigns the request id (``X-Request-Id``), and logs each request at its end.
 
-    Starts one request in each iteration of the event loop, clients in turn: many that are cheap one by one hold up
-    streams no longer than one.
+    Starts one request per iteration of the event loop, clients round-robin, so that a burst of cheap requests does not
+    delay streams.
 
-    Unknown fields of a request are named in the response's header, and logged once per client. An unexpected exception
+    Unknown fields of a request are listed in a response header, and logged once per client. An unexpected exception
     becomes a response 500, and its traceback is logged.
 
     Args:
-        strict: refuse requests with unknown fields.
-        tracer: makes spans of requests, but for health checks and the web page; None for no traces.
-        fingerprints: returns the fingerprints of all instances, which each response names where they differ; None where
-            they cannot.
+        strict: reject requests with unknown fields.
+        tracer: creates spans of requests other than health checks and the web page; None: tracing is off.
+        fingerprints: returns the fingerprints of all instances, which are sent in a header if they differ; None if they
+            cannot differ.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid4().hex
         address = (scope.get("client") or ("",))[0]
         record = RequestRecord(request_id, scope["path"], address=address, unknown=UnknownFields(self._strict))
         scope["penstock.record"] = record
@@ -119,7 +119,7 @@ class RequestLogMiddleware:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        with logged(record.span) if record.span else nullcontext():
+        with log_trace(record.span) if record.span else nullcontext():
             try:
                 if refused := scope.get(REFUSED):
                     record.failure = refused.failure
@@ -157,35 +157,36 @@ class RequestLogMiddleware:
     def _log(self, scope: Scope, record: RequestRecord, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.http_responses.labels(path=route, status=str(status or 499)).inc()
-        facts = {"id": record.request_id, "status": status, "seconds": seconds}
-        facts["client"] = (scope.get("client") or ("",))[0]
+        fields = {"id": record.request_id, "status": status, "seconds": seconds}
+        fields["client"] = (scope.get("client") or ("",))[0]
         if route not in PUBLIC_PATHS:
-            facts["dialect"] = self._error_formats.of(scope).dialect
-        facts |= record.facts
+            fields["dialect"] = self._error_formats.of(scope).dialect
+        fields |= record.log_fields
         if record.unknown.places and not record.failure:
             self._unknown_field_log.log(record.request_id, _client(scope), record.unknown)
-        failed = STATUS[record.failure.code] if record.failure else status  # a stream has begun with status 200
+        failed = STATUS[record.failure.code] if record.failure else status  # a stream starts with status 200
         level = logging.ERROR if failed >= 500 else logging.INFO
-        if (route in PUBLIC_PATHS | SIGNED_PATHS or route == "/" or route.startswith(WEB_PREFIX)) and status in QUIET:
-            level = logging.DEBUG  # health probes and the live view's requests come every second
+        is_quiet = route in PUBLIC_PATHS | SIGNED_PATHS or route == "/" or route.startswith(WEB_PREFIX)
+        if is_quiet and status in QUIET_STATUSES:
+            level = logging.DEBUG  # health probes and the live view send requests every second
         if record.failure and route not in PUBLIC_PATHS:
             self._metrics.record_failure(record.failure)
         if record.failure:
-            facts |= {"error": record.failure.code.value, "reason": record.failure.message}
-        logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"facts": facts})
+            fields |= {"error": record.failure.code.value, "reason": record.failure.message}
+        logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"fields": fields})
 
 
 def _client(scope: Scope) -> str:
-    """The client's address and user agent."""
+    """Address and user agent of the client."""
     agent = Headers(scope=scope).get("user-agent", "")
     return f"{(scope.get('client') or ('', 0))[0]} {agent[:MAX_USER_AGENT]}".strip()
 
 
 class RootPathMiddleware:
-    """Removes ``root_path`` from paths; paths without it are served, too, as a proxy may remove it itself.
+    """Removes ``root_path`` from paths. Paths without it are also served: a proxy may have removed it.
 
     Args:
-        prefix: begins with a slash and does not end with one.
+        prefix: the root path, with a leading and without a trailing slash.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
@@ -199,7 +200,7 @@ class RootPathMiddleware:
 
 
 class HealthPortMiddleware:
-    """On the given ports, serves ``HEALTH_PATHS`` only."""
+    """Serves only ``HEALTH_PATHS`` on the given ports."""
 
     def __init__(self, app: ASGIApp, ports: frozenset[int], refuse: Refuse) -> None:
         self._app = app
@@ -214,12 +215,12 @@ class HealthPortMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Requires one of the API keys: ``Authorization: Bearer KEY``, ``Authorization: KEY`` or ``x-api-key: KEY``.
+    """Requires an API key: ``Authorization: Bearer KEY``, ``Authorization: KEY`` or ``x-api-key: KEY``.
 
-    Where only administrative keys are set, others are not needed.
+    If only admin keys are set, requests without a key are accepted, too.
 
     Args:
-        public: paths that need none to be read, besides ``PUBLIC_PATHS``.
+        public: further paths that can be read without a key.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, refuse: Refuse, public: frozenset[str] = frozenset()) -> None:
@@ -238,7 +239,7 @@ class ApiKeyMiddleware:
             return
         headers = Headers(scope=scope)
         given = headers.get("authorization") or headers.get("x-api-key") or ""
-        client = self._keys.client_of(given.encode("latin-1"))  # the bytes as they were sent
+        client = self._keys.client_of(given.encode("latin-1"))  # the raw bytes
         if client is None:
             await self._refuse(scope, send)
             return
@@ -250,19 +251,19 @@ class Client(NamedTuple):
     """Permissions of an API key."""
 
     tenant: str = ""
-    """Name made of the key, where there are several API keys."""
+    """Name derived from the key, if there are several API keys."""
     has_key: bool = False
     may_control: bool = True
-    """Whether it may change the server for all clients."""
+    """True if it may change the server for all clients."""
 
     def enter(self, record: RequestRecord) -> None:
-        """Set the fields of a request of this client."""
+        """Set the permissions of a request of this client."""
         record.tenant, record.has_key, record.may_control = self
 
 
 def tenant_of(key: bytes) -> str:
-    """The name by which what a key stores is found, where there are several keys. Not for the public: short keys can be
-    guessed from it."""
+    """Derive the owner name of a key's stored data, if there are several keys. Not public: short keys can be guessed
+    from it."""
     return sha256(key).hexdigest()[:16]
 
 
@@ -270,9 +271,9 @@ class ApiKeys:
     """The API keys of a server; without any, every request is authorized.
 
     Args:
-        keys: of ``--api-key``.
-        admin_keys: of ``--admin-api-key``. With any, only they may change the server for all clients; without, a single
-            key may, and none of several.
+        keys: keys of ``--api-key``.
+        admin_keys: keys of ``--admin-api-key``. If there are any, only these may change the server for all clients;
+            otherwise a single key may, but none of several.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
@@ -281,10 +282,7 @@ class ApiKeys:
         self._several = len(set(self._keys)) > 1
 
     def client_of(self, given: bytes) -> Client | None:
-        """The client whose key is the value of ``Authorization``; None where it is no key.
-
-        Takes the same time whichever key it resembles.
-        """
+        """Return the client for a value of ``Authorization``; None if the key is invalid. Compares in constant time."""
         given = given.strip()
         scheme, _, rest = given.partition(b" ")
         key = rest.strip() if scheme.lower() == b"bearer" else given

@@ -1,4 +1,4 @@
-"""Operations and schemas of the OpenAPI document, for all dialects."""
+"""Operations and schemas of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import msgspec
 
 FAILURES = {
-    "400": "the request is invalid, or not supported",
+    "400": "the request is invalid or not supported",
     "401": "an API key is missing or wrong",
     "404": "the model does not exist",
     "408": "the request took too long",
     "413": "the body is too large",
-    "429": "too many requests wait; try again soon",
-    "503": "the engine is starting or stopping; try again soon",
+    "429": "too many requests are waiting; try again later",
+    "503": "the engine is starting or stopping; try again later",
 }
 OBJECT: dict[str, Any] = {"type": "object"}
-"""Schema of responses that only the other system's documentation describes."""
+"""Schema of responses that are documented only by the other system."""
 STRING: dict[str, Any] = {"type": "string"}
 
 
 def reference(schema: type, prefix: str = "") -> dict[str, Any]:
-    """A reference to a schema of ``components``."""
+    """Return a reference to a schema in ``components``."""
     return {"$ref": f"#/components/schemas/{prefix}{schema.__name__}"}
 
 
@@ -33,12 +33,14 @@ def operation(
     streamed: bool = False,
     query: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """An operation of the OpenAPI document.
+    """Return an operation of the OpenAPI document.
 
     Args:
-        answer, failure, request: schemas; None for an answer without JSON, and for a request without a body.
-        streamed: whether the answer may be a stream of server-sent events.
-        query: names of parameters that the URL may have.
+        answer: schema of the answer; None if it is not JSON.
+        failure: schema of errors.
+        request: schema of the body; None for a request without a body.
+        streamed: the answer may be a stream of server-sent events.
+        query: names of query parameters.
     """
     answers: dict[str, Any] = {"200": {"description": "the answer"}}
     if answer:
@@ -55,11 +57,11 @@ def operation(
 
 
 def components(schemas: Iterable[type], prefix: str = "", strict: bool = False) -> dict[str, Any]:
-    """Schemas by name.
+    """Return JSON schemas by name.
 
     Args:
-        prefix: put before the names, which other dialects may use, too.
-        strict: whether requests with unknown fields are refused.
+        prefix: prefix of the names, as other dialects may have schemas with the same name.
+        strict: requests with unknown fields are rejected.
     """
     template = f"#/components/schemas/{prefix}{{name}}"
     _, result = msgspec.json.schema_components(list(schemas), ref_template=template)

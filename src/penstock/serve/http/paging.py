@@ -1,4 +1,4 @@
-"""Pages of lists, as OpenAI's API has them."""
+"""Pagination of lists as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from penstock.core.numbers import read_decimal
 from penstock.serve.storage.pages import Page, PageQuery
 
 DEFAULT_LISTED = 20
-"""Entries of a page where ``limit`` is not given."""
+"""Default of ``limit``."""
 
 
 def page_query(raw_request: Request, maximum: int) -> PageQuery:
-    """The page that a URL's ``limit``, ``after`` and ``order`` (``desc`` by default) ask for.
+    """Read ``limit`` (1 to ``maximum``), ``after`` and ``order`` (default ``desc``) from a URL.
 
-    Args:
-        maximum: of ``limit``.
-
-    Raises ``PenstockError`` (``invalid``) for another ``limit``.
+    Raises ``PenstockError`` (``invalid``) for an invalid ``limit``.
     """
     query = raw_request.query_params
     limit = read_decimal(query.get("limit", str(DEFAULT_LISTED)), maximum)
@@ -30,6 +27,6 @@ def page_query(raw_request: Request, maximum: int) -> PageQuery:
 
 
 def page_document(page: Page) -> dict[str, Any]:
-    """The response with a page, whose entries are objects with an ``id``."""
+    """Format a page of objects with an ``id`` as a response."""
     ends = {"first_id": page.entries[0]["id"], "last_id": page.entries[-1]["id"]} if page.entries else {}
     return {"object": "list", "data": page.entries, "first_id": None, "last_id": None, "has_more": page.has_more} | ends

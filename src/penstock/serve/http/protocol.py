@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a socket: uvicorn's protocol with limits on size and duration of what a client sends and reads."""
+"""HTTP/1.1 on a socket: uvicorn's protocol with strict framing, size limits and timeouts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from penstock.core import Code, Failure, PenstockError
 
-from .framing import BARE_LINE_FEED, HEAD_END, Chunks, FramingError, check_head, head_of_refused
+from .framing import BARE_LINE_FEED, HEAD_END, Chunks, FramingError, check_head, substitute_head
 from .request_record import REFUSED, Refused
 
 MAX_PIPELINED = 8
-"""Pipelined requests of a connection that are parsed while one is answered; later bytes stay unread."""
+"""Maximum number of pipelined requests that are parsed while one is answered; later bytes stay unread."""
 MAX_FRAMING = 16
-"""Bytes of chunk framing allowed for each byte of a body."""
+"""Maximum bytes of chunk framing per byte of a body."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 DRAIN_GRACE = 0.5
-"""Seconds without a request after which a stopping server closes a connection: one that is under way is answered."""
+"""Idle time in seconds after which a stopping server closes a connection, so that a request in transit is answered."""
 LINGER = 1.0
-"""Seconds in which a client that is refused may send the rest and read the error: closing at once would reset the
+"""Seconds in which a rejected client may send the rest and read the error: closing immediately would reset the
 connection."""
 HALF_CLOSED_GRACE, HALF_CLOSED_CHECK = 0.5, 0.25
-"""Seconds until a client that has ended its sending is asked whether it is there; interval of the check, seconds."""
+"""Seconds until a client that has half-closed its connection is probed, and interval of further probes."""
 
 
 class Timeout:
-    """Calls ``end`` after some seconds unless it is stopped before."""
+    """Calls a function after a delay unless it is stopped before."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
@@ -57,52 +57,54 @@ class UnparsedFlowControl(FlowControl):
 
 
 class Protocol(HttpToolsProtocol):
-    """Delimits messages (``framing``), and closes a connection whose headers are late, or whose client does not read
-    its response.
+    """Delimits messages (``framing``), and closes a connection if its headers are late, or its client does not read the
+    response.
 
-    A malformed or too large head reaches the application as a request with ``REFUSED`` in its scope, so that its error
-    has the format of the path and is logged. It is the last request of its connection.
+    A malformed or too large head reaches the application as a request with ``REFUSED`` in its scope, so that the error
+    has the format of the dialect and is logged. It is the last request of its connection.
     """
 
     client_timeout = 60.0
-    """Seconds without progress."""
+    """Maximum time without progress in seconds."""
     max_header_size = 64 * 2**10
-    """Bytes of a request's head."""
+    """Maximum size of a request's head in bytes."""
     draining = False
-    """Of the class: whether the server stops, so that no connection is kept for further requests."""
+    """Set on the class when the server stops: no connection is kept open for further requests."""
 
     _active: RequestResponseCycle | None = None
-    """The request being answered; ``cycle`` is the newest one, which may be queued behind it."""
+    """The request being answered; ``cycle`` is the newest one, which may be queued after it."""
     _in_message = False
-    """Whether a request has begun to arrive and is not complete."""
+    """True while a request is arriving."""
     _in_body = False
     _chunks: Chunks | None = None
-    """The current body where it is chunked."""
+    """Decoder of the current body if it is chunked."""
     _left = 0
-    """Bytes of the current body that have not arrived, where it has a content-length."""
+    """Bytes of the current body that have not arrived, if it has a Content-Length."""
     _searched = 0
-    """Bytes of an incomplete head that do not contain its end."""
+    """Bytes of an incomplete head that were searched for its end."""
     _overhead = _body = 0
-    """Bytes of the current chunked body's framing, and of the current body."""
+    """Framing bytes of the current chunked body, and body bytes."""
     _last = False
-    """Whether no further request of this connection is read: later bytes are dropped."""
+    """True if no further request of this connection is read: later bytes are dropped."""
     _refused: Refused | None = None
-    """Why the last request's head is refused."""
+    """Reason why the last request's head was rejected."""
     _broken: Failure | None = None
-    """Why the last request's body is malformed."""
+    """Reason why the last request's body is malformed."""
     _unread, _at = b"", 0
-    """Received bytes; those from ``_at`` on are not parsed yet."""
-    _half_closed = _probed = False
-    """Whether the client sends no more, but may read; whether it has been sent something to find out."""
+    """Received bytes, and the index from which on they are not parsed yet."""
+    _half_closed = False
+    """True if the client has closed its sending side; it may still read."""
+    _probed = False
+    """True if ``100 Continue`` was sent to find out whether a half-closed client still reads."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._reading = Timeout()
-        """Runs while headers arrive, and while the rest arrives of a request that is answered already."""
+        """Runs while headers arrive, and while the rest of an already answered request arrives."""
         self._writing = Timeout()
         """Runs while the client does not read."""
         self._presence = Timeout()
-        """Runs until the next look at a client that sends no more."""
+        """Runs until the next probe of a half-closed client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -120,8 +122,8 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client sends no more: what it asked for before is answered, unless it has left altogether."""
-        over_tls = self.transport.get_extra_info("sslcontext") is not None  # which cannot be half open in asyncio
+        """The client has closed its sending side: answer its open requests unless it has disconnected."""
+        over_tls = self.transport.get_extra_info("sslcontext") is not None  # asyncio does not support half-closed TLS
         if over_tls or self._in_message or not self._busy:
             return None
         if not self._half_closed:
@@ -130,25 +132,25 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def shutdown(self) -> None:
-        """Close the connection once nothing has been asked on it for ``DRAIN_GRACE``, as the server stops."""
+        """Called when the server stops: close the connection when it has been idle for ``DRAIN_GRACE`` seconds."""
         if not self._busy:
             left = self._idle_since + DRAIN_GRACE - self.loop.time()
             self.loop.call_later(max(left, 0.0), self._close_if_idle)
 
     @property
     def _busy(self) -> bool:
-        """Whether a request is being answered, or has begun to arrive."""
+        """True if a request is being answered or is arriving."""
         waiting = self.cycle is not None and not self.cycle.response_complete
         return waiting or self._in_message or bool(self.pipeline or self._unread)
 
     def _close_if_idle(self) -> None:
-        """Of a stopping server; a response that has ended in the meantime starts the time anew."""
+        """Close an idle connection of a stopping server. A response that ended in the meantime restarts the delay."""
         if not self._busy and not self.transport.is_closing() and self.loop.time() >= self._idle_since + DRAIN_GRACE:
             self.transport.close()
 
     def _probe(self) -> None:
-        """Find out whether a client that sends no more still reads: one that does not answers a write with a reset,
-        which shows at the next look. HTTP/1.1 lets a server write ``100 Continue`` before any response."""
+        """Find out whether a half-closed client still reads: otherwise it answers a write with a reset, which the next
+        probe detects. HTTP/1.1 allows a server to send ``100 Continue`` before any response."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -194,7 +196,7 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _parse_head(self) -> None:
-        """Parse the next head if all of it has arrived, so that its meaning does not depend on packets."""
+        """Parse the next head if it has arrived completely, so that the result does not depend on packets."""
         while self._unread.startswith(b"\r\n", self._at):  # RFC 9112, 2.2: empty lines before a request
             self._at += 2
         start, limit = self._at, self.max_header_size
@@ -227,24 +229,24 @@ class Protocol(HttpToolsProtocol):
 
     def _parse_body(self) -> None:
         if self._chunks:
-            piece, end = self._chunks.take(self._unread, self._at)
+            data, end = self._chunks.take(self._unread, self._at)
             self._overhead += end - self._at
         else:
             end = min(self._at + self._left, len(self._unread))
-            piece = self._unread[self._at : end]
-            self._left -= len(piece)
+            data = self._unread[self._at : end]
+            self._left -= len(data)
         self._at = end
-        if piece:
+        if data:
             try:
-                self.parser.feed_data(piece)
+                self.parser.feed_data(data)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
                 raise FramingError(f"body: the chunked encoding is malformed: {error}") from error
         if self._overhead > self.max_header_size + MAX_FRAMING * self._body:
-            raise FramingError(f"body: the chunked encoding has more than {MAX_FRAMING} bytes of framing for each byte")
+            raise FramingError(f"body: the chunked encoding has more than {MAX_FRAMING} bytes of framing per byte")
         self._check_agreement()
 
     def _check_agreement(self) -> None:
-        """httptools and ``framing`` must agree whether the request has ended."""
+        """Check that httptools and ``framing`` agree whether the request has ended."""
         ended = self._chunks.ended if self._chunks else not self._left
         if ended == self._in_message:
             raise FramingError("body: its end is ambiguous")
@@ -299,15 +301,15 @@ class Protocol(HttpToolsProtocol):
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             async def send_last(message: Any) -> None:
-                """Say ``Connection: close`` where the server stops, with the last response that is asked for."""
+                """Close the connection after the last response if the server stops or the request was rejected."""
                 if self.draining and message["type"] == "http.response.start" and cycle is self.cycle:
                     cycle.keep_alive = cycle.keep_alive and bool(self._unread)
                 if self._is_refused and cycle is self.cycle and message["type"] == "http.response.body":
-                    cycle.keep_alive = True  # the response has said Connection: close; _linger closes
+                    cycle.keep_alive = True  # Connection: close was sent; _linger closes
                 await send(message)
 
             async def receive_checked() -> Any:
-                """Raises ``PenstockError`` (``invalid``) where the body is malformed."""
+                """Raises ``PenstockError`` (``invalid``) if the body is malformed."""
                 message = await receive()
                 if self._broken and cycle is self.cycle and message["type"] == "http.request":
                     raise PenstockError.of(self._broken)
@@ -319,27 +321,27 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _is_refused(self) -> bool:
-        """Whether the last request is refused for its head or its body."""
+        """True if the last request was rejected because of its head or body."""
         return self._refused is not None or self._broken is not None
 
     def _linger(self) -> None:
-        """End the connection after the error response: drop what still arrives, then close."""
+        """End the connection after the error response: drop further input, then close."""
         self._unset_keepalive_if_required()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._reading.start(LINGER, self.transport.close)
 
     def _refuse_head(self, error: FramingError) -> None:
-        """Ask the application to answer with an error, by a head that stands for the refused one."""
+        """Pass a substitute head to the application, which answers it with the error."""
         self._last = True
         code = Code.TOO_LARGE if error.status == 431 else Code.INVALID
         self._refused = Refused(Failure(code, str(error)), error.status)
         self.parser = httptools.HttpRequestParser(self)
         head, _, _ = self._unread[self._at : self._at + self.max_header_size].partition(HEAD_END)
-        self.parser.feed_data(head_of_refused(head))
+        self.parser.feed_data(substitute_head(head))
 
     def _refuse_body(self, message: str) -> None:
-        """Have the request's body fail where the application reads it, and close the connection after the response."""
+        """Make reading the body fail in the application, and close the connection after the response."""
         self._last, self._in_message = True, False
         self._broken = Failure(Code.INVALID, message, "body")
         self._reading.stop()
@@ -350,6 +352,6 @@ class Protocol(HttpToolsProtocol):
 
 
 def protocol(client_timeout: float, max_header_size: int) -> type[Protocol]:
-    """The protocol class with these limits, for uvicorn's ``http=``."""
+    """Return the protocol class with these limits, for uvicorn's ``http=``."""
     limits: dict[str, Any] = {"client_timeout": client_timeout, "max_header_size": max_header_size}
     return type("Limited", (Protocol,), limits)

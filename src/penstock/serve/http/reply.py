@@ -1,4 +1,4 @@
-"""Responses: documents, server-sent events, and generated bodies, which are cancelled when the client disconnects."""
+"""Responses: JSON documents, and streamed answers that are cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ logger = logging.getLogger(__name__)
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream in OpenAI's API."""
+"""Last event of a stream in OpenAI's API."""
 encode = msgspec.json.Encoder().encode
 
 
 def event(document: object) -> bytes:
-    """One server-sent event."""
+    """Format a server-sent event."""
     return b"data: " + encode(document) + b"\n\n"
 
 
 def named_event(kind: str, document: object) -> bytes:
-    """One server-sent event with its type."""
+    """Format a server-sent event with a type."""
     return b"event: " + kind.encode() + b"\n" + event(document)
 
 
 class Json(Response):
-    """A document as JSON."""
+    """A JSON response."""
 
     media_type = "application/json"
 
@@ -52,8 +52,7 @@ class RequestLimiter(Protocol):
     """Counts and limits open requests."""
 
     def admit(self) -> AbstractContextManager[None]:
-        """Context manager to be entered while a request is open. Raises ``PenstockError`` (``overloaded``) where too
-        many are."""
+        """Context manager that counts a request as open. Raises ``PenstockError`` (``overloaded``) if too many are."""
         ...
 
 
@@ -61,35 +60,35 @@ class Handler(Protocol):
     """One request of a dialect."""
 
     def full(self) -> AsyncGenerator[bytes, None]:
-        """The answer as one JSON document."""
+        """Yield the answer as one JSON document."""
         ...
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         ...
 
 
 class Reply(Response):
-    """Sends what ``pieces`` yields, with status 200 once the first piece is there.
+    """Sends the chunks of an answer; status 200 is sent with the first chunk.
 
-    A failure before the first piece becomes an error response, a later one the last event of the stream.
+    A failure before the first chunk becomes an error response, a later one the last event of the stream.
 
     Args:
-        streamed: whether pieces are a stream; otherwise the only one is a JSON document.
-        media_type: of a stream; by default server-sent events.
+        streamed: the chunks are a stream; otherwise there is one chunk, a JSON document.
+        media_type: media type of a stream.
     """
 
     def __init__(
         self,
         service: RequestLimiter,
-        pieces: AsyncGenerator[bytes, None],
+        chunks: AsyncGenerator[bytes, None],
         error_format: ErrorFormat,
         streamed: bool,
         media_type: bytes = SERVER_SENT_EVENTS,
     ) -> None:
         super().__init__()
         self._service = service
-        self._pieces = pieces
+        self._chunks = chunks
         self._error_format = error_format
         self._streamed = streamed
         self._media_type = media_type
@@ -103,9 +102,9 @@ class Reply(Response):
         streamed: bool | None,
         media_type: bytes = SERVER_SENT_EVENTS,
     ) -> Reply:
-        """The reply of a handler: a stream where the request has ``stream``."""
-        pieces = handler.stream() if streamed else handler.full()
-        return cls(service, pieces, error_format, bool(streamed), media_type)
+        """Create the reply of a handler; ``streamed`` is the request's field ``stream``."""
+        chunks = handler.stream() if streamed else handler.full()
+        return cls(service, chunks, error_format, bool(streamed), media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, task, disconnected = record_of(scope), asyncio.current_task(), False
@@ -134,12 +133,12 @@ class Reply(Response):
         started = False
         try:
             with self._service.admit():
-                async with aclosing(self._pieces) as pieces:
-                    async for piece in pieces:
+                async with aclosing(self._chunks) as chunks:
+                    async for chunk in chunks:
                         if not started:
                             started = True
-                            await send(self._start(200, None if self._streamed else piece))
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                            await send(self._start(200, None if self._streamed else chunk))
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
             return None
         except PenstockError as error:
@@ -170,22 +169,22 @@ async def refuse(
     status: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Send an error response, by default with the format's own status; ``more`` are further headers."""
+    """Send an error response. ``status`` overrides the format's status; ``more`` are further headers."""
     body = error_format.error(without_secrets(failure))
-    given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
-    raw = [(name.encode(), value.encode()) for name, value in given.items()]
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
+    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status or error_format.status(failure), "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 
 def without_secrets(failure: Failure) -> Failure:
-    """The failure with the server's secrets masked in its message, which may quote a library's error."""
+    """Mask the server's secrets in the failure's message, which may quote a library's error."""
     message = mask_values(failure.message)
     return failure if message == failure.message else msgspec.structs.replace(failure, message=message)
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected, or the rest of its body is malformed."""
+    """Wait until the client has disconnected, or the rest of its body is malformed."""
     with suppress(PenstockError):
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -1,4 +1,4 @@
-"""The record of one request: its id, and what the request log and the error handlers need."""
+"""The record of one request: its id, and data for the request log and the error handlers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 REFUSED = "penstock.refused"
-"""Key of the scope of a request that is refused before it reaches the application: its ``Refused``."""
+"""Key in the scope of a request that was rejected before it reached the application; the value is ``Refused``."""
 
 
 class Refused(NamedTuple):
-    """Why a request's head is refused."""
+    """Reason why a request's head was rejected."""
 
     failure: Failure
     status: int
@@ -39,62 +39,63 @@ class RequestRecord:
     path: str = ""
     """Path of the URL."""
     arrived: float = field(default_factory=time.monotonic)
-    """Time of arrival, seconds on the monotonic clock."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Fields of its line in the log: token counts; times in seconds."""
+    """Time of arrival on the monotonic clock, in seconds."""
+    log_fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of its log line: token counts, times in seconds."""
     address: str = ""
-    """Its client's address, without the port."""
+    """Client address without the port."""
     client: str = ""
-    """Its connection (gRPC), within which one request may stop another."""
+    """Identifier of the gRPC connection; a request may stop others of the same connection."""
     tenant: str = ""
-    """Where there are several API keys, a name made of its own: what it may see and stop is its tenant's."""
+    """Name derived from its API key if there are several keys. It can see and stop only data and requests of its
+    tenant."""
     has_key: bool = False
-    """Whether it has a valid API key."""
+    """True if it has a valid API key."""
     may_control: bool = True
-    """Whether it may change the server for all clients."""
+    """True if it may change the server for all clients."""
     failure: Failure | None = None
-    """The error that was sent to the client, or would have been had it not disconnected."""
+    """Error sent to the client, or that would have been sent had it not disconnected."""
     error_format: ErrorFormat | None = None
-    """The error format of its dialect, once the dialect is known."""
+    """Error format of its dialect, once the dialect is known."""
     weights_version: str = ""
-    """Version of the weights that its first tokens were computed with."""
+    """Version of the weights that computed its first tokens."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
-    """Its fields that the schema does not have."""
+    """Fields that the schema does not have."""
     memory: Reservation | None = None
-    """Memory of its body; None where it is small."""
+    """Reserved memory for its body; None if the body is small."""
     span: Span | None = None
-    """Its span; None without traces."""
+    """Trace span; None if tracing is off."""
 
     @property
     def sender(self) -> str:
-        """Whose turn it takes and whose share of memory: its tenant, or else its client's address."""
+        """Client for fair scheduling and memory shares: the tenant, or else the address."""
         return self.tenant or self.address
 
     def shrink_memory(self, size: int) -> None:
-        """Free the memory beyond ``size`` bytes, as the body itself is kept no longer."""
+        """Free the reserved memory beyond ``size`` bytes, when the body itself is no longer needed."""
         if self.memory and size < self.memory.size:
             self.memory.resize(size)
 
     def release_memory(self) -> None:
-        """Free the memory of its body, as it has ended."""
+        """Free the reserved memory at the end of the request."""
         if self.memory:
             self.memory.release()
 
     def add_output(self, output: RequestOutput) -> None:
-        """Add the counts and times of one finished prompt: counts add up, of times the longest counts."""
-        times, facts = output.times, self.facts
+        """Add counts and times of a finished prompt to the log fields: the sum of counts, the maximum of times."""
+        times, fields = output.times, self.log_fields
         counts = {
             "prompt": len(output.prompt_token_ids),
             "cached": output.num_cached_tokens,
             "output": sum(len(completion.token_ids) for completion in output.outputs),
         }
         for name, count in counts.items():
-            facts[name] = facts.get(name, 0) + count
+            fields[name] = fields.get(name, 0) + count
         if times.first_token is not None and times.last_token is not None:
-            spans = {"queue": times.queued, "ttft": times.first_token - times.arrived}
-            for name, span in (spans | {"e2e": times.last_token - times.arrived}).items():
-                facts[name] = max(facts.get(name, 0.0), span)
-        facts["finish"] = output.outputs[0].finish_reason
+            seconds = {"queue": times.queued, "ttft": times.first_token - times.arrived}
+            for name, value in (seconds | {"e2e": times.last_token - times.arrived}).items():
+                fields[name] = max(fields.get(name, 0.0), value)
+        fields["finish"] = output.outputs[0].finish_reason
 
 
 def record_of(scope: Scope) -> RequestRecord:

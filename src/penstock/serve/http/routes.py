@@ -1,4 +1,4 @@
-"""What each dialect adds to the application: routes, their part of the OpenAPI document, formats of errors."""
+"""Routes of the application, with access classes, OpenAPI operations and error formats."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Route(routing.Route):
-    """A path, its methods, who answers, and who may ask. A request that it matches has it as ``scope["route"]``.
+    """A Starlette route with an access class. Matched requests have it as ``scope["route"]``.
 
     Args:
-        access: class of the route, which the application's ``OriginPolicy`` checks.
+        access: access class, checked by the application's ``OriginPolicy``.
     """
 
     def __init__(self, path: str, endpoint: Endpoint, *, access: Access, methods: list[str] | None = None) -> None:
@@ -41,10 +41,10 @@ class Route(routing.Route):
 
 
 class ErrorFormats:
-    """Selects the error format of a request: its dialect's once it is parsed, before that by path and headers.
+    """Selects the error format of a request: that of its dialect if known, otherwise by headers or path.
 
     Args:
-        default: the format where nothing else applies.
+        default: fallback.
         by_head: functions that return the format for a request's path and headers, or None.
     """
 
@@ -55,7 +55,7 @@ class ErrorFormats:
         self._by_path: dict[str, ErrorFormat] = {}
 
     def add(self, error_format: ErrorFormat, *paths: str) -> None:
-        """Use a format for the paths that begin with one of ``paths``; the longest counts."""
+        """Use a format for all paths with one of these prefixes; the longest prefix wins."""
         self._by_prefix |= dict.fromkeys(paths, error_format)
 
     def add_exact(self, error_format: ErrorFormat, path: str) -> None:
@@ -63,7 +63,7 @@ class ErrorFormats:
         self._by_path[path] = error_format
 
     def of(self, scope: Scope) -> ErrorFormat:
-        """The format for a request: its dialect's where that is known, else by headers, else by path."""
+        """Return the format for a request: by dialect if known, else by headers, else by path."""
         if (known := record_of(scope).error_format) is not None:
             return known
         for by_head in self._by_head:
@@ -77,21 +77,21 @@ class ErrorFormats:
 
 
 class Routes(list[Route]):
-    """The routes in their order: the first that matches a request answers it.
+    """List of routes; the first match answers a request.
 
     Args:
-        error_formats: to which the dialects add theirs.
+        error_formats: registry to which dialects add their formats.
     """
 
     def __init__(self, error_formats: ErrorFormats) -> None:
         self.error_formats = error_formats
         self.schemas: dict[str, list[type]] = {}
-        """Schemas of the OpenAPI document, by the prefix of their names."""
+        """Schemas of the OpenAPI document, by name prefix."""
         self.operations: dict[str, dict[str, Any]] = {}
-        """``paths`` of the OpenAPI document: operations by path and method."""
+        """Operations of the OpenAPI document (``paths``): path → method → operation."""
 
     def describe(self, schemas: Iterable[type], prefix: str = "") -> None:
-        """Add schemas to the OpenAPI document, their names with a prefix, as in ``openapi.reference``."""
+        """Add schemas to the OpenAPI document. Their names get the prefix, as in ``openapi.reference``."""
         self.schemas.setdefault(prefix, []).extend(schemas)
 
     def add(
@@ -104,14 +104,12 @@ class Routes(list[Route]):
         summary: str,
         described: dict[str, Any] | None = None,
     ) -> None:
-        """Add a route, and its operation of the OpenAPI document.
+        """Add a route and its operation in the OpenAPI document.
 
         Args:
-            path: as in Starlette: ``/models/{name}``, or ``{name:path}`` for a name with slashes.
-            access: who may ask.
-            summary: of the operation, for the OpenAPI document.
-            described: the operation as ``openapi.operation`` returns it. By default one whose response is not
-                described.
+            path: Starlette path: ``/models/{name}``, or ``{name:path}`` for a name with slashes.
+            summary: summary of the operation.
+            described: result of ``openapi.operation``; by default an operation with an undescribed response.
         """
         route = Route(path, endpoint, access=access, methods=[method])
         self.append(route)

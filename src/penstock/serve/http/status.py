@@ -1,4 +1,4 @@
-"""HTTP statuses and headers of error codes."""
+"""HTTP statuses and headers for error codes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STATUS = {
     Code.UNAVAILABLE: 503,
 }
 RETRY_AFTER = "1"
-"""Seconds after which a client may try again."""
+"""Seconds after which a client may retry."""
 
 
 def headers(failure: Failure) -> dict[str, str]:
     if failure.retryable:
         return {"retry-after": RETRY_AFTER}
-    return {"x-should-retry": "false"} if failure.code is Code.TIMEOUT else {}  # OpenAI's client retries every 408
+    return {"x-should-retry": "false"} if failure.code is Code.TIMEOUT else {}  # OpenAI's client would retry a 408

@@ -1,4 +1,4 @@
-"""Failures for unexpected exceptions: exhausted resources are reported to the client."""
+"""Failures for unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.core.machine_errors import exhausted
 
 logger = logging.getLogger(__name__)
 
-INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
+INTERNAL = Failure(Code.INTERNAL, "internal error; see the server's log")
 
 
 def unexpected(error: BaseException, request_id: str = "") -> Failure:
-    """The failure for an unexpected error, which is logged: with its traceback, unless a resource is used up."""
-    fields = {"facts": {"id": request_id}} if request_id else {}
+    """Log an unexpected error and return its failure. An exhausted resource is reported, without a traceback."""
+    extra = {"fields": {"id": request_id}} if request_id else {}
     if failure := exhausted(error):
-        logger.error("a request failed: %s", error, extra=fields)
+        logger.error("a request failed: %s", error, extra=extra)
         return failure
-    logger.error("a request failed", exc_info=error, extra=fields)
+    logger.error("a request failed", exc_info=error, extra=extra)
     return INTERNAL

@@ -1,4 +1,4 @@
-"""Fields of a request that its schema does not have: ignored and reported, or refused (``strict_requests``)."""
+"""Unknown fields of a request: ignored and reported, or rejected (``strict_requests``)."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ logger = logging.getLogger("penstock.requests")
 
 HEADER = "x-penstock-ignored"
 MAX_FIELDS = 32
-"""Unknown fields that one request's header and log line name."""
+"""Maximum number of unknown fields reported per request."""
 MAX_NAME, MAX_HEADER = 64, 1024
-"""Characters of a field's name, and of the header."""
+"""Maximum number of characters of a field's name, and of the header."""
 MAX_LOGGED = 4096
-"""Pairs of client and field that are remembered as logged."""
+"""Maximum number of logged pairs of client and field that are remembered."""
 CONSTRAINTS = frozenset(
     "response_format guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern guided_decoding "
     "guided_options_request structured_outputs structural_tag json_schema json_object grammar regex ebnf format choice "
     "output_config output_format response_schema response_mime_type responseSchema responseMimeType generationConfig "
     "guided_decoding_guide guided_decoding_guide_type schema extra_body text".split()
 )
-"""Fields by which some dialect constrains an answer's form. One that is unknown here is refused, since the answer would
-be valid for the client's eyes only."""
+"""Fields that constrain the format of an answer in some dialect. If unknown in the request's dialect they are rejected:
+the client would wrongly expect a constrained answer."""
 UNSAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
-"""Characters that are replaced in a header: spaces, commas, control characters, all but ASCII."""
+"""Characters that are replaced in the header: spaces, commas, control and non-ASCII characters."""
 
 
 class UnknownFields:
     """The unknown fields of one request.
 
     Args:
-        strict: refuse the first one.
+        strict: reject the first one.
     """
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.places: dict[str, str] = {}
-        """Where each field was seen first (``messages[3].id``), by its path without indexes (``messages[].id``)."""
+        """Path without indexes (``messages[].id``) → path of the first occurrence (``messages[3].id``)."""
         self._seen: set[str] = set()
         self._more = False
 
@@ -57,25 +57,25 @@ class UnknownFields:
         """Add an unknown field.
 
         Args:
-            path: of the object that has it, with a dot at its end; empty for the request itself.
-            known: names that the object may have.
-            kind: the path without indexes, where it has any.
+            path: path of the enclosing object with a trailing dot; empty for the request itself.
+            known: field names that the object may have.
+            kind: the path without indexes; None: same as ``path``.
             value: the field's value.
 
-        Raises ``PenstockError``: ``invalid`` with the nearest known name where requests are read strictly,
+        Raises ``PenstockError``: ``invalid`` with the closest known name if requests are read strictly,
         ``unsupported`` for a field that constrains the answer.
         """
         if name in CONSTRAINTS and "[" not in path and _constrains(name, value):
             others = ", ".join(sorted(CONSTRAINTS.intersection(known)))
-            message = f"{path}{name}: does not constrain answers here" + (f"; use {others}" if others else "")
+            message = f"{path}{name}: is not supported by this API" + (f"; use {others}" if others else "")
             if name == "extra_body":
-                message = "extra_body: is an argument of OpenAI's Python client; send its fields in the request itself"
+                message = "extra_body: is an argument of OpenAI's Python client; send its fields at the top level"
             raise PenstockError(Code.UNSUPPORTED, message, path + name)
         if self.strict:
             place = path + name[:100]
             raise invalid(place, f"no such field{did_you_mean(name[:100], known)}")
         kind, name = path if kind is None else kind, name[:MAX_NAME]
-        if kind + name in self._seen:  # seen before, as in another element of the same list
+        if kind + name in self._seen:  # e.g. in another element of the same list
             return
         if len(self._seen) == MAX_FIELDS:
             self._more = True
@@ -94,12 +94,12 @@ class UnknownFields:
             self.places.setdefault(kind, place)
 
     def remove(self, document: Any, schema: type[msgspec.Struct]) -> None:
-        """Remove the fields that ``schema`` does not have from a JSON document, at all depths. Raises as ``ignore``."""
+        """Remove fields that ``schema`` does not have from a JSON document, at all depths. Raises as ``ignore``."""
         _remove(document, _node_of(schema), "", "", self)
 
     @property
     def header(self) -> str:
-        """ASCII, at most ``MAX_HEADER`` characters; nothing where all fields are known."""
+        """Value of the response header: ASCII, at most ``MAX_HEADER`` characters; empty if all fields are known."""
         shown, size, more = [], 0, self._more
         for place in self.places.values():
             size += len(place) + 2
@@ -111,7 +111,7 @@ class UnknownFields:
 
 
 class UnknownFieldLog:
-    """Logs each unknown field once per client, as far as the last ``MAX_LOGGED`` pairs are remembered."""
+    """Logs each unknown field once per client, within the last ``MAX_LOGGED`` pairs."""
 
     def __init__(self) -> None:
         self._logged: dict[tuple[str, str], None] = {}
@@ -124,32 +124,32 @@ class UnknownFieldLog:
         self._logged |= dict.fromkeys((client, kind) for kind in new)
         while len(self._logged) > MAX_LOGGED:
             del self._logged[next(iter(self._logged))]
-        facts = {"id": request_id, "client": client}
-        logger.info("unknown fields are ignored: %s", ", ".join(new), extra={"facts": facts})
+        fields = {"id": request_id, "client": client}
+        logger.info("unknown fields are ignored: %s", ", ".join(new), extra={"fields": fields})
 
 
 def _constrains(name: str, value: Any) -> bool:
-    """Whether the value of an unknown field of ``CONSTRAINTS`` limits what an answer may be."""
+    """Check whether the value of an unknown field of ``CONSTRAINTS`` constrains the answer."""
     if value in (None, False, "", {}, [], "text", "text/plain") or value == {"type": "text"}:
         return False
-    if name in ("text", "output_config", "generationConfig"):  # objects of which one field is a constraint
+    if name in ("text", "output_config", "generationConfig"):  # objects with a field that is a constraint
         return isinstance(value, dict) and any(_constrains(inner, value[inner]) for inner in CONSTRAINTS & value.keys())
     return name != "format" or value == "json" or isinstance(value, dict)
 
 
 @dataclass(slots=True)
 class _SchemaNode:
-    """The part of a schema that has structs in it, as a tree."""
+    """Node of the tree of structs in a schema."""
 
     known: dict[str, _SchemaNode | None] | None = None
     """An object's fields."""
     closed: bool = False
-    """Whether ``strict_requests`` refuses unknown fields here (``forbid_unknown_fields``); elsewhere clients of this
-    dialect send some that do not change the answer."""
+    """True if ``strict_requests`` rejects unknown fields here (``forbid_unknown_fields``). In other objects, clients of
+    the dialect send unknown fields that do not affect the answer."""
     items: _SchemaNode | None = None
     """Node of an array's items."""
     nested: list[tuple[str, _SchemaNode]] = field(default_factory=list)
-    """The known fields that have nodes themselves."""
+    """Known fields with nodes."""
 
 
 def _remove(document: Any, node: _SchemaNode, path: str, kind: str, unknown: UnknownFields) -> None:
@@ -183,7 +183,7 @@ def _node(kind: inspect.Type, seen: dict[type, _SchemaNode]) -> _SchemaNode | No
     if isinstance(kind, inspect.ListType):
         items = _node(kind.item_type, seen)
         return _SchemaNode(items=items) if items else None
-    if isinstance(kind, inspect.UnionType):  # at most one member is an object, and one an array
+    if isinstance(kind, inspect.UnionType):  # at most one member is an object, and at most one an array
         nodes = [node for node in (_node(one, seen) for one in kind.types) if node]
         objects = next((node for node in nodes if node.known is not None), None)
         arrays = next((node for node in nodes if node.items), None)

@@ -1,1 +1,1 @@
-"""The models that an API process serves, and its connection to the supervisor."""
+"""The models served by an API process, and its connection to the supervisor."""

@@ -1,4 +1,4 @@
-"""An API process's connection to the supervisor: serves the models that it announces, forwards loads and unloads."""
+"""Connection of an API process to the supervisor: serves the announced models, and forwards operations."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from .served_models import ServedModel, ServedModels
 logger = logging.getLogger(__name__)
 
 MAX_LINE_SIZE = 2**26
-"""Bytes of one message."""
+"""Maximum size of a message in bytes."""
 UNLOADED = Failure(Code.UNAVAILABLE, "the model has been unloaded")
 
 
 class ModelManager:
-    """Serves exactly the models that the supervisor announces.
+    """Serves the models that the supervisor announces.
 
     Args:
         send: sends a message to the supervisor.
@@ -54,17 +54,17 @@ class ModelManager:
         self._served_models = served_models
         self._send = send
         self._gateways: dict[str, Gateway] = {}
-        """Gateway of each loaded model, by the address of its first engine."""
+        """Gateways of the loaded models, by the address of the first engine."""
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[None]] = {}
-        """Requests that the supervisor has not answered, by number."""
+        """Unanswered requests to the supervisor, by number."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, buffered: bytes) -> None:
         """Handle the supervisor's messages until it closes the pipe.
 
         Args:
-            buffered: bytes of standard input that were read together with the first message.
+            buffered: bytes of standard input that were read after the first message.
         """
         reader = asyncio.StreamReader(MAX_LINE_SIZE)
         reader.feed_data(buffered)
@@ -73,7 +73,7 @@ class ModelManager:
         while message := await reader.readline():
             match decode_to_api_process(message):
                 case Models(models):
-                    await self.follow(models)
+                    await self.update(models)
                     gc.enable()
                     self._send(Ready())
                 case Done(number, failure):
@@ -82,21 +82,23 @@ class ModelManager:
                         pending.set_exception(PenstockError.of(failure)) if failure else pending.set_result(None)
 
     async def load(self, name: str) -> None:
-        """Load a model; returns once every API process serves it. Raises ``PenstockError`` where it cannot be."""
+        """Load a model. Returns when every API process serves it. Raises ``PenstockError`` if it cannot be loaded."""
+        self.check()
         await self._request(Load(next(self._numbers), name))
 
     async def unload(self, name: str) -> None:
-        """Unload a model; returns once its engine has exited. Raises ``PenstockError`` where it cannot be."""
+        """Unload a model. Returns when its engine has exited. Raises ``PenstockError`` if it cannot be unloaded."""
+        self.check()
         await self._request(Unload(next(self._numbers), name))
 
     async def operate(self, service: ServedModel, operation: ModelAction) -> None:
-        """Carry out an operation on the engines of a model; returns once this process knows the state after it. Raises
-        ``PenstockError`` where it fails."""
-        await self._ask(Operate(next(self._numbers), service.name, operation))
+        """Execute an operation on the engines of a model. Returns when this process has received the new state. Raises
+        ``PenstockError`` if it fails."""
+        await self._request(Operate(next(self._numbers), service.name, operation))
         await service.gateway.engine_pool.synchronize()
 
     def refuse(self, failure: Failure) -> None:
-        """Fail open requests with ``failure`` and refuse new ones."""
+        """Fail open requests with ``failure``, and reject new ones."""
         for gateway in self._gateways.values():
             gateway.engine_pool.stop_serving(failure)
 
@@ -107,30 +109,26 @@ class ModelManager:
 
     @property
     def explicit(self) -> bool:
-        """Whether clients may load and unload models (``model_control_mode``)."""
+        """True if clients may load and unload models (``model_control_mode``)."""
         return self._served_models.options.model_control_mode == "explicit"
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``unsupported``) where clients may not load and unload models."""
+        """Raise ``PenstockError`` (``unsupported``) if clients may not load and unload models."""
         if not self.explicit:
             message = "models cannot be loaded or unloaded at run time; --model-control-mode explicit allows it"
             raise PenstockError(Code.UNSUPPORTED, message, "model_control_mode")
 
     async def register(self, name: str, engines: tuple[str, ...], leaves: bool) -> None:
-        """Tell the supervisor that an instance is there, or leaves; returns once it knows."""
-        await self._ask(Register(next(self._numbers), name, engines, leaves))
+        """Register or deregister an instance at the supervisor."""
+        await self._request(Register(next(self._numbers), name, engines, leaves))
 
-    async def _request(self, request: Load | Unload) -> None:
-        self.check()
-        await self._ask(request)
-
-    async def _ask(self, request: Load | Unload | Operate | Register) -> None:
+    async def _request(self, request: Load | Unload | Operate | Register) -> None:
         done = self._pending[request.number] = asyncio.get_running_loop().create_future()
         self._send(request)
         await done
 
-    async def follow(self, models: tuple[ModelEntry, ...]) -> None:
-        """Serve those of the models that have engines."""
+    async def update(self, models: tuple[ModelEntry, ...]) -> None:
+        """Serve the models that have engines, and stop serving others."""
         running: Mapping[str, ModelEntry] = {model.engine: model for model in models if model.engine}
         self._served_models.set_models(models)
         serving = {service.gateway: service for service in self._served_models}
@@ -158,7 +156,7 @@ class ModelManager:
         except PenstockError as error:
             self._send(Failed(model.engine, error.failure))
             return
-        except Exception as error:  # a broken tokenizer file can raise anything, and must not end the other models
+        except Exception as error:  # a broken tokenizer file can raise anything; other models must not be affected
             logger.exception("the tokenizer or chat template of %s cannot be used", model.name)
             message = f"{model.configuration.engine.model}: its tokenizer or chat template cannot be used: {error!r}"
             self._send(Failed(model.engine, Failure(Code.INVALID, message, "model")))
@@ -175,11 +173,11 @@ class ModelManager:
         gateway.engine_pool.set_instances(model.instances)
         if model.required:
             self._served_models.add(model, gateway)
-            gc.freeze()  # long-lived objects need not be traversed by every collection
+            gc.freeze()  # exclude long-lived objects from garbage collection
         self._spawn(self._announce(gateway, model))
 
     async def _announce(self, gateway: Gateway, model: ModelEntry) -> None:
-        """Tell the supervisor once the engine is ready."""
+        """Report to the supervisor when the engine is ready."""
         with contextlib.suppress(PenstockError):  # the engine exited before it was ready
             await gateway.engine_pool.ready()
             if self._gateways.get(model.engine) is not gateway:
@@ -191,7 +189,7 @@ class ModelManager:
             self._send(Ready(model.engine))
 
     async def _drain(self, service: ServedModel, model: ModelEntry) -> None:
-        """Wait for open requests, at most ``drain_timeout``, and fail those that are left."""
+        """Wait up to ``drain_timeout`` for open requests, and fail the remaining ones."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(model.configuration.engine.drain_timeout):
                 await service.idle.wait()
@@ -205,9 +203,9 @@ class ModelManager:
 
 
 def _load_input_processor(model: ModelEntry) -> InputProcessor:
-    """Raises ``PenstockError`` where there is no tokenizer, or its chat template cannot be used."""
+    """Load tokenizer and chat template. Raises ``PenstockError`` if they are missing or cannot be used."""
     engine = model.configuration.engine
-    # A model loaded at the start is read in this process, before any stream could be held up; a later one in its own.
+    # At startup the tokenizer is loaded in this process, as there are no streams yet; later in a separate process.
     processor = InputProcessor(
         engine.model, model.configuration.model, engine.max_output_len, isolated=not model.required
     )
@@ -216,6 +214,6 @@ def _load_input_processor(model: ModelEntry) -> InputProcessor:
         _ = template.variables
         if isinstance(template, IsolatedTemplate):
             template.start()
-    _ = processor.tokenizer.vocabulary  # computed while the engine loads its weights, not with the first request
+    _ = processor.tokenizer.vocabulary  # compute it while the engine loads its weights, not at the first request
     _ = processor.vocabulary()
     return processor

@@ -1,6 +1,6 @@
-"""Messages between the supervisor and its API processes, one JSON document a line.
+"""Messages between the supervisor and its API processes, one JSON document per line.
 
-The module imports nothing else of the server, so that the supervisor does not load Starlette and uvicorn.
+This module imports nothing else of the server, so that the supervisor does not load Starlette and uvicorn.
 """
 
 from __future__ import annotations
@@ -18,35 +18,34 @@ from penstock.engine.service.instance import Instance
 EXIT_MISCONFIGURED = 2
 """Exit status of an API process whose configuration is wrong: a restart would not help."""
 ALIVE_INTERVAL = 0.5
-"""Seconds between two reports of an API process that its event loop runs."""
+"""Seconds between ``Alive`` messages."""
 DEFAULT_NAME = "default"
 INSTANCES = "instances"
-"""In place of an engine's address: the instances of a router."""
+"""Placeholder for an engine address: the instances of a router."""
 ANY_MODEL = (DEFAULT_NAME, "null", "dummy", "tgi")
-"""Names that clients may use for the first model, whatever it is called: ``huggingface_hub`` sends ``dummy`` where none
-is given, and Text Generation Inference, which ignores the name, has ``tgi`` in its documents."""
+"""Aliases of the first model: ``huggingface_hub`` sends ``dummy`` by default, and the documentation of Text Generation
+Inference, which ignores the name, uses ``tgi``."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of the supervisor's list: a model that the server serves or can load."""
+    """A model that the server serves or can load."""
 
     names: tuple[str, ...]
-    """Names that clients use for it (``--served-model-name``); the first is in its answers."""
+    """Names of the model (``--served-model-name``); the first is used in answers."""
     configuration: Configuration
-    """Its ``engine.model`` is a local folder once the model is loaded."""
+    """Configuration; ``engine.model`` is a local folder once the model is loaded."""
     kserve: Mapping[str, str]
-    """Models of the KServe v2 protocol over it: name → kind (``ensemble``, ``tensorrt_llm`` …)."""
+    """KServe v2 models based on it: name → kind (``ensemble``, ``tensorrt_llm``, ...)."""
     required: bool = True
-    """Whether the server is ready only with it: it was loaded at the start or by a client, and not unloaded since."""
+    """True if readiness requires it: it was loaded at startup or by a client, and not unloaded since."""
     engines: tuple[str, ...] = ()
-    """Addresses of its engines, one for each data-parallel replica; ``INSTANCES`` for those of a router. Empty while it
-    is not loaded."""
+    """Addresses of its engines, one per data-parallel replica, or ``INSTANCES`` in a router. Empty if not loaded."""
     instances: tuple[Instance, ...] = ()
-    """Instances that answer its requests, or compute prompts for them."""
+    """Remote instances that answer its requests, or compute their prompts."""
     draining: bool = False
-    """Whether it is being unloaded: open requests finish, new ones are refused."""
+    """True while it is being unloaded: open requests finish, new ones are rejected."""
     reason: str = "not loaded"
-    """Why it is not served, for errors and the repository index."""
+    """Reason why it is not served, for errors and the repository index."""
 
     @property
     def name(self) -> str:
@@ -54,12 +53,12 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> str:
-        """Address of the first engine, by which messages name the loaded model; empty while it is not loaded."""
+        """Address of the first engine, which identifies the loaded model in messages; empty if not loaded."""
         return self.engines[0] if self.engines else ""
 
     @property
     def expected(self) -> bool:
-        """Whether it is served, or is being loaded."""
+        """True if it is served or being loaded."""
         return not self.draining and (self.required or bool(self.engine))
 
 
@@ -72,10 +71,10 @@ class ApiProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the API process, from 0."""
     configuration: Configuration
     sockets: tuple[int, ...]
-    """File descriptors of listening sockets: the first serves every path (unless ``port`` is -1), the others health
-    and metrics only."""
+    """File descriptors of listening sockets: the first serves every path (unless ``port`` is -1), the others health and
+    metrics only."""
     grpc_address: str = ""
-    """Host and port to serve gRPC on, which the supervisor has reserved; empty for none."""
+    """Host and port for gRPC, reserved by the supervisor; empty: no gRPC."""
 
     @property
     def options(self) -> ServerOptions:
@@ -83,58 +82,58 @@ class ApiProcessStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Models(msgspec.Struct, frozen=True, tag=True):
-    """To the API processes: all models, in the order of the command line. A request that names no model gets the first
-    that is served."""
+    """To API processes: all models, in the order of the command line. Requests without a model get the first served
+    one."""
 
     models: tuple[ModelEntry, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """To an API process: the ``Load``, ``Unload`` or ``Operate`` of this number has ended."""
+    """To an API process: the ``Load``, ``Unload``, ``Operate`` or ``Register`` with this number has ended."""
 
     number: int
     failure: Failure | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Acknowledgement: this process now serves the model of ``engine``; without one, it accepts requests."""
+    """To the supervisor: this process serves the model of ``engine``; if empty, it accepts requests."""
 
     engine: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This process cannot serve the model of ``engine``."""
+    """To the supervisor: this process cannot serve the model of ``engine``."""
 
     engine: str
     failure: Failure
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """This process has no open request left for the model of ``engine``, which is being unloaded."""
+    """To the supervisor: this process has no open requests for the model of ``engine``, which is being unloaded."""
 
     engine: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The event loop of this process runs; sent every ``ALIVE_INTERVAL``."""
+    """To the supervisor: the event loop of this process runs. Sent every ``ALIVE_INTERVAL`` seconds."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """A client asks to load a model."""
+    """To the supervisor: load a model."""
 
     number: int
     name: str
 
 
 class Unload(msgspec.Struct, frozen=True, tag=True):
-    """A client asks to unload a model."""
+    """To the supervisor: unload a model."""
 
     number: int
     name: str
 
 
 class Operate(msgspec.Struct, frozen=True, tag=True):
-    """A client asks for an operation on the engines of a model."""
+    """To the supervisor: execute an operation on the engines of a model."""
 
     number: int
     name: str
@@ -142,11 +141,11 @@ class Operate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
-    """An instance says that it is there, or that it leaves."""
+    """To the supervisor: register or deregister an instance."""
 
     number: int
     name: str
-    """By which one instance is told from others: it has another one each time it starts."""
+    """Identifier of the instance, different after each start."""
     engines: tuple[str, ...]
     """Addresses of its engines, as host:port."""
     leaves: bool = False
@@ -158,5 +157,5 @@ decode_to_api_process: Any = msgspec.json.Decoder(ToApiProcess).decode
 decode_from_api_process: Any = msgspec.json.Decoder(FromApiProcess).decode
 
 
-def line(message: msgspec.Struct) -> bytes:
+def encode_line(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message) + b"\n"

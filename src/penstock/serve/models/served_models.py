@@ -1,4 +1,4 @@
-"""The models that an API process serves, by name."""
+"""The models served by an API process, by name."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 PAUSED = Failure(Code.UNAVAILABLE, "the engine is paused: requests wait until it is resumed")
 MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
-"""Default of ``max_body_size``: ``BYTES_PER_TOKEN`` (JSON syntax included) times the longest context length in tokens,
+"""Default of ``max_body_size`` in bytes: ``BYTES_PER_TOKEN`` (including JSON syntax) times the longest context length,
 at least ``MIN_BODY_SIZE``."""
 IMAGE_BODY_SIZE = 2**26
-"""The least default for requests with images, which they bring as base64."""
+"""Minimum of the default for models with image input (base64), in bytes."""
 MIN_BODY_MEMORY = 3 * 2**26
-"""Default of ``max_body_memory``, or three times ``max_body_size``."""
+"""Minimum of the default of ``max_body_memory`` in bytes; the default is three times ``max_body_size``."""
 RECEIVED = "penstock.body"
-"""Key of a request's scope: its body, which has been received."""
+"""Key in a request's scope of a body that has been received already."""
 T = TypeVar("T")
 
 
 class ServedModel:
-    """A model that this API process serves, as handlers see it.
+    """A model served by this API process.
 
     Args:
-        entry: what the supervisor has announced of it.
-        admission: context manager that counts a request among those of all models.
-        parser: parses requests of all models.
+        entry: announcement of the supervisor.
+        admission: context manager that counts a request of any model.
+        parser: body parser shared by all models.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ServedModel:
         parser: BodyParser,
     ) -> None:
         self.names = entry.names
-        """Names that clients use for it; the first is in its answers."""
+        """Names of the model; the first is used in answers."""
         self.name = entry.name
         self.kserve = entry.kserve
-        """Models of the KServe v2 protocol over it: name → kind."""
+        """KServe v2 models based on it: name → kind."""
         self.configuration = entry.configuration
         self.gateway = gateway
         self.options = options
@@ -74,32 +74,32 @@ class ServedModel:
 
     @property
     def all_names(self) -> list[str]:
-        """Its names, and those of its LoRA adapters."""
+        """Names of the model and of its LoRA adapters."""
         return [*self.names, *self.gateway.engine_pool.adapters]
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that the model's chat templates read, with or without tools."""
+        """Variables read by the model's chat templates, with or without tools."""
         self.gateway.input_processor.check_chats()
         tokenizer = self.gateway.input_processor.tokenizer
         return tokenizer.template.variables | tokenizer.template_for(tools=True).variables
 
     @property
     def sees_images(self) -> bool:
-        """Whether prompts may have images."""
+        """True if prompts may contain images."""
         return self.gateway.input_processor.media.sees_images
 
     @property
     def timeout(self) -> float | None:
-        """Longest duration of a request, seconds; None is any."""
+        """Maximum duration of a request in seconds; None: no limit."""
         return self.options.request_timeout or None
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` is one of the model's names or of its LoRA adapters."""
+        """True if ``name`` is a name of the model or of one of its LoRA adapters."""
         return name in self.all_names
 
     def adapter_of(self, name: str | None) -> str:
-        """The LoRA adapter that a request's ``model`` names; empty for the base model.
+        """Return the LoRA adapter named by a request's ``model``; empty for the base model.
 
         Raises ``PenstockError`` (``not_found``) for an unknown model.
         """
@@ -114,10 +114,7 @@ class ServedModel:
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request as open.
-
-        Raises ``PenstockError`` (``overloaded``) where ``max_concurrency`` are open.
-        """
+        """Count a request as open. Raises ``PenstockError`` (``overloaded``) if ``max_concurrency`` are open."""
         with self._admission():
             self.metrics.open_requests.inc()
             self._open += 1
@@ -132,25 +129,25 @@ class ServedModel:
 
 
 class ServedModels:
-    """Served models by name. A request that names no model gets the first one."""
+    """The served models by name. Requests without a model get the first one."""
 
     def __init__(self, options: ServerOptions, metrics: Metrics, tracer: Tracer | None = None) -> None:
         self.options = options
         self.metrics = metrics
         self.tracer = tracer
-        """Makes spans of requests; None for no traces."""
+        """Tracer for the spans of requests; None: tracing is off."""
         self.created = int(time.time())
         self._models: tuple[ModelEntry, ...] = ()
         self._received = False
         self._services: dict[str, ServedModel] = {}
         self._serving: tuple[ServedModel, ...] = ()
-        """The values of ``_services``, in the order of the list."""
+        """Values of ``_services``, in the order of ``_models``."""
         self._open = 0
         self._max_sizes = MIN_BODY_SIZE, MIN_BODY_SIZE
         self.body_memory = BodyMemory(options.max_body_memory or max(MIN_BODY_MEMORY, 3 * options.max_body_size))
         self._parser = BodyParser()
         self.ready_hooks: list[Callable[[], Awaitable[None]]] = []
-        """Called when the engine of a model has become ready."""
+        """Functions called when the engine of a model becomes ready."""
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._serving)
@@ -161,7 +158,7 @@ class ServedModels:
         return self._models
 
     def set_models(self, models: tuple[ModelEntry, ...]) -> None:
-        """Replace the list of models, as the supervisor announced it."""
+        """Replace the list of models by the supervisor's announcement."""
         self._models, self._received = models, True
         self._order()
 
@@ -174,7 +171,7 @@ class ServedModels:
         return service
 
     def remove(self, name: str) -> ServedModel:
-        """Stop serving a model; open requests go on."""
+        """Stop serving a model; open requests continue."""
         service = self._services.pop(name)
         self._order()
         return service
@@ -183,10 +180,10 @@ class ServedModels:
         self._serving = tuple(self._services[model.name] for model in self._models if model.name in self._services)
 
     def find(self, name: str | None = None) -> ServedModel:
-        """The model that a request's ``model`` names, by one of its names or an adapter's.
+        """Find the model named by a request's ``model``, a name of a model or adapter.
 
-        Raises ``PenstockError``: ``not_found`` where it is not served, ``unavailable`` where it is being loaded, or no
-        model is.
+        Raises ``PenstockError``: ``not_found`` if it is not served; ``unavailable`` if it is being loaded, or no model
+        is loaded.
         """
         if name is None:
             return self._first()
@@ -198,7 +195,7 @@ class ServedModels:
         known = ", ".join(each for service in self for each in service.all_names)
         model = next((model for model in self._models if name in model.names), None)
         if model is None:
-            self.check_alive()  # it may be an adapter of a model that is being loaded
+            self.check_alive()  # the name may be an adapter of a model that is being loaded
         else:
             self.check_expected(model)
             message = f"the model {name!r} is not served: {model.reason}; available: {known or 'none'}"
@@ -206,28 +203,27 @@ class ServedModels:
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known or 'none'}", "model")
 
     def has(self, name: object) -> bool:
-        """Whether a name is that of a served model or adapter, or one that any model answers to."""
+        """True if a name is that of a served model or adapter, or one of ``ANY_MODEL``."""
         return isinstance(name, str) and (name in ANY_MODEL or any(service.has(name) for service in self))
 
     def find_or_first(self, name: str | None) -> ServedModel:
-        """As ``find``, but returns the first model for an unknown name, for dialects that ignore ``model``."""
+        """Like ``find``, but return the first model for an unknown name, for dialects that ignore ``model``."""
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()
 
     def check_expected(self, model: ModelEntry | None) -> None:
-        """Raises ``PenstockError`` (``unavailable``) where the model is being loaded, or the list is not known yet."""
+        """Raise ``PenstockError`` (``unavailable``) if the model is being loaded, or no list was announced yet."""
         if not self._received or (model and model.expected):
             raise PenstockError.of(STARTING)
 
     def check_alive(self) -> None:
-        """Raises ``PenstockError`` (``unavailable``) unless every required model is served by a live engine, be it
-        asleep."""
+        """Raise ``PenstockError`` (``unavailable``) unless every required model has a live engine, possibly asleep."""
         if not self._received or any(model.required and model.name not in self._services for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
             service.gateway.engine_pool.check_alive()
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``unavailable``) unless requests for every required model are computed now."""
+        """Raise ``PenstockError`` (``unavailable``) unless requests for every required model are computed now."""
         self.check_alive()
         for service in self:
             service.gateway.engine_pool.require_engine()
@@ -236,28 +232,31 @@ class ServedModels:
 
     @property
     def fingerprints(self) -> list[str]:
-        """Fingerprints of all engines: several of a model where their results may differ."""
+        """Fingerprints of all engines. A model has several if results of its engines may differ."""
         return sorted({one for service in self for one in service.gateway.engine_pool.fingerprints})
 
     @property
     def num_open_requests(self) -> int:
-        """Number of open requests, of all models."""
+        """Number of open requests of all models."""
         return self._open
 
     @property
     def engine_stats(self) -> EngineStats:
-        """By model: the last statistics of its engine, and its options."""
+        """Model → latest statistics of its engine, and its options."""
         return {service.name: (service.gateway.engine_pool.stats, service.configuration.engine) for service in self}
 
     @property
     def max_body_size(self) -> int:
-        """Largest body of a request that may have images, bytes. While no engine is ready, the last one that depended
-        on an engine, so that a request is read, and its error has its dialect's format."""
+        """Maximum body size of a request that may contain images, in bytes.
+
+        While no engine is ready, the last value computed with an engine, so that a request can be read and its error
+        has the format of its dialect.
+        """
         return self._max_body_sizes()[1]
 
     @property
     def max_text_size(self) -> int:
-        """Largest body of any other request, bytes; likewise."""
+        """Maximum body size of other requests in bytes; see ``max_body_size``."""
         return self._max_body_sizes()[0]
 
     def _max_body_sizes(self) -> tuple[int, int]:
@@ -273,22 +272,21 @@ class ServedModels:
         return self._max_sizes
 
     async def read(self, request: Request, parse: Callable[[bytes], T], max_size: int | None = None) -> T:
-        """Read a request's JSON body and run ``parse`` on it, in a thread where the body is large.
+        """Read a request's JSON body and run ``parse`` on it, in a thread if the body is large.
 
         Args:
-            max_size: bytes; ``max_text_size`` by default.
+            max_size: maximum size in bytes; None: ``max_text_size``.
 
-        Raises ``PenstockError``: as ``receive`` and ``parse``; ``invalid`` where the body has too many elements.
+        Raises ``PenstockError``: as ``receive`` and ``parse``; ``invalid`` if the body has too many elements.
         """
         body = await self.receive(request, self.max_text_size if max_size is None else max_size)
         return await self.parse(record_of(request.scope), len(body), lambda: (check_elements(body), parse(body)))
 
     async def receive(self, request: Request, max_size: int) -> bytes:
-        """A request's body, whose memory it holds until it ends; one that ``RECEIVED`` has is not read again.
+        """Receive a request's body. Its memory is reserved until the request ends. A body in ``RECEIVED`` is reused.
 
-        Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
-        disconnects, ``overloaded`` where there is no memory for it, ``unavailable`` for a large body where no engine
-        has told how large it may be.
+        Raises ``PenstockError``: ``too_large``; ``timeout`` if the client stops sending; ``cancelled`` if it
+        disconnects; ``overloaded`` if there is no memory; ``unavailable`` for a large body while no engine is ready.
         """
         body: bytes | None = request.scope.pop(RECEIVED, None)
         if body is None:
@@ -301,20 +299,20 @@ class ServedModels:
         return body
 
     async def reserve(self, record: RequestRecord, size: int) -> None:
-        """Wait until there is memory for ``size`` bytes that a request takes besides its body, and hold it until it
-        ends. Raises ``PenstockError`` (``overloaded``) as ``BodyMemory.reserve``."""
+        """Reserve ``size`` bytes in addition to the request's body, until the request ends. Raises ``PenstockError``
+        (``overloaded``) as ``BodyMemory.reserve``."""
         if size <= UNCOUNTED_SIZE:
             return
         more = await self.body_memory.reserve(record.sender, size, self.options.client_timeout)
         record.memory = record.memory.joined(more) if record.memory else more
 
     async def parse(self, record: RequestRecord, size: int, work: Callable[[], tuple[int, T]]) -> T:
-        """The second result of ``work`` on a body of ``size`` bytes, in a thread where it is large.
+        """Run ``work`` on a body of ``size`` bytes, in a thread if it is large, and return its second result.
 
         Args:
-            work: returns how many bytes of memory its result takes, too.
+            work: returns the memory of its result in bytes, and the result.
 
-        Raises ``PenstockError``: as ``work``; ``overloaded`` where there is no memory for the result.
+        Raises ``PenstockError``: as ``work``; ``overloaded`` if there is no memory for the result.
         """
         taken, result = await self._parser.parse(record.sender, size, work)
         if taken > UNCOUNTED_SIZE:
@@ -330,10 +328,11 @@ class ServedModels:
 
     @contextmanager
     def _admit(self) -> Iterator[None]:
-        """Raises ``PenstockError`` (``overloaded``) where ``max_concurrency`` requests are open."""
+        """Count a request. Raises ``PenstockError`` (``overloaded``) if ``max_concurrency`` requests are open."""
         maximum = self.options.max_concurrency
         if self._open >= maximum:
-            raise PenstockError(Code.OVERLOADED, f"{maximum} requests are open", "max_concurrency", maximum)
+            message = f"{maximum} requests are open; try again later"
+            raise PenstockError(Code.OVERLOADED, message, "max_concurrency", maximum)
         self._open += 1
         try:
             yield

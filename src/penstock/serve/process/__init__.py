@@ -1,1 +1,1 @@
-"""The processes of a server: supervisor, engines, API processes."""
+"""The processes of a server: the supervisor, and the API processes and engines that it runs."""

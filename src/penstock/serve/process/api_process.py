@@ -1,6 +1,6 @@
-"""One API process, ``python -m penstock.serve.process.api_process``; the supervisor tells it what to serve on stdin.
+"""Main program of an API process (``python -m penstock.serve.process.api_process``), controlled through stdin.
 
-On SIGTERM it finishes its requests and exits; when the supervisor dies, so does it.
+On SIGTERM it finishes its requests and exits. It is killed when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..models.messages import EXIT_MISCONFIGURED, ApiProcessStart
 
 def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not reach the pipe to the supervisor
+    os.dup2(2, 1)  # output of libraries must not reach the pipe to the supervisor
     first, rest = _first_line()
     start = msgspec.json.decode(first, type=ApiProcessStart)
     kill_with_parent(start.parent)
     several = start.configuration.server.api_server_count > 1
     secrets.register(start.configuration)
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
-    gc.disable()  # until it serves: collections take a third of the time of importing
-    atexit.register(gc.freeze)  # and those of an ending interpreter 0.1 seconds and more
+    gc.disable()  # until it serves: collections take a third of the import time
+    atexit.register(gc.freeze)  # collections at interpreter exit take 0.1 seconds and more
     from .api_server import run
 
     try:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _first_line() -> tuple[bytes, bytes]:
-    """The first line of standard input, and the bytes that were read after it."""
+    """Read the first line of standard input; returns it and the bytes read after it."""
     received = b""
     while b"\n" not in received:
         if not (more := os.read(0, 2**16)):

@@ -1,4 +1,4 @@
-"""The supervisor's side of the API processes: starting and restarting them, and exchanging messages with them."""
+"""Supervision of API processes: start, restart, and exchange of messages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.engine.exit_status import exit_reason
 from penstock.engine.service.launcher import RestartLimit, terminate
 
+from ..http.unexpected import INTERNAL
 from ..models.messages import (
     EXIT_MISCONFIGURED,
     Alive,
@@ -30,13 +31,12 @@ from ..models.messages import (
     Register,
     Unload,
     decode_from_api_process,
-    line,
+    encode_line,
 )
 
 logger = logging.getLogger("penstock")
 
 STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
-INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 
 class ApiProcess:
@@ -45,26 +45,26 @@ class ApiProcess:
     def __init__(self, process: Process) -> None:
         self.os_process = process
         self.last_alive = 0.0
-        """Time of its last report that its event loop runs, on the monotonic clock; 0 before the first."""
+        """Time of its last ``Alive`` message, on the monotonic clock; 0 before the first."""
         self.ready: set[str] = set()
-        """Addresses of the engines whose models it serves; the empty one once it accepts requests."""
+        """Addresses of the engines whose models it serves; contains "" if it accepts requests."""
         self.failed: dict[str, Failure] = {}
-        """By engine address: why it cannot serve the model."""
+        """Engine address → reason why it cannot serve the model."""
         self.drained: set[str] = set()
-        """Addresses of the engines being unloaded for which it has no open request left."""
+        """Addresses of engines being unloaded for which it has no open requests."""
 
     def send(self, message: msgspec.Struct) -> None:
         assert self.os_process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has just died
-            self.os_process.stdin.write(line(message))
+        with contextlib.suppress(ConnectionError):  # it has just exited
+            self.os_process.stdin.write(encode_line(message))
 
 
 class ApiProcesses:
     """All API processes.
 
     Args:
-        starts: the first message to each.
-        handle: does what a client or an instance asks for; raises ``PenstockError`` where it cannot.
+        starts: the first message to each process.
+        handle: executes a request of a process; raises ``PenstockError`` if it fails.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class ApiProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self.misconfigured = False
-        """Whether a process exited because of its configuration, so that a restart would not help."""
+        """True if a process exited because of its configuration: a restart would not help."""
 
     async def run(self) -> None:
-        """Run the processes; returns when one has died too often, or is misconfigured."""
+        """Run the processes. Returns when one has exceeded its restart limit or is misconfigured."""
         tasks = [asyncio.create_task(self._run(start)) for start in self._starts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -92,16 +92,16 @@ class ApiProcesses:
                 task.cancel()
 
     def set_models(self, models: Models) -> None:
-        """Send the models to every process, and to each that is restarted."""
+        """Send the models to all processes, and later to each restarted process."""
         self._models = models
         for process in self._processes.values():
             process.send(models)
 
     async def wait_ready(self, engine: str = "") -> None:
-        """Wait until every process serves the model of the engine at this address; without one, until every process
+        """Wait until every process serves the model of the engine with this address; if empty, until every process
         accepts requests.
 
-        Raises ``PenstockError`` where a process cannot serve it.
+        Raises ``PenstockError`` if a process cannot serve it.
         """
 
         def ready() -> bool:
@@ -116,25 +116,25 @@ class ApiProcesses:
             await self._changed.wait_for(ready)
 
     async def wait_drained(self, engine: str) -> None:
-        """Wait until no process has an open request for the model of the engine at this address."""
+        """Wait until no process has an open request for the model of the engine with this address."""
         async with self._changed:
             await self._changed.wait_for(lambda: all(engine in process.drained for process in self._processes.values()))
 
     async def close(self, timeout: float) -> None:
-        """Stop the processes and kill them after ``timeout`` seconds; loads and unloads in progress are cancelled."""
+        """Stop the processes, and kill them after ``timeout`` seconds. Loads and unloads in progress are cancelled."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(terminate(process.os_process, timeout) for process in self._processes.values()))
 
     def kill(self) -> None:
-        """Kill the processes at once."""
+        """Kill the processes immediately."""
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.os_process.kill()
 
     async def _run(self, start: ApiProcessStart) -> None:
-        """Run one process and restart it when it dies; returns when it has died too often."""
+        """Run one process and restart it when it exits. Returns when it has exceeded the restart limit."""
         restart_limit = RestartLimit()
         while True:
             process = self._processes[start.number] = await _launch(start)
@@ -156,7 +156,7 @@ class ApiProcesses:
             )
             restart_limit.record_exit()
             if restart_limit.is_exceeded:
-                logger.error("API processes have died too often and are not started again")
+                logger.error("API processes have died too often and are not restarted")
                 return
 
     async def _listen(self, process: ApiProcess) -> None:
@@ -181,7 +181,7 @@ class ApiProcesses:
                     task.add_done_callback(self._tasks.discard)
 
     async def _kill_if_hung(self, process: ApiProcess, timeout: float) -> None:
-        """Kill a process whose event loop has not run for ``timeout`` seconds; 0 is never."""
+        """Kill a process whose event loop has not run for ``timeout`` seconds; 0: never."""
         interval = min(timeout / 4, 1.0)
         last_check = since = time.monotonic()
         while timeout:
@@ -211,7 +211,7 @@ class ApiProcesses:
         except asyncio.CancelledError:
             failure = STOPPING
         except Exception:
-            logger.exception("%s: %s has failed", request.name, type(request).__name__.lower())
+            logger.exception("%s: %s failed", request.name, type(request).__name__.lower())
             failure = INTERNAL
         process.send(Done(request.number, failure))
 
@@ -226,8 +226,7 @@ async def _launch(start: ApiProcessStart) -> ApiProcess:
 
 
 def _drop_metrics(number: int) -> None:
-    """Remove a dead process's gauges (open requests) from the metrics that all processes share. Its counters are those
-    of the next process of this number."""
+    """Remove an exited process's gauges (open requests) from the shared metrics. Its successor keeps its counters."""
     from prometheus_client.multiprocess import mark_process_dead
 
     mark_process_dead(number)

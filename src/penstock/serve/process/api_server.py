@@ -1,4 +1,4 @@
-"""The server of one API process: HTTP and gRPC on the supervisor's sockets. Loads no torch."""
+"""The server of one API process: HTTP and gRPC on the supervisor's sockets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..http.middleware import tenant_of
 from ..http.protocol import protocol
 from ..metrics import Metrics
 from ..models.manager import ModelManager
-from ..models.messages import ALIVE_INTERVAL, Alive, ApiProcessStart, line
+from ..models.messages import ALIVE_INTERVAL, Alive, ApiProcessStart, encode_line
 from ..models.served_models import ServedModels
 from . import metrics_files
 from .descriptors import DescriptorWatch
@@ -39,10 +39,10 @@ from .loop_watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 ACCEPT_GRACE = 0.2
-"""Seconds after SIGTERM during which connections that are established already are still accepted."""
+"""Seconds after SIGTERM during which established connections are still accepted."""
 SECONDS_PER_DAY = 86_400.0
 FLUSH_GRACE = 5.0
-"""Seconds after ``drain_timeout`` in which streams may send their last error."""
+"""Seconds after ``drain_timeout`` for streams to send their final error."""
 
 
 class Server(uvicorn.Server):
@@ -54,8 +54,7 @@ class Server(uvicorn.Server):
 
 
 def open_storage(configuration: Configuration, served_models: ServedModels) -> Storage | None:
-    """What clients have the server keep; None where nothing is kept. Raises ``PenstockError`` where it cannot be
-    opened."""
+    """Open the stores of client data; None if storage is off. Raises ``PenstockError`` if they cannot be opened."""
     options, engine = configuration.server, configuration.engine
     if not (options.storage_dir or options.storage_url):
         return None
@@ -78,21 +77,21 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     folder = Path(options.storage_dir).expanduser() / "files"
     files = FileStore(database, folder, retention, options.max_file_size, quotas)
     batches = BatchStore(database, retention, quotas)
-    at_once = options.batch_concurrency or max(1, engine.max_num_seqs // 2 // options.api_server_count)
-    worker = BatchWorker(served_models, batches, files, at_once)
+    concurrency = options.batch_concurrency or max(1, engine.max_num_seqs // 2 // options.api_server_count)
+    worker = BatchWorker(served_models, batches, files, concurrency)
     return Storage(responses, conversations, usage, Batches(files, options.max_file_size, batches, worker))
 
 
 async def _remove_expired(storage: Storage) -> None:
-    """Until cancelled: remove what has expired."""
+    """Remove expired data until cancelled."""
     from ..storage.retention import remove_expired
 
-    kept = (storage.batches.files, storage.batches.batches) if storage.batches else ()
-    await remove_expired([storage.responses, storage.conversations, *kept])
+    batch_stores = (storage.batches.files, storage.batches.batches) if storage.batches else ()
+    await remove_expired([storage.responses, storage.conversations, *batch_stores])
 
 
 async def _report_alive(send: Callable[[msgspec.Struct], None]) -> None:
-    """Until cancelled: report that the event loop runs, and log where file descriptors run out."""
+    """Report that the event loop runs, and check the file descriptors, until cancelled."""
     descriptors = DescriptorWatch()
     while True:
         send(Alive())
@@ -101,12 +100,12 @@ async def _report_alive(send: Callable[[msgspec.Struct], None]) -> None:
 
 
 def log_access(options: ServerOptions) -> None:
-    """Log entries of ``--allowed-origins`` that match no page, and which routes need no API key."""
+    """Warn about entries of ``--allowed-origins`` that match no page, and about routes without API key."""
     for entry in unmatched(options.allowed_origins):
         message = "--allowed-origins: %r matches no page; an origin has the form https://ui.example.com:3000"
         logger.warning(message, entry)
     if options.admin_api_key and not options.api_key:
-        logger.warning("without --api-key, only routes that change the server need a key (--admin-api-key)")
+        logger.warning("--admin-api-key without --api-key: only routes that change the server require a key")
 
 
 async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
@@ -116,7 +115,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
         report: pipe to the supervisor.
         buffered: bytes of standard input that were read after the first message.
 
-    Raises ``PenstockError`` with one sentence where the configuration is wrong.
+    Raises ``PenstockError`` if the configuration is wrong.
     """
     options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
@@ -124,7 +123,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     try:
         metrics = Metrics(profile.metrics if profile else None, options.metrics_aliases)
     except OSError as error:
-        raise metrics_files.no_room(error) from error
+        raise metrics_files.not_writable(error) from error
     tracer = start_tracer(start.configuration.log, "api")
     if tracer:
         tracer.counts.listener = metrics.record_spans
@@ -132,7 +131,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
 
     def send(message: msgspec.Struct) -> None:
         with contextlib.suppress(BrokenPipeError):
-            report.write(line(message))
+            report.write(encode_line(message))
             report.flush()
 
     if start.number == 0:
@@ -140,7 +139,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     storage = open_storage(start.configuration, served_models)
     if storage and len(set(options.api_key)) > 1 and start.number == 0:
         tenants = [storage.usage.public_name(tenant_of(key.encode())) for key in options.api_key]
-        logger.info("tenants of the metrics, in the order of --api-key: %s", ", ".join(tenants))
+        logger.info("tenant labels in the metrics, in the order of --api-key: %s", ", ".join(tenants))
     model_manager = ModelManager(served_models, send)
     repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
@@ -166,7 +165,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
 
     try:
         server.config.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise invalid("ssl_certfile", f"the certificate or its key cannot be used: {error}") from error
 
     rpc = None

@@ -1,4 +1,4 @@
-"""Logs when file descriptors run out: the kernel then refuses connections silently."""
+"""Warning when file descriptors run out: further connections then fail silently."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import time
 
 logger = logging.getLogger("penstock")
 
-ALMOST_ALL = 0.95
-"""Share of the descriptors that a process may have, from which on it is logged."""
+WARN_FRACTION = 0.95
+"""Fraction of the descriptor limit in use above which a warning is logged."""
 REPORT_INTERVAL = 60.0
-"""Seconds between two lines of the log."""
+"""Minimum time between warnings in seconds."""
 
 
 class DescriptorWatch:
-    """Logs that a process has almost no file descriptors left."""
+    """Logs a warning when a process has almost no file descriptors left."""
 
     def __init__(self) -> None:
         self._reported = -REPORT_INTERVAL
 
     def check(self) -> None:
-        """Check now. The system gives the lowest free number, which tells how many are open."""
+        """Check now. The system assigns the lowest free number, which is about the number of open descriptors."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         try:
             number = os.open("/", os.O_PATH | os.O_CLOEXEC)
@@ -30,7 +30,7 @@ class DescriptorWatch:
         except OSError:
             number = limit
         now = time.monotonic()
-        if number < ALMOST_ALL * limit or now - self._reported < REPORT_INTERVAL:
+        if number < WARN_FRACTION * limit or now - self._reported < REPORT_INTERVAL:
             return
         self._reported = now
         advice = "further connections are closed; raise ulimit -n, or lower max_concurrency"

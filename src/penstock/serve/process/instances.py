@@ -1,4 +1,4 @@
-"""The instances of a router: finds them, learns what they are, and decides which of them are used."""
+"""Instances of a router: discovery, compatibility checks, and selection of those in use."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..models.messages import INSTANCES
 
 logger = logging.getLogger("penstock")
 
-ASK_INTERVAL, ASK_AGAIN_INTERVAL = 0.5, 2.0
-"""Seconds between two questions to an instance's server until it is used, and then: it may have started again, on other
-ports."""
-SILENCE = 8.0
-"""Seconds without a word of a registered instance after which it is gone."""
+POLL_INTERVAL, POLL_INTERVAL_USED = 0.5, 2.0
+"""Seconds between polls of a configured instance's server, before and after it is in use. An instance may restart with
+other ports."""
+REGISTRATION_TIMEOUT = 8.0
+"""Seconds without a registration after which a registered instance is removed."""
 PROGRESS_INTERVAL = 10.0
-"""Seconds between two lines on instances that are missing."""
+"""Seconds between log lines about missing instances."""
 
 
-class _Found:
-    """An engine at an address that a configured or registered instance has named.
+class _Engine:
+    """An engine of a configured or registered instance.
 
     Args:
         expected: roles that it may have.
@@ -42,19 +42,20 @@ class _Found:
         self.client = client
         self.expected = expected
         self.instance: Instance | None = None
-        """What is announced of it; None where it is not used."""
-        self.objection = ""
-        """Why it is not used, of one that is connected."""
+        """Its announcement to the API processes; None if it is not in use."""
+        self.mismatch = ""
+        """Reason why it is connected but not in use."""
 
 
 class Instances:
-    """The instances that a router sends requests to, or that compute prompts for this server's own engines. It has the
-    methods of ``EngineProcesses``, in whose place it is where there are no engines here.
+    """The instances that a router sends requests to, or that compute prompts for this server's engines.
+
+    Has the interface of ``EngineProcesses``, which it replaces in a router.
 
     Args:
-        on_change: called with those that are used whenever they change.
+        on_change: called with the instances in use whenever they change.
 
-    Raises ``PenstockError`` (``invalid``) where an address is none.
+    Raises ``PenstockError`` (``invalid``) for a malformed address.
     """
 
     addresses = (INSTANCES,)
@@ -72,24 +73,24 @@ class Instances:
         for text, _ in self._configured:
             split_address(text.removeprefix("http://").removeprefix("https://").rstrip("/"), "instances")
         self._named: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
-        """By configured text or registered name: engines' addresses, and the roles that they may have."""
-        self._heard: dict[str, float] = {}
-        """When each registered instance was heard last."""
-        self._found: dict[str, _Found] = {}
-        """By the engine's address."""
+        """Configured or registered name of an instance → addresses of its engines, and roles that they may have."""
+        self._last_registered: dict[str, float] = {}
+        """Time of the last registration of each registered instance."""
+        self._engines: dict[str, _Engine] = {}
+        """Engines by address."""
         self._announced: tuple[Instance, ...] = ()
-        self._own: Ready | None = None
-        """The report of this server's own engine."""
+        self._local_engine: Ready | None = None
+        """Report of this server's engine, if any."""
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: set[asyncio.Future[None]] = set()
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._closed = asyncio.Event()
 
-    # --- As EngineProcesses -----------------------------------------------------------------------------------------
+    # --- Interface of EngineProcesses -----------------------------------------------------------------------------
 
     @property
     def reports(self) -> list[Ready]:
-        """Of engines on this host: none."""
+        """Reports of engines on this host: none."""
         return []
 
     @property
@@ -97,12 +98,12 @@ class Instances:
         return self._closed.is_set()
 
     async def start(self) -> Ready:
-        """Look for the instances, and wait for the first that answers requests; returns its report."""
-        self.begin()
+        """Start the discovery, wait for the first engine that can answer requests, and return its report."""
+        self.start_discovery()
         return await self._ready
 
     async def watch(self) -> None:
-        """Returns after ``close``: instances come and go."""
+        """Return after ``close``: losing instances is not a failure."""
         await self._closed.wait()
 
     async def close(self) -> int:
@@ -115,79 +116,80 @@ class Instances:
             self._ready.cancel()
         await asyncio.gather(
             *self._tasks,
-            *(found.client.close() for found in self._found.values()),
+            *(engine.client.close() for engine in self._engines.values()),
             *self._ending,
             return_exceptions=True,
         )
         return 0
 
     def kill(self) -> None:
-        """Instances are not this server's."""
+        """Do nothing: instances are separate servers."""
 
-    # --- Finding them -----------------------------------------------------------------------------------------------
+    # --- Discovery ------------------------------------------------------------------------------------------------
 
-    def begin(self, own: Ready | None = None) -> None:
-        """Look for the instances.
+    def start_discovery(self, local_engine: Ready | None = None) -> None:
+        """Start to connect to the instances.
 
         Args:
-            own: the report of this server's own engine, which they have to fit.
+            local_engine: report of this server's engine, with which they must be compatible.
         """
-        self._own = own
-        if self._tasks:  # the own engine was loaded again
-            self._decide()
+        self._local_engine = local_engine
+        if self._tasks:  # the local engine was loaded again
+            self._update_used()
             return
         for text, roles in self._configured:
             if "://" in text:
-                self._tasks.append(asyncio.create_task(self._ask(text, roles)))
+                self._tasks.append(asyncio.create_task(self._poll(text, roles)))
             else:
-                self._name(text, (text,), roles)
+                self._set_engines(text, (text,), roles)
         self._tasks.append(asyncio.create_task(self._watch_registered()))
         if self._configured:
-            self._tasks.append(asyncio.create_task(self._tell_progress()))
+            self._tasks.append(asyncio.create_task(self._log_missing()))
 
     def register(self, name: str, engines: tuple[str, ...], leaves: bool) -> None:
-        """Note that an instance is there, or leaves. Raises ``PenstockError`` (``invalid``) for a wrong address."""
+        """Register or deregister an instance. Raises ``PenstockError`` (``invalid``) for a malformed address."""
         for address in engines:
             split_address(address, "engines")
         if leaves:
-            self._forget(name, "left")
+            self._remove(name, "left")
             return
-        self._heard[name] = time.monotonic()
-        self._name(name, engines, ("prefill", "decode", "mixed"))
+        self._last_registered[name] = time.monotonic()
+        self._set_engines(name, engines, ("prefill", "decode", "mixed"))
 
-    def _forget(self, name: str, how: str) -> None:
-        if self._heard.pop(name, None) is not None:
-            logger.info("the instance at %s %s", ", ".join(self._named[name][0]), how)
+    def _remove(self, name: str, reason: str) -> None:
+        if self._last_registered.pop(name, None) is not None:
+            logger.info("the instance at %s %s", ", ".join(self._named[name][0]), reason)
             del self._named[name]
-            self._follow_names()
+            self._connect()
 
     async def _watch_registered(self) -> None:
         while True:
             await asyncio.sleep(1)
-            for name in [name for name, heard in self._heard.items() if time.monotonic() - heard > SILENCE]:
-                self._forget(name, f"has not been heard for {SILENCE:.0f} seconds")
+            deadline = time.monotonic() - REGISTRATION_TIMEOUT
+            for name in [name for name, registered in self._last_registered.items() if registered < deadline]:
+                self._remove(name, f"has not registered for {REGISTRATION_TIMEOUT:.0f} seconds")
 
-    async def _ask(self, url: str, roles: tuple[str, ...]) -> None:
-        """Ask an instance's server, again and again, where its engines are."""
+    async def _poll(self, url: str, roles: tuple[str, ...]) -> None:
+        """Poll an instance's server for the addresses of its engines."""
         host = split_address(url.partition("://")[2].rstrip("/"), "instances")[0]
-        told = ""
+        last_error = ""
         while True:
             try:
                 answer = await asyncio.to_thread(call, url, INSTANCE_PATH, self._secret)
                 info = msgspec.convert(answer, InstanceInfo)
                 if info.engines:
-                    self._name(url, tuple(reachable(engine.address, host) for engine in info.engines), roles)
-                    told = ""
+                    self._set_engines(url, tuple(reachable(engine.address, host) for engine in info.engines), roles)
+                    last_error = ""
             except OSError:  # it has not started yet
                 pass
             except (msgspec.ValidationError, PenstockError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    logger.warning("%s", told)
-            await asyncio.sleep(ASK_AGAIN_INTERVAL if self._is_used(url) else ASK_INTERVAL)
+                if str(error) != last_error:
+                    last_error = str(error)
+                    logger.warning("%s", last_error)
+            await asyncio.sleep(POLL_INTERVAL_USED if self._is_used(url) else POLL_INTERVAL)
 
-    async def _tell_progress(self) -> None:
-        """Log which configured instances are missing, until all have come once."""
+    async def _log_missing(self) -> None:
+        """Log which configured instances are missing, until all have been in use at the same time."""
         await asyncio.sleep(1)
         while missing := [text for text, _ in self._configured if not self._is_used(text)]:
             logger.info("waiting for %s", ", ".join(missing))
@@ -195,96 +197,97 @@ class Instances:
 
     def _is_used(self, name: str) -> bool:
         addresses = self._named.get(name, ((), ()))[0]
-        return any((found := self._found.get(address)) and found.instance for address in addresses)
+        return any((engine := self._engines.get(address)) and engine.instance for address in addresses)
 
-    def _name(self, name: str, engines: tuple[str, ...], roles: tuple[str, ...]) -> None:
+    def _set_engines(self, name: str, engines: tuple[str, ...], roles: tuple[str, ...]) -> None:
         if self._named.get(name) != (engines, roles):
             self._named[name] = engines, roles
-            self._follow_names()
+            self._connect()
 
-    def _follow_names(self) -> None:
-        """Connect to the engines that are named, and to no others."""
+    def _connect(self) -> None:
+        """Connect to all engines of the current instances, and disconnect from others."""
         named = {address: roles for engines, roles in self._named.values() for address in engines}
-        for address in [address for address in self._found if address not in named]:
-            closing = asyncio.ensure_future(self._found.pop(address).client.close())
+        for address in [address for address in self._engines if address not in named]:
+            closing = asyncio.ensure_future(self._engines.pop(address).client.close())
             self._ending.add(closing)
             closing.add_done_callback(self._ending.discard)
         for address, roles in named.items():
-            if address not in self._found:
-                self._found[address] = _Found(self._client(address), roles)
-        self._decide()
+            if address not in self._engines:
+                self._engines[address] = _Engine(self._client(address), roles)
+        self._update_used()
 
     def _client(self, address: str) -> EngineClient:
         return EngineClient(
             f"tcp://{address}",
             on_deltas=lambda deltas: None,
-            on_lost=lambda failure: self._decide(),
+            on_lost=lambda failure: self._update_used(),
             get_vocabulary=None,
             on_cancel=lambda request_ids: None,
-            on_ready=lambda engine: self._decide(),
+            on_ready=lambda engine: self._update_used(),
             secret=self._secret,
         )
 
-    # --- Which of them are used -------------------------------------------------------------------------------------
+    # --- Selection ------------------------------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        """Use the engines that fit each other, and announce them where they have changed."""
+    def _update_used(self) -> None:
+        """Select the engines that are compatible with each other, and announce them if they have changed."""
         if self._closed.is_set():
             return
-        found = self._found.values()
-        current = (one.client.engine for one in found if one.instance and _is_there(one))
-        reference = self._own or next(current, None)
-        for one in found:
-            engine = one.client.engine
-            if engine is None:
-                if one.instance and reference and not self._fits(one.instance, reference):
-                    one.instance = None
+        engines = self._engines.values()
+        current = (engine.client.engine for engine in engines if engine.instance and _is_unchanged(engine))
+        reference = self._local_engine or next(current, None)
+        for engine in engines:
+            report = engine.client.engine
+            if report is None:
+                if engine.instance and reference and not self._is_compatible(engine.instance, reference):
+                    engine.instance = None
                 continue
-            objection = self._objection(one, engine, reference)
-            if objection and objection != one.objection:
-                logger.warning("the instance at %s is not used: %s", one.client.name, objection)
-            one.objection = objection
-            if objection:
-                one.instance = None
+            mismatch = self._mismatch(engine, report, reference)
+            if mismatch and mismatch != engine.mismatch:
+                logger.warning("the instance at %s is not used: %s", engine.client.name, mismatch)
+            engine.mismatch = mismatch
+            if mismatch:
+                engine.instance = None
                 continue
-            reference = reference or engine
-            instance = Instance(one.client.name, engine.role, engine.fingerprint, engine.weights_version)
-            if one.instance != instance:
-                one.instance = instance
-                logger.info("the %s instance at %s has joined", engine.role, one.client.name)
-            if engine.role != "prefill" and not self._ready.done():
-                self._ready.set_result(engine)
-        announced = tuple(one.instance for one in found if one.instance)
+            reference = reference or report
+            instance = Instance(engine.client.name, report.role, report.fingerprint, report.weights_version)
+            if engine.instance != instance:
+                engine.instance = instance
+                logger.info("the %s instance at %s has joined", report.role, engine.client.name)
+            if report.role != "prefill" and not self._ready.done():
+                self._ready.set_result(report)
+        announced = tuple(engine.instance for engine in engines if engine.instance)
         if announced != self._announced:
             self._announced = announced
             self._on_change(announced)
 
-    def _objection(self, one: _Found, engine: Ready, reference: Ready | None) -> str:
-        """Why an engine cannot be used; empty where it can."""
-        if engine.role not in one.expected:
-            return f"it is a {engine.role} instance, and is named as a {' or '.join(one.expected)} instance"
-        if self._tokenizer and engine.tokenizer_version and self._tokenizer != engine.tokenizer_version:
-            return "it has another tokenizer than the model of this router: give both the same --model"
-        if reference is None or reference is engine:
+    def _mismatch(self, engine: _Engine, report: Ready, reference: Ready | None) -> str:
+        """Reason why an engine cannot be used; empty if it can."""
+        if report.role not in engine.expected:
+            return f"its role is {report.role}, but it is configured as {' or '.join(engine.expected)}"
+        if self._tokenizer and report.tokenizer_version and self._tokenizer != report.tokenizer_version:
+            return "its tokenizer is not that of this router's model: use the same --model for both"
+        if reference is None or reference is report:
             return ""
-        if engine.weights_version != reference.weights_version:
+        if report.weights_version != reference.weights_version:
             return (
-                f"it has the weights {engine.weights_version[:16]}, and the others have "
-                f"{reference.weights_version[:16]}: give all the same checkpoint"
+                f"its weights are {report.weights_version[:16]}, those of the other instances "
+                f"{reference.weights_version[:16]}: use the same checkpoint for all"
             )
-        if engine.fingerprint != reference.fingerprint and not self._allow_mismatch:
+        if report.fingerprint != reference.fingerprint and not self._allow_mismatch:
             return (
-                f"its results have other bits: its kernels are {engine.fingerprint}, and those of the others "
-                f"{reference.fingerprint} (--allow-fingerprint-mismatch uses it nevertheless)"
+                f"its results differ bitwise: its kernels are {report.fingerprint}, those of the other instances "
+                f"{reference.fingerprint} (--allow-fingerprint-mismatch allows it)"
             )
         return ""
 
-    def _fits(self, instance: Instance, reference: Ready) -> bool:
+    def _is_compatible(self, instance: Instance, reference: Ready) -> bool:
         return instance.weights_version == reference.weights_version and (
             self._allow_mismatch or instance.fingerprint == reference.fingerprint
         )
 
 
-def _is_there(one: _Found) -> bool:
-    """Whether an engine that is used is connected, and still what it was."""
-    return one.client.engine is not None and one.instance is not None and one.instance.is_of(one.client.engine)
+def _is_unchanged(engine: _Engine) -> bool:
+    """True if an engine in use is connected and still matches its announcement."""
+    report = engine.client.engine
+    return report is not None and engine.instance is not None and engine.instance.is_of(report)

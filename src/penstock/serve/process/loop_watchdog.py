@@ -1,4 +1,4 @@
-"""A watchdog of the event loop: logs which request blocked it, for how long, and where in the code."""
+"""Watchdog of the event loop: logs the request and code location that blocked it, and for how long."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from ..http.request_record import RequestRecord
 logger = logging.getLogger(__name__)
 
 MAX_CPU_TIME = 0.05
-"""Seconds of processor time of one iteration of the event loop; a longer one is logged."""
+"""Processor time of one iteration of the event loop above which it is logged, in seconds."""
 MAX_WALL_TIME = 1.0
-"""Seconds of one iteration, whatever it waits for; a longer one is logged."""
+"""Elapsed time of one iteration above which it is logged, in seconds."""
 REPORT_AFTER = 10.0
-"""Seconds after which an iteration that lasts is logged; one that does not end is logged no other way."""
+"""Elapsed time in seconds after which an iteration is logged before it ends, in case it never does."""
 POLL_INTERVAL = 0.02
-"""Seconds between two looks at the processor time of the loop's thread."""
+"""Seconds between checks of the loop thread's processor time."""
 PROBE_CPU_TIME = 0.001
-"""Seconds of processor time since the last probe of the loop after which it is probed again."""
+"""Processor time of the loop thread since the last probe after which the loop is probed again, in seconds."""
 MAX_PROBE_INTERVAL = 0.25
-"""Seconds between two probes of a loop that takes no processor time: it waits for clients, or for something else."""
+"""Maximum time between probes in seconds, for a loop that uses no processor time (idle, or blocked in a wait)."""
 SAMPLE_INTERVAL = 0.01
-"""Seconds between two samples of the loop's stack while an iteration lasts."""
+"""Seconds between samples of the loop's stack during an iteration."""
 MAX_FRAMES = 4
-"""Innermost frames of this package that are logged."""
+"""Maximum number of frames of this package that are logged, innermost first."""
 ROOT = str(Path(__file__).parents[2])
 
 
 class Watchdog:
     """Watches the running event loop from a thread.
 
-    It measures the processor time of the loop's thread, which does not grow while other processes have the processor.
+    It measures the processor time of the loop's thread, which excludes time in which other processes run.
 
     Args:
-        holds: counter of the blocked iterations, which are logged.
+        holds: counter of the iterations that blocked the loop.
     """
 
     def __init__(self, holds: Metric) -> None:
@@ -72,32 +72,32 @@ class Watchdog:
             places: Counter[str] = Counter()
             reported = False
             while not answered.wait(SAMPLE_INTERVAL) and not self._stop.is_set():
-                places[self._where()] += 1
+                places[self._location()] += 1
                 if not reported and (seconds := time.monotonic() - started) > REPORT_AFTER:
                     where = places.most_common(1)[0][0]
-                    logger.warning("the event loop has been held for %.0f s, and still is, by %s", seconds, where)
+                    logger.warning("the event loop has been blocked for %.0f s so far by %s", seconds, where)
                     reported = True
             probed_at, cpu_time = time.monotonic(), time.clock_gettime(self._clock)
-            held, seconds = cpu_time - used, probed_at - started
-            if held > MAX_CPU_TIME or seconds > MAX_WALL_TIME:
+            blocked, seconds = cpu_time - used, probed_at - started
+            if blocked > MAX_CPU_TIME or seconds > MAX_WALL_TIME:
                 self._holds.inc()
                 where = places.most_common(1)[0][0] if places else "unknown"
-                logger.warning("the event loop was held for %.3f s (%.3f s in all) by %s", held, seconds, where)
+                logger.warning("the event loop was blocked for %.3f s (%.3f s elapsed) by %s", blocked, seconds, where)
 
-    def _where(self) -> str:
-        """The request that the loop's thread is handling, and the functions that it is in."""
+    def _location(self) -> str:
+        """Describe the request that the loop's thread is handling, and its innermost functions."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         calls: list[str] = []
-        who = ""
+        request = ""
         while frame is not None:
             code = frame.f_code
             if len(calls) < MAX_FRAMES and (code.co_filename.startswith(ROOT) or not calls):
                 calls.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
             if (
-                not who
+                not request
                 and "record" in code.co_varnames
                 and isinstance(record := frame.f_locals.get("record"), RequestRecord)
             ):
-                who = f"request {record.request_id} ({record.path}), "
+                request = f"request {record.request_id} ({record.path}), "
             frame = frame.f_back
-        return f"{who}in {' < '.join(calls)}"
+        return f"{request}in {' < '.join(calls)}"

@@ -1,7 +1,7 @@
-"""The files in which API processes count, with room on the disk from the start.
+"""Metrics files of API processes, with disk space allocated in advance.
 
-prometheus-client maps sparse files: the first write to a page for which a full disk has no room would end the process
-with SIGBUS.
+prometheus-client maps sparse files: on a full disk, the first write to an unallocated page would kill the process with
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from penstock.core import Code, PenstockError
 logger = logging.getLogger(__name__)
 
 INITIAL_SIZE = 2**18
-"""Bytes of each file; a larger one is doubled when it is full."""
+"""Initial size of each file in bytes; a full file is doubled."""
 
 
 class AllocatedDict(MmapedDict):  # type: ignore[misc]
-    """A file of values whose pages the disk has; values for which it has none are counted in this process alone."""
+    """A file of values with allocated pages. Values that cannot be allocated are counted only in this process."""
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:
         self._unshared: dict[str, tuple[float, float]] = {}
@@ -48,7 +48,7 @@ class AllocatedDict(MmapedDict):  # type: ignore[misc]
             super().write_value(key, value, timestamp)
 
     def _has_room(self, key: str) -> bool:
-        """Whether the file has, or has been given, room for a value."""
+        """Allocate space for a value if needed. Returns False if the disk is full."""
         needed, capacity = self._used + len(key.encode()) + 64, self._capacity
         if key in self._positions or needed <= capacity:
             return True
@@ -58,38 +58,37 @@ class AllocatedDict(MmapedDict):  # type: ignore[misc]
             os.posix_fallocate(self._f.fileno(), 0, capacity)
         except OSError as error:
             if not self._unshared:
-                logger.warning("there is no room for further metrics, which count in this process alone: %s", error)
+                logger.warning("no disk space for further metrics, which are counted only in this process: %s", error)
             return False
         return True
 
 
 def allocate(number: int) -> None:
-    """Have all metrics that are made from now on counted in such files.
+    """Use such files for all metrics created from now on.
 
     Args:
-        number: index of the API process, which names its files: a process that is restarted goes on counting in those
-            of the one before.
+        number: index of the API process, used in the file names: a restarted process continues the counts.
     """
     values.MmapedDict = AllocatedDict
     values.ValueClass = values.MultiProcessValue(lambda: number)
 
 
-def no_room(error: OSError) -> PenstockError:
-    """The error for files that cannot be made."""
-    message = f"the temporary folder cannot be written ({error.strerror}): free some of it, or set TMPDIR"
+def not_writable(error: OSError) -> PenstockError:
+    """The error for files that cannot be created."""
+    message = f"the temporary folder cannot be written ({error.strerror}): free disk space, or set TMPDIR"
     return PenstockError(Code.INVALID, message)
 
 
 @contextlib.contextmanager
 def metrics_folder() -> Iterator[None]:
-    """The folder of the metrics that API processes share, named by ``PROMETHEUS_MULTIPROC_DIR``.
+    """Create the folder of the metrics files, and set ``PROMETHEUS_MULTIPROC_DIR``.
 
-    Raises ``PenstockError`` where none can be made.
+    Raises ``PenstockError`` if it cannot be created.
     """
     try:
         folder = TemporaryFolder("metrics-")
     except OSError as error:
-        raise no_room(error) from error
+        raise not_writable(error) from error
     with folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder.path)
         yield

@@ -1,4 +1,4 @@
-"""An instance's registration with its routers: it says that it is there, again and again, and that it leaves."""
+"""Registration of an instance with its routers: periodic registration, and deregistration at shutdown."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ logger = logging.getLogger("penstock")
 INTERVAL = 2.0
 """Seconds between two registrations."""
 LEAVE_TIMEOUT = 3.0
-"""Seconds that a router has to hear that the instance leaves."""
+"""Maximum time for the deregistration in seconds."""
 
 
 async def stay_registered(routers: Sequence[str], secret: bytes, reports: Callable[[], list[Ready]]) -> None:
-    """Register the engines of this host with routers until cancelled; then say that this instance leaves, so that they
-    send it no more requests.
+    """Register the engines of this host with routers until cancelled; then deregister, so that the routers send no
+    further requests.
 
     Args:
         routers: the option ``router_address``.
-        secret: of the cluster.
-        reports: returns the reports of the engines that run.
+        secret: secret of the cluster.
+        reports: returns the reports of the running engines.
     """
     name = secrets.token_hex(8)
 
-    async def say(router: str, leaves: bool) -> None:
+    async def send(router: str, leaves: bool) -> None:
         engines = tuple(EngineInfo(each.engine_address, each.role) for each in reports() if each.engine_address)
         body = msgspec.json.encode(RegisterRequest(name, engines, leaves))
         await asyncio.to_thread(call, router, REGISTER_PATH, secret, body)
 
     async def register(router: str) -> None:
-        told = "never"
+        last_problem = "never registered"
         while True:
             problem = ""
             try:
-                await say(router, leaves=False)
+                await send(router, leaves=False)
             except (OSError, ValueError, PenstockError) as error:
                 problem = getattr(error, "strerror", None) or str(error)
-            if problem != told:
-                told = problem
+            if problem != last_problem:
+                last_problem = problem
                 if problem:
                     logger.warning("cannot register with the router at %s yet: %s", router, problem)
                 else:
@@ -56,9 +56,9 @@ async def stay_registered(routers: Sequence[str], secret: bytes, reports: Callab
     try:
         await asyncio.gather(*map(register, routers), return_exceptions=True)
     finally:
-        leaving = asyncio.gather(*(say(router, leaves=True) for router in routers), return_exceptions=True)
+        leaving = asyncio.gather(*(send(router, leaves=True) for router in routers), return_exceptions=True)
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT):
                 await leaving
         except TimeoutError:
-            logger.warning("a router does not answer; it will notice that this instance has left")
+            logger.warning("a router did not answer the deregistration; it will detect that this instance is gone")

@@ -1,4 +1,4 @@
-"""The supervisor's models, and their engine processes: started when a model is loaded, ended when it is unloaded."""
+"""The supervisor's models and their engine processes, started and stopped as models are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class SupervisedModels:
-    """The models by name, and the engine processes of those that are loaded.
+    """The models by name, and the engine processes of the loaded ones.
 
     Args:
         models: all models, loaded or not.
         fetch: returns a configuration whose ``engine.model`` is a local folder; may download for a long time.
-        api_processes: the API processes, which are sent every change.
-        instances: those that answer requests in place of engines of this server (``--role router``), or compute prompts
-            for them; None where there are none.
+        api_processes: the API processes; every change is sent to them.
+        instances: remote instances that answer requests instead of local engines (``--role router``), or compute
+            prompts for them.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class SupervisedModels:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._locks = {model.name: asyncio.Lock() for model in models}
         self._starting = asyncio.Lock()
-        """Held while an engine starts, as it sizes its KV cache by the memory that is free then."""
+        """Held while an engine starts: its KV cache is sized by the memory that is free at that time."""
         self._closing = False
         self.lost = asyncio.Event()
-        """Set when the last engine has died too often."""
+        """Set when the last engine has exceeded its restart limit."""
         api_processes.set_models(Models(tuple(models)))
 
     @property
@@ -68,13 +68,13 @@ class SupervisedModels:
 
     @property
     def reports(self) -> list[Ready]:
-        """The reports of the engines that run on this host."""
+        """Reports of the engines running on this host."""
         return [report for engine in self._running.values() for report in engine.reports]
 
     async def load(self, name: str) -> Ready | None:
-        """Load a model; returns once all API processes serve it. None where it was loaded already.
+        """Load a model. Returns when all API processes serve it; None if it was loaded already.
 
-        Raises ``PenstockError`` where there is no such model, or it cannot be loaded.
+        Raises ``PenstockError`` if there is no such model, or it cannot be loaded.
         """
         self._check(name)
         async with self._locks[name]:
@@ -89,9 +89,9 @@ class SupervisedModels:
             return ready
 
     async def unload(self, name: str) -> None:
-        """Unload a model: drain its requests, then end its engine. Does nothing where it is not loaded.
+        """Unload a model: drain its requests, then stop its engine. Does nothing if it is not loaded.
 
-        Raises ``PenstockError`` where there is no such model.
+        Raises ``PenstockError`` if there is no such model.
         """
         self._check(name)
         async with self._locks[name]:
@@ -99,22 +99,24 @@ class SupervisedModels:
                 return
             engine = self._running[name]
             self._update(name, required=False, draining=True, reason="it is being unloaded")
-            with contextlib.suppress(TimeoutError):  # an API process may be stopped or hang
+            with contextlib.suppress(TimeoutError):  # an API process may hang
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
                     await self._api_processes.wait_drained(self._models[name].engine)
             await self._end(name, engine)
             self._update(name, engines=(), draining=False, reason="unloaded")
 
     async def operate(self, name: str, operation: ModelAction) -> None:
-        """Carry out an operation on the engines of a model. Raises ``PenstockError`` where it fails."""
+        """Execute an operation on the engines of a model. Raises ``PenstockError`` if it fails."""
         self._check(name)
         if (control := self._controls.get(name)) is None:
-            words = "the model is not loaded" if name not in self._running else "a router has no engine: ask instances"
-            raise PenstockError(Code.UNSUPPORTED, words)
+            message = "a router has no engine: send this to the instances"
+            if name not in self._running:
+                message = "the model is not loaded"
+            raise PenstockError(Code.UNSUPPORTED, message)
         await control.execute(operation)
 
     def stop_restarting(self) -> None:
-        """Neither load models nor start engines again, as the server is about to stop."""
+        """Load no more models and restart no engines: the server is about to stop."""
         self._closing = True
         for engine in self._running.values():
             if isinstance(engine, EngineProcesses):
@@ -128,7 +130,7 @@ class SupervisedModels:
             task.cancel()
 
     def kill(self) -> None:
-        """Kill the engines at once."""
+        """Kill the engines immediately."""
         for engine in self._running.values():
             engine.kill()
 
@@ -145,7 +147,7 @@ class SupervisedModels:
         starting = asyncio.create_task(engine.start())
         try:
             ready, _ = await asyncio.gather(starting, self._api_processes.wait_ready(engine.addresses[0]))
-        except BaseException as error:  # also where an API process cannot use the tokenizer
+        except BaseException as error:  # including an API process that cannot use the tokenizer
             starting.cancel()
             await asyncio.gather(starting, engine.close(), return_exceptions=True)
             del self._running[name]
@@ -155,12 +157,12 @@ class SupervisedModels:
         if isinstance(engine, EngineProcesses):
             self._controls[name] = ModelControl(engine)
         if self._instances and engine is not self._instances:
-            self._instances.begin(ready)
+            self._instances.start_discovery(ready)
         self._watching[name] = asyncio.create_task(self._watch(name, engine))
         return ready
 
     def set_instances(self, instances: tuple[Instance, ...]) -> None:
-        """Have these instances serve the first model."""
+        """Set the instances of the first model."""
         self._update(next(iter(self._models)), instances=instances)
 
     async def _watch(self, name: str, engine: EngineProcesses | Instances) -> None:
@@ -168,7 +170,7 @@ class SupervisedModels:
         async with self._locks[name]:
             if engine.closing or self._closing:
                 return
-            logger.error("%s is not served any more", name)
+            logger.error("%s is no longer served", name)
             await self._end(name, engine)
             self._update(name, required=False, engines=(), reason="its engine has died too often")
         if not self._running:

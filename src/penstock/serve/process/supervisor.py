@@ -1,4 +1,4 @@
-"""The supervisor: opens the ports, runs engine processes and API processes, and ends them."""
+"""The supervisor: opens the ports, and starts and stops engine processes and API processes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from .supervised_models import SupervisedModels
 logger = logging.getLogger("penstock")
 
 SO_ATTACH_FILTER = 26
-"""Linux's socket option, which Python has no name for."""
+"""Linux socket option that Python's ``socket`` does not define."""
 BACKLOG = 4096
-"""Connections that may wait to be accepted."""
+"""Maximum number of connections waiting to be accepted."""
 KILL_TIMEOUT = 10.0
-"""Seconds after ``drain_timeout`` after which an API process that has not exited is killed."""
+"""Seconds after ``drain_timeout`` after which a running API process is killed."""
 
 
 class Supervisor:
     """Serves models until SIGTERM.
 
     Args:
-        configuration: its ``server`` section is for all models.
+        configuration: configuration of the server; its ``server`` section applies to all models.
         models: all models, loaded or not.
-        fetch: returns a configuration whose ``engine.model`` is a local folder; downloads the model where needed.
-        started: when the command started, on the monotonic clock.
+        fetch: returns a configuration whose ``engine.model`` is a local folder; downloads the model if needed.
+        started: start time of the command, on the monotonic clock.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class Supervisor:
         self._registration: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Returns the exit status: 0 after SIGTERM, 1 when a process has died too often, 2 when one cannot start.
+        """Run until SIGTERM. Returns the exit status: 0 after SIGTERM, 1 if a process died too often, 2 if an API
+        process is misconfigured.
 
-        Raises ``PenstockError`` with one sentence where the server cannot start.
+        Raises ``PenstockError`` if the server cannot start.
         """
         options = self._configuration.server
         check_certificate(options)
@@ -85,7 +86,7 @@ class Supervisor:
             self._api_processes = ApiProcesses(starts, self._handle)
             if self._configuration.engine.role == "router" or options.prefill_instances:
                 self._instances = Instances(
-                    self._entries[0].configuration, lambda found: self._models.set_instances(found)
+                    self._entries[0].configuration, lambda used: self._models.set_instances(used)
                 )
             self._models = SupervisedModels(self._entries, self._fetch, self._api_processes, self._instances)
             stopped: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
@@ -119,29 +120,31 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            logger.warning("a second signal: stopping at once")
+            logger.warning("second signal: killing all processes")
             self._api_processes.kill()
             self._models.kill()
         else:
-            logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
+            logger.info(
+                "stopping: waiting up to %g seconds for open requests", self._configuration.engine.drain_timeout
+            )
             self._models.stop_restarting()
             self._stop.set()
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
-        """Load the required models; returns when the last engine has died too often."""
-        facts: dict[str, object] = {}
+        """Load the required models. Returns when the last engine has exceeded its restart limit."""
+        fields: dict[str, object] = {}
         if self._configuration.engine.role == "router":
             logger.info("waiting for instances at %s", url_of(self._configuration.server, listeners[0]))
         for model in self._entries:
             if model.required and (ready := await self._models.load(model.name)):
-                facts = facts or {"kv_blocks": ready.num_blocks, "kernels": ready.fingerprint}
+                fields = fields or {"kv_blocks": ready.num_blocks, "kernels": ready.fingerprint}
         await self._api_processes.wait_ready()
-        facts = {"seconds": time.monotonic() - self._started, **facts}
+        fields = {"seconds": time.monotonic() - self._started, **fields}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
         address = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
         names = ", ".join(name for model in self._models.serving for name in model.names) or "no model"
-        logger.info("ready: %s %s", names, address, extra={"facts": facts})
+        logger.info("ready: %s %s", names, address, extra={"fields": fields})
         for url in urls:
             logger.info("health and metrics at %s", url)
         if self._grpc_address:
@@ -153,8 +156,7 @@ class Supervisor:
         await self._models.lost.wait()
 
     async def _handle(self, request: Load | Unload | Operate | Register) -> None:
-        """Load or unload a model for a client, carry out an operation on it, or note an instance. Raises
-        ``PenstockError`` where it cannot be."""
+        """Execute a request of an API process. Raises ``PenstockError`` if it fails."""
         started = time.monotonic()
         if isinstance(request, Register):
             if self._instances:
@@ -163,10 +165,10 @@ class Supervisor:
             await self._models.operate(request.name, request.operation)
         elif isinstance(request, Unload):
             await self._models.unload(request.name)
-            logger.info("unloaded %s", request.name, extra={"facts": {"seconds": time.monotonic() - started}})
+            logger.info("unloaded %s", request.name, extra={"fields": {"seconds": time.monotonic() - started}})
         elif ready := await self._models.load(request.name):
-            facts = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
-            logger.info("loaded %s", request.name, extra={"facts": facts})
+            fields = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
+            logger.info("loaded %s", request.name, extra={"fields": fields})
 
     def _api_process_start(self, number: int, listeners: list[socket.socket]) -> ApiProcessStart:
         return ApiProcessStart(
@@ -180,11 +182,11 @@ class Supervisor:
 
 @contextlib.contextmanager
 def listening_sockets(options: ServerOptions) -> Iterator[list[socket.socket]]:
-    """Listening sockets, open before and while API processes start or restart, so that no connection is refused.
+    """Open the listening sockets. They stay open while API processes (re)start, so that no connection is refused.
 
-    The first serves every path (unless ``port`` is -1), the others health and metrics only.
+    The first serves every path (unless ``port`` is -1), the others only health and metrics.
 
-    Raises ``PenstockError`` (``invalid``) where an address cannot be bound.
+    Raises ``PenstockError`` (``invalid``) if an address cannot be bound.
     """
     ports = {"port": options.port, "health_port": options.health_port, "metrics_port": options.metrics_port}
     if options.health_port == options.metrics_port > 0:
@@ -195,14 +197,16 @@ def listening_sockets(options: ServerOptions) -> Iterator[list[socket.socket]]:
 
 
 def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.socket:
-    """A socket bound to the address; with ``listen`` it accepts connections."""
+    """Bind a socket to the address; with ``listen`` it accepts connections."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if listen:
             return socket.create_server(address, family=family, backlog=BACKLOG)
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a previous server's may be in TIME_WAIT
+            bound.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # connections of a previous server may be in TIME_WAIT
             bound.bind(address)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except OSError:
@@ -212,23 +216,23 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
     except OSError as error:
         reason = error.strerror or str(error)
         flag = f"--{name.replace('_', '-')}"
-        raise invalid(name, f"cannot listen on {host}:{port}: {reason.lower()}; try another {flag}") from error
+        raise invalid(name, f"cannot listen on {host}:{port}: {reason.lower()}; use another {flag}") from error
 
 
 @contextlib.contextmanager
 def reserved_grpc_address(options: ServerOptions) -> Iterator[str]:
-    """The address on which every API process listens for gRPC, with a socket of its own; empty without gRPC.
+    """Reserve the address on which every API process opens a gRPC socket; empty without gRPC.
 
-    gRPC does not accept sockets that others have opened. So this one reserves the port: it is bound exclusively first,
-    which finds a port that is in use, then with ``SO_REUSEPORT``; it never listens.
+    gRPC cannot use existing sockets, so the port is reserved by a socket that never listens. It is bound exclusively,
+    which detects a port in use, and then gets ``SO_REUSEPORT``.
 
-    Raises ``PenstockError`` (``invalid``) where the address cannot be bound, or gRPC is not installed.
+    Raises ``PenstockError`` (``invalid``) if the address cannot be bound, or gRPC is not installed.
     """
     if options.grpc_port < 0:
         yield ""
         return
     if find_spec("tritonclient") is None or find_spec("grpc") is None:
-        raise invalid("grpc_port", "needs classes that are not installed; try pip install 'penstock-llm[grpc]'")
+        raise invalid("grpc_port", "requires packages that are not installed: pip install 'penstock-llm[grpc]'")
     with _listen(options.host, options.grpc_port, "grpc_port", listen=False) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         host, port = bound.getsockname()[:2]
@@ -236,15 +240,15 @@ def reserved_grpc_address(options: ServerOptions) -> Iterator[str]:
 
 
 def stop_accepting(listener: socket.socket) -> None:
-    """Refuse new connections without breaking those that are established but not accepted yet.
+    """Refuse new connections without resetting those that are established but not accepted yet.
 
-    Closing a socket resets connections in its backlog, whose clients may have sent their request. So a packet filter
-    drops SYN packets, the API processes accept the backlog in the meantime, and the client's repeated SYN, a second
-    later, finds the port closed. Where the filter is not available, the socket is only closed.
+    Closing a socket resets the connections in its backlog, whose clients may have sent their request. So a packet
+    filter drops SYN packets while the API processes accept the backlog; the client retries the SYN a second later, when
+    the port is closed. If packet filters are not available, nothing is done here.
     """
-    load_byte, jump_if_set, give_back = 0x30, 0x45, 0x06  # classic BPF (McCanne and Jacobson, 1993)
+    load_byte, jump_if_set, return_value = 0x30, 0x45, 0x06  # classic BPF (McCanne and Jacobson, 1993)
     flags, syn, drop, keep = 13, 0x02, 0, 0xFFFFFFFF
-    steps = [(load_byte, 0, 0, flags), (jump_if_set, 0, 1, syn), (give_back, 0, 0, drop), (give_back, 0, 0, keep)]
+    steps = [(load_byte, 0, 0, flags), (jump_if_set, 0, 1, syn), (return_value, 0, 0, drop), (return_value, 0, 0, keep)]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     with contextlib.suppress(OSError):
         listener.setsockopt(
@@ -253,24 +257,24 @@ def stop_accepting(listener: socket.socket) -> None:
 
 
 def check_certificate(options: ServerOptions) -> None:
-    """Raises ``PenstockError`` (``invalid``) where a certificate's file does not exist."""
+    """Raise ``PenstockError`` (``invalid``) if a certificate's file does not exist."""
     if options.ssl_keyfile and not options.ssl_certfile:
-        raise invalid("ssl_certfile", "is missing; give it with ssl_keyfile")
+        raise invalid("ssl_certfile", "is missing; ssl_keyfile requires it")
     for name in ("ssl_certfile", "ssl_keyfile"):
         if (path := getattr(options, name)) and not Path(path).is_file():
             raise invalid(name, f"{path} is not a file")
 
 
 def check_storage(options: ServerOptions) -> None:
-    """Raises ``PenstockError`` (``invalid``) where something is to be stored and what that takes is not installed."""
+    """Raise ``PenstockError`` (``invalid``) if storage is on and a package that it requires is not installed."""
     name = "storage_dir" if options.storage_dir else "storage_url"
     missing = [module for module in ("sqlalchemy", "python_multipart") if find_spec(module) is None]
     if getattr(options, name) and missing:
-        raise invalid(name, f"needs {missing[0]}, which is not installed: pip install 'penstock-llm[storage]'")
+        raise invalid(name, f"requires {missing[0]}, which is not installed: pip install 'penstock-llm[storage]'")
 
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:
-    """The URL at which a client on this machine reaches a listener."""
+    """URL of a listener for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(options.host, options.host)
     if ":" in host:
         host = f"[{host}]"
@@ -278,6 +282,6 @@ def url_of(options: ServerOptions, listener: socket.socket) -> str:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit: each connection takes one."""
+    """Raise the soft limit of open files to the hard limit: each connection needs one."""
     _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))

@@ -1,1 +1,1 @@
-"""What clients have the server keep, in a SQL database. Needs the extra ``storage``."""
+"""Stored responses, conversations, files and batches, in a SQL database. Requires the extra ``storage``."""

@@ -1,4 +1,4 @@
-"""Batches of requests, and what has become of them."""
+"""Batches and their state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Document = dict[str, Any]
 
 
 class BatchStore(Store):
-    """Keeps batches."""
+    """Stores batches."""
 
     @writes
     def add(self, connection: Connection, owner: str, document: Document) -> None:
-        """Keep a new batch. Raises ``PenstockError`` as ``Quotas.check``."""
+        """Store a new batch. Raises ``PenstockError`` as ``Quotas.check``."""
         self._quotas.check(connection, owner, "input_file_id", batches=1)
         now = time.time()
         times = {"created": now, "expires": now + self._retention}
@@ -33,7 +33,7 @@ class BatchStore(Store):
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Document:
-        """A batch. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
+        """Return a batch. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
         where = (BATCHES.c.id == name, BATCHES.c.owner == owner)
         if (row := connection.execute(select(BATCHES).where(*where)).first()) is None:
             raise PenstockError(Code.NOT_FOUND, f"batch_id: there is no batch {name[:80]!r}", "batch_id")
@@ -41,7 +41,7 @@ class BatchStore(Store):
 
     @reads
     def page(self, connection: Connection, owner: str, query: PageQuery) -> Page:
-        """A page of the owner's batches."""
+        """Return a page of the owner's batches."""
         batches = BATCHES.c
         entries = select(BATCHES).where(batches.owner == owner)
         found = newest_first(connection, entries, (batches.created, batches.id), batches.id, query)
@@ -49,15 +49,15 @@ class BatchStore(Store):
 
     @reads
     def open(self, connection: Connection) -> list[tuple[str, str]]:
-        """Owner and id of all batches that are not finished, oldest first."""
+        """Return owner and id of all unfinished batches, oldest first."""
         batches = BATCHES.c
         found = select(batches.owner, batches.id).where(batches.status.in_(OPEN))
         return [(row.owner, row.id) for row in connection.execute(found.order_by(batches.created, batches.id))]
 
     @writes
     def change(self, connection: Connection, name: str, change: Callable[[Document], Document]) -> Document | None:
-        """Replace a batch by what ``change`` makes of it, if it is not finished. Returns what it is then; None where
-        it is gone."""
+        """Replace an unfinished batch by the result of ``change``. Returns the current batch, or None if it was
+        deleted."""
         row = connection.execute(select(BATCHES).where(BATCHES.c.id == name).with_for_update()).first()
         if row is None or row.status not in OPEN:
             return _document(row) if row else None

@@ -1,4 +1,4 @@
-"""Conversations of OpenAI's API: items that requests share by naming the conversation."""
+"""Conversations of OpenAI's API: stored items that requests reference by the conversation's id."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .tables import CONVERSATION_ITEMS, CONVERSATIONS
 from .usage import Quotas
 
 Item = dict[str, Any]
-"""With its ``id``."""
+"""An item with its ``id``."""
 
 
 class ConversationLimits(NamedTuple):
-    """The most that one conversation may hold."""
+    """Maximum size of a conversation."""
 
     items: int
     bytes: int
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A conversation, as OpenAI's API describes it."""
+    """A conversation object of OpenAI's API."""
 
     id: str
     created_at: int
@@ -39,10 +39,10 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class ConversationStore(Store):
-    """Keeps conversations, each until its retention after its last change.
+    """Stores conversations. A conversation expires ``retention`` seconds after its last change.
 
     Args:
-        limits: of each conversation.
+        limits: limits of each conversation.
     """
 
     def __init__(self, database: Database, retention: float, quotas: Quotas, limits: ConversationLimits) -> None:
@@ -51,7 +51,7 @@ class ConversationStore(Store):
 
     @writes
     def add(self, connection: Connection, owner: str, metadata: dict[str, str], items: list[Item]) -> Conversation:
-        """Begin a conversation. Raises ``PenstockError`` as ``Quotas.check``."""
+        """Create a conversation. Raises ``PenstockError`` as ``Quotas.check``."""
         now, name = time.time(), f"conv_{uuid4().hex}"
         self._quotas.check(connection, owner, "conversation", conversations=1)
         values = {"id": name, "owner": owner, "created": now, "expires": now + self._retention}
@@ -61,12 +61,12 @@ class ConversationStore(Store):
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Conversation:
-        """A conversation. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
+        """Return a conversation. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
         return _described(_row(connection, owner, name))
 
     @writes
     def update(self, connection: Connection, owner: str, name: str, metadata: dict[str, str]) -> Conversation:
-        """Replace its metadata. Raises as ``get``."""
+        """Replace a conversation's metadata. Raises as ``get``."""
         row = _row(connection, owner, name)
         values = {"metadata": metadata, "expires": time.time() + self._retention}
         connection.execute(update(CONVERSATIONS).where(CONVERSATIONS.c.id == name).values(**values))
@@ -74,26 +74,26 @@ class ConversationStore(Store):
 
     @writes
     def delete(self, connection: Connection, owner: str, name: str) -> None:
-        """Raises as ``get``."""
+        """Delete a conversation. Raises as ``get``."""
         _row(connection, owner, name)
         connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.conversation == name))
         connection.execute(delete(CONVERSATIONS).where(CONVERSATIONS.c.id == name))
 
     @reads
     def items_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
-        """The size of ``items`` in bytes; no item is loaded. Arguments and errors as there."""
+        """Return the size of ``items`` in bytes, without loading items. Arguments and errors as there."""
         return self._items_size(connection, owner, name, taken, max_size)
 
     @reads
     def items(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
-        """All items, the oldest first.
+        """Return all items, oldest first.
 
         Args:
-            taken: bytes that the request has without them.
-            max_size: bytes of a request, which has all items.
+            taken: size of the request without these items in bytes.
+            max_size: maximum size of the request with these items in bytes.
 
-        Raises as ``get``; ``too_large`` where the request has more than ``max_size`` bytes with them; ``invalid`` where
-        the conversation is full, so that no answer could be added to it.
+        Raises as ``get``; ``too_large`` if the request exceeds ``max_size``; ``invalid`` if the conversation is full,
+        so that no answer could be added.
         """
         self._items_size(connection, owner, name, taken, max_size)
         items = CONVERSATION_ITEMS.c
@@ -109,7 +109,7 @@ class ConversationStore(Store):
 
     @reads
     def page(self, connection: Connection, owner: str, name: str, query: PageQuery) -> Page:
-        """A page of its items. Raises as ``get``."""
+        """Return a page of a conversation's items. Raises as ``get``."""
         _row(connection, owner, name)
         items = CONVERSATION_ITEMS.c
         entries = select(items.document).where(items.conversation == name)
@@ -118,45 +118,38 @@ class ConversationStore(Store):
 
     @writes
     def append(self, connection: Connection, owner: str, name: str, items: list[Item]) -> None:
-        """Add items at its end. Raises as ``get``, as ``Quotas.check``, and ``invalid`` beyond the limits of a
-        conversation."""
+        """Append items. Raises as ``get``, as ``Quotas.check``, and ``invalid`` beyond the conversation limits."""
         _row(connection, owner, name)
         self._append(connection, owner, name, items)
 
     @reads
     def item(self, connection: Connection, owner: str, name: str, item: str) -> Item:
-        """One of its items. Raises ``PenstockError`` (``not_found``) where it has none of this id."""
+        """Return an item. Raises ``PenstockError`` (``not_found``) if the conversation has none with this id."""
         _row(connection, owner, name)
         document: Item = _item_row(connection, name, item).document
         return document
 
     async def find_size(self, owner: str, items: list[str]) -> int:
-        """How many bytes the result of ``find`` has; no item is loaded."""
+        """Return the size of ``find`` in bytes, without loading items."""
         return await self._database.read(lambda connection: _found_size(connection, owner, items)) if items else 0
 
     async def find(self, owner: str, items: list[str], taken: int, max_size: int) -> tuple[dict[str, Item], int]:
-        """The items of the owner's conversations that have one of these ids, and their size in bytes; other ids are
-        left out.
-
-        Args:
-            taken, max_size: as for ``items``.
-
-        Raises ``PenstockError`` (``too_large``) as ``items``.
-        """
+        """Return the items with these ids in the owner's conversations, and their size in bytes; ignore unknown ids.
+        ``taken``, ``max_size`` and ``too_large`` as in ``items``."""
 
         def transaction(connection: Connection) -> tuple[dict[str, Item], int]:
             size = _found_size(connection, owner, items)
             if taken + size > max_size:
                 raise too_large("input", taken + size, max_size)
-            kept = CONVERSATION_ITEMS.c
-            found = _found(select(kept.id, kept.document), owner, items)
+            columns = CONVERSATION_ITEMS.c
+            found = _found(select(columns.id, columns.document), owner, items)
             return {row.id: row.document for row in connection.execute(found)}, size
 
         return await self._database.read(transaction) if items else ({}, 0)
 
     @writes
     def delete_item(self, connection: Connection, owner: str, name: str, item: str) -> Conversation:
-        """Raises as ``item``."""
+        """Delete an item. Raises as ``item``."""
         row = _row(connection, owner, name)
         found = _item_row(connection, name, item)
         connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.position == found.position))
@@ -177,7 +170,7 @@ class ConversationStore(Store):
             await self._database.write(partial(transaction, name=name))
 
     def _check_room(self, connection: Connection, name: str, size: int, more_items: int, more_bytes: int) -> None:
-        """Raise ``PenstockError`` (``invalid``) where a conversation of ``size`` bytes has no room for more."""
+        """Raise ``PenstockError`` (``invalid``) if a conversation of ``size`` bytes has no room for more."""
         items = select(func.count()).where(CONVERSATION_ITEMS.c.conversation == name)
         count = int(connection.execute(items).scalar_one())
         for used, more, limit, unit in (
@@ -187,8 +180,8 @@ class ConversationStore(Store):
             if used + more > limit:
                 option = f"max_conversation_{unit}"
                 message = (
-                    f"has {used} {unit}, and {more} more exceed the limit of {limit} ({option}); "
-                    "delete items, or begin another conversation"
+                    f"has {used} {unit}; {more} more exceed the limit of {limit} ({option}): "
+                    "delete items, or create another conversation"
                 )
                 raise PenstockError(Code.INVALID, f"conversation: {message}", "conversation", limit, used + more)
 
@@ -208,7 +201,7 @@ class ConversationStore(Store):
 
 
 def _found(query: Select[Any], owner: str, items: list[str]) -> Select[Any]:
-    """A query of the items of an owner's conversations that have one of these ids."""
+    """Restrict a query to the items with these ids in the owner's conversations."""
     conversations = CONVERSATIONS.c
     mine = (conversations.owner == owner, conversations.expires >= time.time(), CONVERSATION_ITEMS.c.id.in_(items))
     return query.join(CONVERSATIONS, conversations.id == CONVERSATION_ITEMS.c.conversation).where(*mine)
@@ -222,8 +215,8 @@ def _row(connection: Connection, owner: str, name: str) -> Row[Any]:
     conversations = CONVERSATIONS.c
     where = (conversations.id == name, conversations.owner == owner, conversations.expires >= time.time())
     if (row := connection.execute(select(CONVERSATIONS).where(*where)).first()) is None:
-        words = f"conversation: there is no conversation {name[:80]!r}"
-        raise PenstockError(Code.NOT_FOUND, words, "conversation")
+        message = f"conversation: there is no conversation {name[:80]!r}"
+        raise PenstockError(Code.NOT_FOUND, message, "conversation")
     return row
 
 

@@ -1,4 +1,4 @@
-"""The database: SQLite in a folder, or any that SQLAlchemy reaches."""
+"""The database: an SQLite file, or any database supported by SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ from .tables import METADATA, SECRETS
 
 T = TypeVar("T")
 LOCK_TIMEOUT = 10.0
-"""Seconds that a process waits while another one writes to SQLite."""
+"""Seconds that a process waits for another process's write transaction in SQLite."""
 NUM_READERS = 4
-"""Reading transactions of a process at a time; others wait, and hold up nothing else."""
+"""Maximum number of concurrent read transactions per process."""
 NUM_WRITERS = 4
-"""Writing transactions of a process at a time; SQLite has one in all processes."""
+"""Maximum number of concurrent write transactions per process. SQLite allows one in all processes together."""
 SCHEMA_LOCK, QUOTA_LOCK = 0x70656E73746F636B, 0x70656E73746F636C
-"""PostgreSQL's advisory locks, of those who make tables, and of those who check that there is room: numbers that no
-other application should take."""
+"""Numbers of PostgreSQL advisory locks for creating tables and for checking quotas; unlikely to be used by other
+applications."""
 DELETED_AT_ONCE = 100
-"""Rows of one transaction of ``delete_in_parts``."""
+"""Rows per transaction of ``delete_in_parts``."""
 READ_ONLY = {"postgresql_readonly": True}
-"""Execution options of reading transactions; ``_begin_sqlite`` reads them, too."""
+"""Execution options of read transactions; also read by ``_begin_sqlite``."""
 FILE = "penstock.db"
 PRIVATE = 0o600
 
 
 class Database:
-    """Runs transactions in threads of its own. All API processes use the same database; each opens it for itself.
+    """Runs transactions in threads. Every API process opens the same database.
 
     Args:
-        options: ``storage_url``, or ``storage_dir`` with a file of SQLite.
+        options: ``storage_url``, or ``storage_dir`` for an SQLite file.
 
-    Raises ``PenstockError`` (``invalid``) where it cannot be opened.
+    Raises ``PenstockError`` (``invalid``) if it cannot be opened.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -71,16 +71,16 @@ class Database:
         try:
             self._engine = _open(options)
             with self._engine.begin() as connection:
-                lock(connection, SCHEMA_LOCK)  # two that make the same table at a time may fail
+                lock(connection, SCHEMA_LOCK)  # creating the same table concurrently may fail
                 for table in METADATA.sorted_tables:
                     connection.execute(CreateTable(table, if_not_exists=True))
                     _add_new_columns(connection, table)
                     for index in table.indexes:
                         connection.execute(CreateIndex(index, if_not_exists=True))
                 self.secret = _shared_secret(connection)
-                """Random bytes that all servers of this database share."""
+                """Random bytes shared by all servers of this database."""
         except (ArgumentError, NoSuchModuleError, ImportError) as error:
-            raise invalid(field, f"{error}; it is a URL of SQLAlchemy's, such as postgresql+psycopg://…") from error
+            raise invalid(field, f"{error}; a URL of SQLAlchemy is required, such as postgresql+psycopg://…") from error
         except (SQLAlchemyError, OSError) as error:
             raise invalid(field, f"the database cannot be opened: {_reason(error)}") from error
         self._readers = ThreadPoolExecutor(NUM_READERS, "database-read")
@@ -88,21 +88,21 @@ class Database:
         self._writers = ThreadPoolExecutor(writers, "database-write")
 
     async def read(self, transaction: Callable[[Connection], T]) -> T:
-        """Run a function in a read-only transaction, which sees one state of the database (SQLite) and waits for no
-        writer. Raises as ``write``."""
+        """Run a function in a read-only transaction, which sees a snapshot of the database (SQLite) and does not wait
+        for writers. Raises as ``write``."""
         return await self._run(self._readers, transaction, READ_ONLY)
 
     async def write(self, transaction: Callable[[Connection], T]) -> T:
-        """Run a function in a transaction, which an exception rolls back. In SQLite, these transactions run one after
-        the other.
+        """Run a function in a transaction, which is rolled back by an exception. In SQLite, write transactions run one
+        after the other.
 
-        Raises ``PenstockError``: ``invalid`` for texts that the database does not take, as PostgreSQL takes no zero
-        byte; ``unavailable`` where it does not answer.
+        Raises ``PenstockError``: ``invalid`` for values that the database rejects (a zero byte in PostgreSQL);
+        ``unavailable`` if it does not answer.
         """
         return await self._run(self._writers, transaction, {})
 
     async def delete_in_parts(self, table: Table, *where: ColumnElement[bool]) -> None:
-        """Delete rows, ``DELETED_AT_ONCE`` in a transaction, so that other writers get their turn."""
+        """Delete rows, ``DELETED_AT_ONCE`` per transaction, so that other writers are not blocked."""
         key = table.primary_key.columns.values()[0]
 
         names = await self.read(lambda connection: list(connection.execute(select(key).where(*where)).scalars()))
@@ -120,35 +120,35 @@ class Database:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, run)
         except DataError as error:
-            raise PenstockError(Code.INVALID, f"the server's database does not take this: {_reason(error)}") from error
+            raise PenstockError(Code.INVALID, f"the server's database rejects a value: {_reason(error)}") from error
         except SQLAlchemyError as error:
-            words = f"the server's database does not answer: {_reason(error)}"
-            raise PenstockError(Code.UNAVAILABLE, words) from error
+            message = f"the server's database does not answer: {_reason(error)}"
+            raise PenstockError(Code.UNAVAILABLE, message) from error
 
 
 def lock(connection: Connection, number: int) -> None:
-    """In PostgreSQL, wait until no other transaction has this lock, and hold it to the end of this one. SQLite has one
-    transaction at a time anyway; other databases do without."""
+    """Hold a PostgreSQL advisory lock until the end of the transaction. SQLite runs one write transaction at a time
+    anyway; in other databases nothing is locked."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(number)))
 
 
 def _shared_secret(connection: Connection) -> bytes:
-    """The random secret of a database, which its first server makes."""
+    """Return the random secret of the database, which is created by the first server."""
     name, value = SECRETS.c.name, SECRETS.c.value
     missing = ~select(name).where(name == "names").exists()
-    made = select(literal("names"), literal(secrets.token_hex(32))).where(missing)
-    connection.execute(SECRETS.insert().from_select([name, value], made))
+    created = select(literal("names"), literal(secrets.token_hex(32))).where(missing)
+    connection.execute(SECRETS.insert().from_select([name, value], created))
     return bytes.fromhex(str(connection.execute(select(value).where(name == "names")).scalar_one()))
 
 
 def _add_new_columns(connection: Connection, table: Table) -> None:
-    """Add the columns that a table of an earlier version lacks, with their default in its rows."""
-    there = {column["name"] for column in inspect(connection).get_columns(table.name)}
+    """Add columns that are missing in a table of an earlier version, with their default value."""
+    existing = {column["name"] for column in inspect(connection).get_columns(table.name)}
     for column in table.columns:
-        if column.name not in there:
-            described = CreateColumn(column).compile(dialect=connection.dialect)
-            connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {described}"))
+        if column.name not in existing:
+            definition = CreateColumn(column).compile(dialect=connection.dialect)
+            connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {definition}"))
 
 
 def _encode(value: Any) -> str:
@@ -173,17 +173,17 @@ def _open(options: ServerOptions) -> Engine:
 
 
 def _tune_sqlite(connection: object, _: object) -> None:
-    """What was committed survives the process, and all but the last moments the machine. Transactions are begun by
-    ``_begin_sqlite``, as Python's module would begin none before the first write."""
+    """Use the WAL: committed data survives a crash of the process; a crash of the machine may lose the last moments.
+    Transactions are started by ``_begin_sqlite``, as Python's module starts none before the first write."""
     connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = connection.cursor()  # type: ignore[attr-defined]
-    given_up = time.monotonic() + LOCK_TIMEOUT
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             cursor.execute("PRAGMA journal_mode=WAL")
             break
-        except sqlite3.OperationalError:  # another one changes it, for which SQLite does not wait by itself
-            if time.monotonic() > given_up:
+        except sqlite3.OperationalError:  # another process changes it; SQLite does not wait for that
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
     cursor.execute("PRAGMA synchronous=NORMAL")
@@ -207,12 +207,12 @@ def newest_first(
     id_column: ColumnElement[Any],
     query: PageQuery,
 ) -> Page:
-    """A page of rows: only these are read.
+    """Read a page of rows.
 
     Args:
-        entries: all of them, in any order.
-        key: columns that order them, the oldest with the least.
-        id_column: the column that ``PageQuery.after`` names.
+        entries: query of all rows, in any order.
+        key: columns to sort by; the oldest row has the smallest key.
+        id_column: column compared with ``PageQuery.after``.
     """
     if query.after:
         at = connection.execute(entries.with_only_columns(*key).where(id_column == query.after)).first()
@@ -226,6 +226,6 @@ def newest_first(
 
 
 def too_large(field: str, size: int, maximum: int) -> PenstockError:
-    """The error for a request that has ``size`` bytes with the stored items that it names."""
-    message = f"with its stored items it has {size} bytes, more than the {maximum} of a request (max_body_size)"
-    return PenstockError(Code.TOO_LARGE, f"{field}: {message}; name fewer of them", field, maximum, size)
+    """The error for a request that has ``size`` bytes including the stored items that it references."""
+    message = f"the request has {size} bytes including its stored items; the limit is {maximum} (max_body_size)"
+    return PenstockError(Code.TOO_LARGE, f"{field}: {message}; reference fewer items", field, maximum, size)

@@ -1,4 +1,4 @@
-"""Files that clients have uploaded, or that batches have written: contents in a folder, the rest in the database."""
+"""Files uploaded by clients or written by batches: contents in a folder, metadata in the database."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .tables import FILES
 from .usage import Quotas
 
 ORPHAN_AGE = 2 * 86_400.0
-"""Seconds after which contents without a file are removed; a batch has ended before."""
+"""Seconds after which contents without a database row are removed; longer than a batch may run."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file, as OpenAI's API describes it."""
+    """A file object of OpenAI's API."""
 
     id: str
     bytes: int
@@ -40,11 +40,11 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class FileStore(Store):
-    """Keeps files.
+    """Stores files.
 
     Args:
-        folder: for their contents; made if it is not there.
-        max_size: bytes of the largest file.
+        folder: folder of the contents; created if missing.
+        max_size: maximum size of a file in bytes.
     """
 
     def __init__(self, database: Database, folder: Path, retention: float, max_size: int, quotas: Quotas) -> None:
@@ -54,37 +54,37 @@ class FileStore(Store):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
-        """Where the contents of a file are."""
+        """Path of a file's contents."""
         return self.folder / name
 
     async def add(
-        self, owner: str, filename: str, purpose: str, size: int, pieces: AsyncIterator[bytes], lifetime: float | None
+        self, owner: str, filename: str, purpose: str, size: int, chunks: AsyncIterator[bytes], lifetime: float | None
     ) -> StoredFile:
-        """Keep a file.
+        """Store a file.
 
         Args:
-            size: bytes that it is going to have.
-            lifetime: seconds that it is kept, ``retention`` at most; None for that.
+            size: expected size in bytes.
+            lifetime: seconds until it expires, at most ``retention``; None: ``retention``.
 
-        Raises ``PenstockError``: as ``Quotas.check``; ``too_large``; ``unavailable`` where the disk is full.
+        Raises ``PenstockError``: as ``Quotas.check``; ``too_large``; ``unavailable`` if it cannot be written.
         """
         await self._check_room(owner, size)
         name = f"file-{uuid4().hex}"
         partial, size = self.folder / f"{name}.partial", 0
         try:
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
-                async for piece in pieces:
-                    size += len(piece)
+                async for chunk in chunks:
+                    size += len(chunk)
                     if size > self._max_size:
-                        words = f"file: must have at most {self._max_size} bytes"
-                        raise PenstockError(Code.TOO_LARGE, words, "file", self._max_size)
-                    await asyncio.to_thread(file.write, piece)
+                        message = f"file: must have at most {self._max_size} bytes"
+                        raise PenstockError(Code.TOO_LARGE, message, "file", self._max_size)
+                    await asyncio.to_thread(file.write, chunk)
                 file.flush()
                 await asyncio.to_thread(os.fsync, file.fileno())
             partial.rename(self.path(name))
         except OSError as error:
-            words = f"the file cannot be stored: {(error.strerror or str(error)).lower()}"
-            raise PenstockError(Code.UNAVAILABLE, words) from error
+            message = f"the file cannot be stored: {(error.strerror or str(error)).lower()}"
+            raise PenstockError(Code.UNAVAILABLE, message) from error
         finally:
             partial.unlink(missing_ok=True)
         try:
@@ -105,24 +105,24 @@ class FileStore(Store):
         lifetime: float | None,
         checked: bool = False,
     ) -> StoredFile:
-        """Keep a file whose contents are there already.
+        """Store a file whose contents were written already.
 
         Args:
-            lifetime: as for ``add``.
-            checked: only if there is room; a file that has been computed is kept in any case.
+            lifetime: see ``add``.
+            checked: check the quotas; files written by batches are always stored.
         """
         if checked:
             self._check(connection, owner, size)
         now = time.time()
         expires = now + min(self._retention, lifetime or self._retention)
         values = {"id": name, "owner": owner, "created": now, "expires": expires}
-        connection.execute(delete(FILES).where(FILES.c.id == name))  # of a process that was killed afterwards
+        connection.execute(delete(FILES).where(FILES.c.id == name))  # written by a process that was killed afterwards
         connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
         return StoredFile(name, size, int(now), filename, purpose, int(expires))
 
     @reads
     def get(self, connection: Connection, owner: str, name: str, field: str = "file_id") -> StoredFile:
-        """A file. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
+        """Return a file. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
         where = (FILES.c.id == name, FILES.c.owner == owner, FILES.c.expires >= time.time())
         row = connection.execute(select(FILES).where(*where)).first()
         if row is None or not self.path(row.id).is_file():
@@ -131,7 +131,7 @@ class FileStore(Store):
 
     @reads
     def page(self, connection: Connection, owner: str, query: PageQuery, purpose: str | None = None) -> Page:
-        """A page of the owner's files."""
+        """Return a page of the owner's files."""
         where = [FILES.c.owner == owner, FILES.c.expires >= time.time()]
         if purpose is not None:
             where.append(FILES.c.purpose == purpose)
@@ -140,13 +140,13 @@ class FileStore(Store):
         return found._replace(entries=[msgspec.to_builtins(_described(row)) for row in found.entries])
 
     async def delete(self, owner: str, name: str) -> None:
-        """Raises as ``get``."""
+        """Delete a file. Raises as ``get``."""
         await self.get(owner, name)
         await self._database.write(lambda connection: connection.execute(delete(FILES).where(FILES.c.id == name)))
         self.path(name).unlink(missing_ok=True)
 
     async def sweep(self) -> None:
-        """Remove contents that belong to no file, as a process was killed: those that are older than a day."""
+        """Remove contents without a database row, left by killed processes, that are older than ``ORPHAN_AGE``."""
         names = await self._database.read(lambda connection: set(connection.execute(select(FILES.c.id)).scalars()))
 
         def remove() -> None:
@@ -162,12 +162,12 @@ class FileStore(Store):
     _check_room = reads(_check)
 
     async def remove_expired(self) -> None:
-        """With their contents."""
-        for name in await self._forget_expired():
+        """Remove expired files with their contents."""
+        for name in await self._delete_expired():
             self.path(name).unlink(missing_ok=True)
 
     @writes
-    def _forget_expired(self, connection: Connection) -> list[str]:
+    def _delete_expired(self, connection: Connection) -> list[str]:
         old = FILES.c.expires < time.time()
         names = list(connection.execute(select(FILES.c.id).where(old)).scalars())
         connection.execute(delete(FILES).where(old))

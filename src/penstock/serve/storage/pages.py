@@ -1,4 +1,4 @@
-"""Pages of lists: which entries of a list a client asks for. Imports no database."""
+"""Pages of lists. Does not import SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 
 class PageQuery(NamedTuple):
-    """The part of a list that is asked for."""
+    """The requested part of a list."""
 
     limit: int
-    """Entries at most."""
+    """Maximum number of entries."""
     after: str = ""
-    """Id of the entry after which the page begins; empty for the first page."""
+    """Id of the entry before the page; empty for the first page."""
     ascending: bool = False
     """Oldest entries first."""
 
 
 class Page(NamedTuple):
-    """Entries of a list."""
+    """A page of a list."""
 
     entries: list[Any]
     has_more: bool
-    """Whether there are entries after these."""
+    """True if there are further entries."""

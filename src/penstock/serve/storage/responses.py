@@ -20,37 +20,37 @@ from .tables import RESPONSES
 from .usage import Quotas
 
 MAX_CHAIN = 1000
-"""Responses before a response, which are its conversation."""
+"""Maximum number of previous responses in a conversation."""
 LOST_AFTER = 30.0
-"""Seconds without one after which it has failed: its process has ended."""
+"""Seconds without a heartbeat after which a pending response is reported as failed."""
 PENDING = ("queued", "in_progress")
 ITEM_ID = re.compile(r"(?:rs|msg|fc|in)_(.{1,128})_[0-9]{1,9}")
-"""Id of an item of the response ``resp_`` and what the group matches."""
+"""Id of an item; the group is the id of its response without ``resp_``."""
 LOST = {"code": "server_error", "message": "the process that computed the response has ended; send the request again"}
 
 OUTPUT = RESPONSES.c.document["output"]
 LENGTH = func.length(cast(RESPONSES.c.input, Text)) + func.length(cast(OUTPUT, Text))
-"""Characters of a response's items, input and output, as JSON."""
+"""SQL expression: size of a response's input and output items in characters of JSON."""
 CLOCK_STEP = 5.0
-"""Seconds by which the system's clock has been set, or the machine been suspended."""
+"""Difference in seconds from which on a change of the system clock (set, or machine suspended) is detected."""
 Document = dict[str, Any]
 """A response object."""
 Item = dict[str, Any]
 
 
 class ResponseStore(Store):
-    """Keeps responses."""
+    """Stores responses."""
 
     def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
         super().__init__(database, retention, quotas)
         self._clock_offset = time.time() - time.monotonic()
-        """Seconds between the two clocks when they were last compared."""
+        """Offset between system and monotonic clock at the last check, in seconds."""
         self._clock_stepped = -math.inf
-        """When a step of the clock was noticed last, on the monotonic clock."""
+        """Time of the last detected clock step, on the monotonic clock."""
 
     @writes
     def add(self, connection: Connection, owner: str, document: dict[str, Any], items: list[Item]) -> None:
-        """Keep a new response. Raises ``PenstockError`` as ``Quotas.check``."""
+        """Store a new response. Raises ``PenstockError`` as ``Quotas.check``."""
         now, size = time.time(), _size(document) + _size(items)
         self._quotas.check(connection, owner, "store", responses=1, bytes=size)
         values = {"id": document["id"], "owner": owner, "previous": document["previous_response_id"] or ""}
@@ -60,25 +60,24 @@ class ResponseStore(Store):
 
     @reads
     def check_room(self, connection: Connection, owner: str) -> None:
-        """Check that there is room for one more response. Raises ``PenstockError`` as ``Quotas.check``."""
+        """Check that another response can be stored. Raises ``PenstockError`` as ``Quotas.check``."""
         self._quotas.check(connection, owner, "store", responses=1, bytes=1)
 
     @writes
     def advance(self, connection: Connection, owner: str, document: dict[str, Any]) -> bool:
-        """Replace a background response that has not ended; returns False where it has, as it was cancelled or
-        deleted."""
+        """Replace a pending background response. Returns False if it was cancelled or deleted."""
         size = RESPONSES.c.size + _size(document) - _size(document | {"output": []})
         values = {"document": document, "status": document["status"], "beat": time.time(), "size": size}
         return _change_pending(connection, owner, document["id"], values)
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Document:
-        """The response object. Raises ``PenstockError`` (``not_found``) where the owner has none of this id."""
+        """Return a response. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
         return self._current(_row(connection, owner, name, RESPONSES.c.document))
 
     @reads
     def input_page(self, connection: Connection, owner: str, name: str, query: PageQuery) -> Page:
-        """A page of the input of a response; other items are not decoded. Raises as ``get``."""
+        """Return a page of a response's input; only its items are decoded. Raises as ``get``."""
         row = _row(connection, owner, name, cast(RESPONSES.c.input, Text).label("input"))
         items = msgspec.json.decode(row.input, type=list[msgspec.Raw])
         order = items if query.ascending else items[::-1]
@@ -89,33 +88,33 @@ class ResponseStore(Store):
 
     @reads
     def conversation_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
-        """The size of ``conversation`` in characters of JSON; no item is loaded. Arguments and errors as there."""
+        """Return the size of ``conversation`` in characters of JSON, without loading items; arguments as there."""
         return self._chain(connection, owner, name, taken, max_size)[1]
 
     @reads
     def conversation(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
-        """The items of a response and of all before it, input and output, the oldest first.
+        """Return the input and output items of a response and all previous ones, oldest first.
 
         Args:
-            taken: bytes that the request has without them.
-            max_size: bytes of a request, which has all items.
+            taken: size of the request without these items in bytes.
+            max_size: maximum size of the request with these items in bytes.
 
-        Raises ``PenstockError``: ``not_found``; ``invalid`` where one is not finished, or there are too many;
-        ``too_large`` where the request has more than ``max_size`` bytes with them.
+        Raises ``PenstockError``: ``not_found``; ``invalid`` if a response is not finished, or there are too many;
+        ``too_large`` if the request exceeds ``max_size``.
         """
         items: list[Item] = []
-        for each in reversed(self._chain(connection, owner, name, taken, max_size)[0]):
-            row = _row(connection, owner, each, RESPONSES.c.input, OUTPUT.label("output"))
+        for response in reversed(self._chain(connection, owner, name, taken, max_size)[0]):
+            row = _row(connection, owner, response, RESPONSES.c.input, OUTPUT.label("output"))
             items += row.input + row.output
         return items
 
     def _chain(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> tuple[list[str], int]:
-        """The ids of a response and of all before it, the latest first; and their size in characters of JSON."""
+        """Return the ids of a response and all previous ones, latest first, and their size in characters of JSON."""
         names: list[str] = []
         previous, size = name, 0
         while previous:
             if len(names) == MAX_CHAIN:
-                raise invalid("previous_response_id", f"has more than {MAX_CHAIN} responses before it", MAX_CHAIN)
+                raise invalid("previous_response_id", f"has more than {MAX_CHAIN} previous responses", MAX_CHAIN)
             row = _row(connection, owner, previous, LENGTH.label("length"), field="previous_response_id")
             status = "failed" if self._is_lost(row) else row.status
             if status not in ("completed", "incomplete"):
@@ -128,24 +127,18 @@ class ResponseStore(Store):
         return names, size
 
     async def items_size(self, owner: str, names: list[str]) -> int:
-        """At most how many characters of JSON the result of ``items`` has; no item is loaded."""
+        """Return an upper bound of the size of ``items`` in characters of JSON, without loading items."""
         responses = sorted(_responses_of(names))
 
         def transaction(connection: Connection) -> int:
-            lengths = (select(LENGTH).where(*_kept(owner, name)) for name in responses)
+            lengths = (select(LENGTH).where(*_is_stored(owner, name)) for name in responses)
             return sum(connection.execute(length).scalar() or 0 for length in lengths)
 
         return await self._database.read(transaction) if responses else 0
 
     async def items(self, owner: str, names: list[str], taken: int, max_size: int) -> tuple[dict[str, Item], int]:
-        """The items of the owner's responses, input and output, that have one of these ids, and their size in
-        characters of JSON; other ids are left out.
-
-        Args:
-            taken, max_size: as for ``conversation``.
-
-        Raises ``PenstockError`` (``too_large``) as ``conversation``.
-        """
+        """Return the input and output items with these ids in the owner's responses, and their size in characters of
+        JSON. Unknown ids are ignored. ``taken``, ``max_size`` and ``too_large`` as in ``conversation``."""
         wanted, responses = set(names), sorted(_responses_of(names))
         texts = cast(RESPONSES.c.input, Text), cast(OUTPUT, Text)
 
@@ -153,7 +146,7 @@ class ResponseStore(Store):
             found: dict[str, Item] = {}
             size = 0
             for name in responses:
-                for text in connection.execute(select(*texts).where(*_kept(owner, name))).first() or ():
+                for text in connection.execute(select(*texts).where(*_is_stored(owner, name))).first() or ():
                     for item in msgspec.json.decode(text, type=list[msgspec.Raw]):
                         if (item_id := _id_of(item)) in wanted:
                             size += len(memoryview(item))
@@ -166,37 +159,36 @@ class ResponseStore(Store):
 
     @writes
     def delete(self, connection: Connection, owner: str, name: str) -> None:
-        """Raises as ``get``."""
+        """Delete a response. Raises as ``get``."""
         _row(connection, owner, name)
         connection.execute(delete(RESPONSES).where(RESPONSES.c.id == name))
 
     @writes
     def cancel(self, connection: Connection, owner: str, name: str) -> Document:
-        """Mark a background response as cancelled, if it has not ended; its process then stops computing it. Raises as
-        ``get``."""
+        """Mark a pending background response as cancelled; its process then stops. Raises as ``get``."""
         stored = self._current(_row(connection, owner, name, RESPONSES.c.document))
         if not stored["background"]:
-            raise invalid("response_id", f"{name} is no background response, which alone can be cancelled")
+            raise invalid("response_id", f"{name} is not a background response; only these can be cancelled")
         document = {**stored, "status": "cancelled"}
         changed = _change_pending(connection, owner, name, {"document": document, "status": "cancelled"})
         return document if changed else stored
 
     @writes
     def beat(self, connection: Connection, owner: str, name: str) -> bool:
-        """Say that a background response is being computed; returns whether it is still wanted."""
+        """Record a heartbeat of a background response. Returns False if it is no longer pending."""
         return _change_pending(connection, owner, name, {"beat": time.time()})
 
     async def remove_expired(self) -> None:
         await self._database.delete_in_parts(RESPONSES, RESPONSES.c.expires < time.time())
 
     def _current(self, row: Row[Any]) -> Document:
-        """A response, failed where its process has ended."""
+        """Return a response, marked as failed if its process has ended."""
         document: Document = row.document
         return {**document, "status": "failed", "error": LOST} if self._is_lost(row) else document
 
     def _is_lost(self, row: Row[Any]) -> bool:
-        """Whether the process that computes a response has ended. A step of the clock, after which the times of all
-        processes look old, is waited out."""
+        """Check whether the process that computes a response has ended. After a clock step, when all heartbeats may
+        seem old, ``LOST_AFTER`` seconds must pass first."""
         lost = row.status in PENDING and time.time() - row.beat > LOST_AFTER
         offset, now = time.time() - time.monotonic(), time.monotonic()
         if abs(offset - self._clock_offset) > CLOCK_STEP:
@@ -206,7 +198,7 @@ class ResponseStore(Store):
 
 
 def _responses_of(items: list[str]) -> set[str]:
-    """Ids of the responses that items with these ids would be of."""
+    """Ids of the responses to which items with these ids belong."""
     return {f"resp_{match[1]}" for item in items if (match := ITEM_ID.fullmatch(item))}
 
 
@@ -219,26 +211,26 @@ def _id_of(item: msgspec.Raw) -> str:
 
 
 def _size(value: Any) -> int:
-    """Bytes of its JSON."""
+    """Size of the JSON in bytes."""
     return len(msgspec.json.encode(value))
 
 
 def _change_pending(connection: Connection, owner: str, name: str, values: dict[str, Any]) -> bool:
-    """Change a response that has not ended; returns whether there is one."""
+    """Update a pending response. Returns False if there is none."""
     where = RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
     return connection.execute(update(RESPONSES).where(*where).values(**values)).rowcount > 0
 
 
-def _kept(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
+def _is_stored(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
     return RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.expires >= time.time()
 
 
 def _row(
     connection: Connection, owner: str, name: str, *columns: ColumnElement[Any], field: str = "response_id"
 ) -> Row[Any]:
-    """A response's status, beat and predecessor, and these columns. Raises ``PenstockError`` (``not_found``)."""
+    """Read status, heartbeat, previous id and ``columns`` of a response. Raises ``PenstockError`` (``not_found``)."""
     responses = RESPONSES.c
-    found = select(responses.status, responses.beat, responses.previous, *columns).where(*_kept(owner, name))
+    found = select(responses.status, responses.beat, responses.previous, *columns).where(*_is_stored(owner, name))
     if (row := connection.execute(found).first()) is None:
         raise PenstockError(Code.NOT_FOUND, f"{field}: there is no response {name[:160]!r}", field)
     return row

@@ -1,4 +1,4 @@
-"""Removes what has expired."""
+"""Periodic removal of expired data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from penstock.core import PenstockError
 
 INTERVAL = 60.0
-"""Seconds between two looks for what has expired. What has is not found any more in between."""
+"""Seconds between removals. Expired data is never returned, even before its removal."""
 logger = logging.getLogger(__name__)
 
 
@@ -19,12 +19,12 @@ class Expiring(Protocol):
 
 
 async def remove_expired(stores: Iterable[Expiring]) -> None:
-    """Until cancelled: remove what has expired from all of them."""
+    """Remove expired data from all stores, periodically until cancelled."""
     stores = tuple(stores)
     while True:
         for store in stores:
             try:
                 await store.remove_expired()
             except PenstockError as error:
-                logger.warning("what has expired is not removed yet: %s", error)
+                logger.warning("expired data could not be removed, retrying later: %s", error)
         await asyncio.sleep(INTERVAL)

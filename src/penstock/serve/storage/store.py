@@ -1,4 +1,4 @@
-"""What stores have in common: transactions as methods, and the limits of what they keep."""
+"""Base class of stores, and decorators for methods that are transactions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Method = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
 
 class Store:
-    """Keeps rows, each for the owner that made it.
+    """Stores rows, each with an owner.
 
     Args:
-        retention: seconds that a row is kept.
+        retention: seconds until a row expires.
     """
 
     def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
@@ -32,7 +32,7 @@ class Store:
 
 
 def reads(transaction: Transaction[S, P, T]) -> Method[S, P, T]:
-    """A method that is a transaction of ``Database.read``, which gives it the connection."""
+    """Turn a function of a connection into a method that runs it with ``Database.read``."""
 
     @wraps(transaction)
     async def method(self: S, /, *args: P.args, **named: P.kwargs) -> T:
@@ -42,7 +42,7 @@ def reads(transaction: Transaction[S, P, T]) -> Method[S, P, T]:
 
 
 def writes(transaction: Transaction[S, P, T]) -> Method[S, P, T]:
-    """A method that is a transaction of ``Database.write``, which gives it the connection."""
+    """Turn a function of a connection into a method that runs it with ``Database.write``."""
 
     @wraps(transaction)
     async def method(self: S, /, *args: P.args, **named: P.kwargs) -> T:

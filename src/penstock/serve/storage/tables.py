@@ -1,4 +1,4 @@
-"""The database's tables. Times are in seconds since 1970, sizes in bytes."""
+"""Database tables. Times are in seconds since 1970, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RESPONSES = Table(
     Index("responses_expires", "expires"),
     Index("responses_use", "owner", "expires", "size"),
 )
-"""``document`` is the response object, whose status is in ``status``, too; ``input`` the items of its own request,
-without those of the responses before it; ``size`` that of both; ``beat`` when the process that computes it last said
-so."""
+"""``document`` is the response object; its status is also in ``status``. ``input`` has the items of its request without
+those of previous responses; ``size`` is the size of both; ``beat`` is the last heartbeat of the process that computes
+it."""
 CONVERSATIONS = Table(
     "conversations",
     METADATA,
@@ -34,7 +34,7 @@ CONVERSATIONS = Table(
     Column("size", BigInteger, nullable=False),
     Index("conversations_use", "owner", "expires", "size"),
 )
-"""``size`` is that of its items."""
+"""``size`` is the total size of its items."""
 CONVERSATION_ITEMS = Table(
     "conversation_items",
     METADATA,
@@ -70,8 +70,8 @@ BATCHES = Table(
     Column("document", JSON, nullable=False),
     Index("batches_order", "owner", "created", "id"),
 )
-"""``document`` is the batch object, without its status."""
+"""``document`` is the batch object without its status."""
 SECRETS = Table("secrets", METADATA, Column("name", String(64), primary_key=True), Column("value", String(64)))
-"""Random values that all servers of this database share."""
+"""Random values shared by all servers of this database."""
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that are not finished."""

@@ -1,4 +1,4 @@
-"""How much is stored, and whether there is room for more."""
+"""Storage usage and quotas."""
 
 from __future__ import annotations
 
@@ -18,77 +18,77 @@ from .database import QUOTA_LOCK, Database, lock
 from .tables import BATCHES, CONVERSATIONS, FILES, OPEN, RESPONSES
 
 SIZED = {"files": FILES, "responses": RESPONSES, "conversations": CONVERSATIONS}
-"""Tables whose rows have a size, by name of the limit."""
+"""Name of a limit → table whose rows have a size."""
 DESCRIPTIONS = {
-    "bytes": "Bytes of files, responses and conversations that are stored.",
-    "files": "Files that are stored.",
-    "responses": "Responses that are stored.",
-    "conversations": "Conversations that are stored.",
-    "batches": "Batches that have not ended.",
+    "bytes": "Bytes of stored files, responses and conversations.",
+    "files": "Stored files.",
+    "responses": "Stored responses.",
+    "conversations": "Stored conversations.",
+    "batches": "Batches that are not finished.",
 }
 MAX_AGE = 5.0
-"""Seconds for which what was counted for metrics is told again."""
+"""Seconds for which the metrics are cached."""
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """Limits of what may be stored."""
+    """Storage limits."""
 
     each: StorageLimits
-    """Of each owner."""
+    """Limits per owner."""
     total: StorageLimits
-    """Of all together."""
+    """Limits of all owners together."""
     refused: Callable[[str], None]
-    """Called with the limit's name where one is exceeded."""
+    """Called with the name of an exceeded limit."""
 
     def check(self, connection: Connection, owner: str, field: str, **more: int) -> None:
-        """Check that there is room for more.
+        """Check that the limits allow to store more.
 
         Args:
-            field: of the request, for the error.
-            more: how much of what, by the names of ``StorageLimits``.
+            field: field of the request, for the error.
+            more: additional amounts, by names of ``StorageLimits``.
 
-        Raises ``PenstockError``: ``overloaded`` for batches, as some will end; ``invalid`` otherwise, as in OpenAI's
-        API: repeating the request does not help.
+        Raises ``PenstockError``: ``overloaded`` for batches, as some will end; otherwise ``invalid``, as in OpenAI's
+        API, because a retry does not help.
         """
         if any(getattr(limits, name) is not None for limits in (self.each, self.total) for name in more):
             lock(connection, QUOTA_LOCK)
-        for limits, of, option in (
+        for limits, scope, option in (
             (self.each, owner, "storage_quota of each API key"),
             (self.total, None, "storage_limit of the server"),
         ):
             for name, count in more.items():
                 limit: int | None = getattr(limits, name)
-                if limit is None or (used := _used(connection, name, of)) + count <= limit:
+                if limit is None or (used := _used(connection, name, scope)) + count <= limit:
                     continue
                 self.refused(name)
                 state = f"the {option} is {limit} {name}, of which {used} are used"
                 if name == "batches":
                     raise PenstockError(Code.OVERLOADED, f"{field}: {state}; wait until one has ended", field, limit)
-                words = f"{field}: {state}, and {count} more do not fit; delete some, or wait until they expire"
-                raise PenstockError(Code.INVALID, words, field, limit, used + count)
+                message = f"{field}: {state}, and {count} more do not fit; delete some, or wait until they expire"
+                raise PenstockError(Code.INVALID, message, field, limit, used + count)
 
 
 class Usage:
-    """Metrics of what is stored, by tenant."""
+    """Storage metrics per tenant."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._counted = (0.0, list[Metric]())
+        self._cached = (0.0, list[Metric]())
 
     def public_name(self, owner: str) -> str:
         """Name of an owner in the metrics."""
         return public_name(self._database.secret, owner)
 
     async def metrics(self) -> list[Metric]:
-        """Raises ``PenstockError`` (``unavailable``) where the database does not answer."""
-        if time.monotonic() - self._counted[0] > MAX_AGE or not self._counted[1]:
-            self._counted = time.monotonic(), await self._database.read(partial(_count, self._database.secret))
-        return self._counted[1]
+        """Return the metrics. Raises ``PenstockError`` (``unavailable``) if the database does not answer."""
+        if time.monotonic() - self._cached[0] > MAX_AGE or not self._cached[1]:
+            self._cached = time.monotonic(), await self._database.read(partial(_count, self._database.secret))
+        return self._cached[1]
 
 
 def _used(connection: Connection, name: str, owner: str | None) -> int:
-    """How much of ``name`` an owner has; None is all together."""
+    """Usage of an owner; None: of all owners together."""
     if name == "batches":
         where = [BATCHES.c.status.in_(OPEN), *([] if owner is None else [BATCHES.c.owner == owner])]
         return int(connection.execute(select(func.count()).select_from(BATCHES).where(*where)).scalar_one())
@@ -97,16 +97,16 @@ def _used(connection: Connection, name: str, owner: str | None) -> int:
     return _total(connection, SIZED[name], func.count(), owner)
 
 
-def _total(connection: Connection, table: Table, figure: ColumnElement[int], owner: str | None) -> int:
+def _total(connection: Connection, table: Table, aggregate: ColumnElement[int], owner: str | None) -> int:
     where = [table.c.expires >= time.time(), *([] if owner is None else [table.c.owner == owner])]
-    return int(connection.execute(select(figure).select_from(table).where(*where)).scalar() or 0)
+    return int(connection.execute(select(aggregate).select_from(table).where(*where)).scalar() or 0)
 
 
 def public_name(secret: bytes, owner: str) -> str:
-    """Name of an owner in the metrics, which anybody may read.
+    """Name of an owner in the metrics, which are public.
 
-    Owners are hashes of API keys, from which short keys can be guessed. Without the secret this name tells nothing of
-    the key; it is the same in all processes and servers of a database, and after a restart.
+    Owners are hashes of API keys, from which short keys can be guessed. This name reveals nothing about the key without
+    the secret, and is the same in all processes and servers of a database, and after a restart.
     """
     return hmac.new(secret, owner.encode(), "sha256").hexdigest()[:16] if owner else ""
 
@@ -114,8 +114,8 @@ def public_name(secret: bytes, owner: str) -> str:
 def _count(secret: bytes, connection: Connection) -> list[Metric]:
     counts: dict[str, dict[str, int]] = {name: {} for name in DESCRIPTIONS}
     for name, table in SIZED.items():
-        figures = select(table.c.owner, func.count(), func.sum(table.c.size)).where(table.c.expires >= time.time())
-        for owner, number, size in connection.execute(figures.group_by(table.c.owner)):
+        totals = select(table.c.owner, func.count(), func.sum(table.c.size)).where(table.c.expires >= time.time())
+        for owner, number, size in connection.execute(totals.group_by(table.c.owner)):
             counts[name][owner] = number
             counts["bytes"][owner] = counts["bytes"].get(owner, 0) + int(size)
     pending = select(BATCHES.c.owner, func.count()).where(BATCHES.c.status.in_(OPEN)).group_by(BATCHES.c.owner)

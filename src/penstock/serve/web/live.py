@@ -1,4 +1,4 @@
-"""What the live view shows: each model's counters and histograms, and what its engines are doing."""
+"""Data of the live view: counters and histograms of each model, and the state of its engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from prometheus_client import Metric
 
-from ..metrics import counted
+from ..metrics import process_metrics
 from ..models.served_models import ServedModels
 
 INTERVAL = 0.5
-"""Seconds between two computations of the state: each takes the engines a few milliseconds."""
+"""Minimum time between two computations of the state in seconds; each costs the engines a few milliseconds."""
 COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
@@ -26,13 +26,12 @@ HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 
 
 async def state_of(served_models: ServedModels) -> bytes:
-    """The state of all models.
+    """Return the state of all models as JSON.
 
-    JSON: ``models``, each with ``counters`` (number by name), ``histograms`` (``buckets``, upper bounds in seconds, and
-    the observations in each), and ``engines`` with ``stats`` and a ``snapshot`` (None where an engine does not
-    answer).
+    ``models`` is a list of objects with ``counters`` (name → value), ``histograms`` (``buckets``, the upper bounds in
+    seconds, and ``counts``) and ``engines``, each with ``stats`` and ``snapshot`` (null if the engine does not answer).
     """
-    families = {family.name.removeprefix("penstock:"): family for family in await asyncio.to_thread(counted)}
+    families = {family.name.removeprefix("penstock:"): family for family in await asyncio.to_thread(process_metrics)}
     models = []
     for service in served_models:
         engines = [
@@ -46,13 +45,13 @@ async def state_of(served_models: ServedModels) -> bytes:
 
 
 def _total(family: Metric | None, model: str) -> float:
-    """The value of a counter or gauge of a model."""
+    """Value of a model's counter or gauge."""
     samples = family.samples if family else []
     return float(sum(one.value for one in samples if one.labels.get("model_name") == model))
 
 
 def _histogram(family: Metric | None, model: str) -> dict[str, list[Any]]:
-    """The observations of a model, by bucket."""
+    """Buckets and counts of a model's histogram."""
     samples = family.samples if family else []
     counts = [
         (one.labels["le"], one.value)

@@ -1,4 +1,4 @@
-"""Routes of the web page: its files, which need no API key, and what it asks the server, which does."""
+"""Routes of the web page: its files, which need no API key, and its data, which do."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy: whatever a model writes, the page runs none of it, and asks no other host."""
+"""Content-Security-Policy: the page never executes model output and contacts no other host."""
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add the page, and what it asks."""
+    """Add the routes of the page and its data."""
     root = served_models.options.root_path.rstrip("/")
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     page = page.replace("{root}", escape(root)).replace("{version}", __version__)
@@ -52,8 +52,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     described = operation(OBJECT, reference(ErrorResponse))
     add = partial(routes.add, access=Access.INFERENCE, described=described)
-    add("/web/models", models, summary="Models, and what the playground can ask of them")
-    add("/web/live", live, summary="What the engines are doing, for the live view")
+    add("/web/models", models, summary="Models and their capabilities, for the playground")
+    add("/web/live", live, summary="State of the engines, for the live view")
 
 
 def _described(service: ServedModel) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _described(service: ServedModel) -> dict[str, Any]:
 
 
 def _file(content: bytes, suffix: str) -> Endpoint:
-    """Answers with a file, or that it has not changed."""
+    """Endpoint of a static file; answers 304 if it is unchanged."""
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {
         "etag": etag,

@@ -1,4 +1,4 @@
-"""Tool calls: the formats in which models write them, their parsers, and a structural tag that forces them."""
+"""Tool calls: formats, incremental parsers, and structural tags that force calls."""
 
 from .format import Schemas, ToolCallFormat, ToolCallParser
 from .formats import HARMONY, TOOL_CALL_FORMATS, tool_call_format

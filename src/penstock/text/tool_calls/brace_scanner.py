@@ -1,4 +1,4 @@
-"""Finds the end of a JSON object in streamed text that may be malformed."""
+"""Search for the end of a JSON object in streamed, possibly malformed text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 class ScanResult(NamedTuple):
     length: int
-    """Characters that were consumed; the next call starts after them."""
+    """Number of characters consumed; the next call starts after them."""
     ended: bool
 
 
@@ -16,8 +16,8 @@ class BraceScanner:
     """Counts braces outside strings.
 
     Args:
-        stops: texts that end the object outside its strings even where braces are still open.
-        depth: number of open braces at the beginning.
+        stops: texts that end the object outside strings even if braces are still open.
+        depth: initial number of open braces.
     """
 
     def __init__(self, stops: Sequence[str], depth: int = 0) -> None:
@@ -27,7 +27,7 @@ class BraceScanner:
         self._string = self._escaped = False
 
     def scan(self, text: str) -> ScanResult:
-        """Scan a piece. It is consumed up to a stop, or to what may be the beginning of one at its end."""
+        """Scan a chunk up to the end of the object, a stop, or a suffix that may be the beginning of a stop."""
         for at, char in enumerate(text):
             if self._string:
                 self._string = char != '"' or self._escaped

@@ -1,4 +1,4 @@
-"""Formats of structural tags for arguments that are not one JSON object: one after the other, each by its schema."""
+"""Structural tag formats for arguments that are written one by one instead of as a JSON object."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ OBJECT_KEYWORDS = frozenset(
     "type properties required additionalProperties $defs definitions $schema $id $comment title description examples "
     "default deprecated strict x-guidance".split()
 )
-"""Keywords that arguments written one by one follow, or that do not limit them."""
+"""Supported keywords of an arguments schema, and keywords without effect on validation."""
 KEY = re.compile(r"[^\s<>\"'=()]{1,128}")
-"""A parameter's name, where the format says nothing else."""
+"""Default pattern of parameter names."""
 
 Format = dict[str, Any]
-"""A format of a structural tag."""
+"""A structural tag format."""
 
 
 def arguments_sequence(
     schema: Mapping[str, Any], elements: Mapping[str, Format], separator: str = "", key: re.Pattern[str] = KEY
 ) -> Format:
-    """Arguments one by one; those that are not required may be left out. They are in the order of their schema's
-    properties, but for a separator between them, with which those that are required come first.
+    """Return the format of a sequence of arguments, of which those that are not required are optional.
+
+    They are in the order of the schema's properties; with a separator, required arguments come first.
 
     Args:
-        schema: an object's.
-        elements: format of each argument.
+        schema: schema of the arguments object.
+        elements: argument name → format.
         separator: text between two arguments.
-        key: pattern of the parameters' names that the format can read back.
+        key: pattern of the parameter names that the parser can read.
 
-    Raises ``PenstockError`` (``unsupported``) for what the schema asks for besides.
+    Raises ``PenstockError`` (``unsupported``) for other schema keywords or parameter names.
     """
     if other := sorted(schema.keys() - OBJECT_KEYWORDS):
         raise _unsupported(f"{other[0]} of a tool's parameters")
     required = [name for name in schema.get("required", ()) if isinstance(name, str)]
     if unknown := [name for name in required if name not in elements]:
-        raise _unsupported(f"required parameter {unknown[0]!r:.50}, which is not among the properties,")
+        raise _unsupported(f"required parameter {unknown[0]!r:.50}, which is missing from the properties,")
     if wrong := [name for name in elements if not key.fullmatch(name)]:
         raise _unsupported(f"the name of the parameter {wrong[0]!r:.50}")
     if separator:
@@ -53,7 +54,7 @@ def arguments_sequence(
 
 
 def _joined(required: list[Format], others: list[Format], separator: str) -> Format:
-    """Elements with a text between each two that are there; those that are required come first."""
+    """Required elements followed by optional ones, with a separator between those that are present."""
 
     def following(elements: list[Format]) -> list[Format]:
         return [_optional(_sequence([_text(separator), element])) for element in elements]
@@ -68,11 +69,11 @@ def _joined(required: list[Format], others: list[Format], separator: str) -> For
 
 
 def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0) -> Format:
-    """A value: a text without quotes where the schema allows one, otherwise JSON.
+    """Return the format of a value: an unquoted string if the schema allows strings, otherwise JSON.
 
     Args:
-        schema: that of the value.
-        root: the schema that it is part of, which has the definitions.
+        schema: schema of the value.
+        root: enclosing schema, with the definitions.
         end: text after the value, which cannot occur in it.
 
     Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
@@ -96,14 +97,14 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
 
 
 def json_format(schema: Any, root: Mapping[str, Any]) -> Format:
-    """A JSON value by a schema that may refer to the definitions of the one that it is part of."""
+    """Return the format of a JSON value. ``root`` is the enclosing schema, with the definitions."""
     if isinstance(schema, Mapping):
         schema = {name: root[name] for name in ("$defs", "definitions") if name in root} | dict(schema)
     return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
 
 
 def _string(schema: Mapping[str, Any], text: Format) -> Format:
-    """A text by the keywords for strings. ``format`` is an annotation, as JSON Schema has it by default."""
+    """A string with the constraints of the schema. ``format`` is ignored: an annotation by default in JSON Schema."""
     if (pattern := schema.get("pattern")) is not None:
         begin, end = "" if pattern.startswith("^") else "[^<]*", "" if pattern.endswith("$") else "[^<]*"
         return {"type": "regex", "pattern": f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}"}
@@ -114,8 +115,9 @@ def _string(schema: Mapping[str, Any], text: Format) -> Format:
 
 
 def text_without(end: str) -> Format:
-    """Any text in which ``end`` does not occur. Its first character occurs in it once, so that the search for it
-    starts again wherever that character comes.
+    """Return a regular expression for any text without ``end``.
+
+    The first character of ``end`` must occur in it only once, so that a match can only restart at that character.
     """
     first, *rest = map(re.escape, end)
     again, other, partial = first, f"[^{first}{rest[-1]}]", ""
@@ -143,5 +145,5 @@ def _optional(content: Format) -> Format:
 
 
 def _unsupported(what: str) -> PenstockError:
-    message = f"tools: {what} is not supported where a call is forced, in the form in which this model calls tools"
+    message = f"tools: {what} is not supported for forced calls in the tool call format of this model"
     return PenstockError(Code.UNSUPPORTED, message, "tools")

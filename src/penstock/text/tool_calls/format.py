@@ -1,4 +1,4 @@
-"""What all formats of tool calls have in common, and their parsers, which remove calls from streamed text."""
+"""Base classes of tool call formats and of their incremental parsers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from penstock.text.markers import split_at_marker
 from penstock.text.message import MessagePart, TextPart, ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a tool → JSON schema of its arguments."""
+"""Tool name → JSON schema of its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCallFormat(ABC):
-    """How a family of models writes tool calls. A call begins with a start marker."""
+    """How a model family writes tool calls. A call begins with a start marker."""
 
     parsers: tuple[str, ...]
-    """Names of ``--tool-call-parser``, which are vLLM's."""
+    """Names for ``--tool-call-parser`` (those of vLLM)."""
     template_markers: tuple[str, ...]
-    """Texts by which the family's chat templates are recognized; all of them must be present."""
+    """Texts that identify the family's chat templates; all must be present."""
     excluded_markers: tuple[str, ...] = ()
-    """Texts that must not be present."""
+    """Texts that must be absent from the chat template."""
     start_markers: tuple[str, ...]
-    """Each of them begins a call; none contains another."""
+    """Texts that begin a call; none contains another."""
     end_markers: tuple[str, ...] = ()
-    """Texts that may follow a call and belong to it."""
+    """Texts that may follow a call and are part of it."""
     marker_tokens: tuple[str, ...]
-    """Texts of this format that may be special tokens; they are detokenized nevertheless."""
+    """Texts that must be detokenized even if they are special tokens."""
     allow_unmarked: bool = False
-    """Whether a call at the beginning of an answer needs no start marker."""
+    """True if a call at the beginning of an answer needs no start marker."""
 
-    # How a forced call is written:
+    # Text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)
-    """Prefix of a call's id, and number of characters after it; some templates accept no others."""
+    """Prefix of a call's id, and number of characters after it; some templates require them."""
     prefix: str = ""
     """Text before the first call."""
     call_start: tuple[str, str]
@@ -50,43 +50,41 @@ class ToolCallFormat(ABC):
 
     @abstractmethod
     def parser(self, schemas: Schemas) -> ToolCallParser:
-        """A parser of one answer.
+        """Return a parser for one answer.
 
         Args:
-            schemas: those of the tools that are known; formats whose values have no types need them.
+            schemas: schemas of the available tools, needed by formats with untyped values.
         """
 
     @abstractmethod
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a forced call as a format of a structural tag.
+        """Return the structural tag format of a forced call's arguments.
 
-        Raises ``PenstockError`` (``unsupported``) where they cannot follow the schema in this format.
+        Raises ``PenstockError`` (``unsupported``) if this format cannot enforce the schema.
         """
 
     def written_name(self, name: str) -> str:
-        """A tool's name as it stands between ``call_start``."""
+        """A tool's name as written between the two texts of ``call_start``."""
         return name
 
     def matches(self, template: str) -> bool:
-        """Whether a chat template uses this format."""
+        """Check whether a chat template uses this format."""
         present = all(text in template for text in self.template_markers)
         return present and not any(text in template for text in self.excluded_markers)
 
     def new_id(self) -> str:
-        """A new id for a call."""
+        """Generate a call id."""
         prefix, length = self.call_id
         return prefix + uuid4().hex[:length]
 
 
 class ToolCallParser(ABC):
-    """Removes tool calls from a text, with the whitespace around them.
+    """Extracts tool calls from streamed text, with the whitespace around them.
 
-    Text is held back from a start marker on until it is certain that a call begins; if it turns out not to be one, the
-    text is passed on as content. From then on arguments are passed on as they are written, so that a stream adds up to
-    the whole answer.
+    Text from a start marker on is held back until it is certain that a call begins; if it is not a call, the text is
+    returned as content. After that, arguments are streamed as they are generated.
 
     Args:
-        form: how calls are written.
         separators: texts after a call that begin another one without a start marker.
     """
 
@@ -97,23 +95,21 @@ class ToolCallParser(ABC):
         self._new_id = form.new_id
         self._held = ""
         self._parts: list[MessagePart] = []
-        """Content, and calls that begin, in the current piece."""
+        """Content, and calls that begin, in the current chunk."""
         self._gap = self._marker = ""
-        """The current start marker, and the whitespace before it."""
+        """Current start marker, and the whitespace before it."""
         self._step = self._read_start if form.allow_unmarked else self._read_content
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
-        """Parse a piece; returns the content and the calls that begin in it, in order.
-
-        With ``last`` nothing is held back any more.
-        """
+        """Parse a chunk and return the content and the calls that begin in it, in order. With ``last`` nothing is held
+        back."""
         self._held += text
         self._parts = []
         while self._step(last):
             pass
         return self._parts
 
-    # The states of a parser. Each works on the held text and returns whether to continue with the next state.
+    # States of the parser. Each processes the held text and returns True to continue with the next state.
 
     def _read_content(self, last: bool) -> bool:
         split = split_at_marker(self._held, self._start_markers, last)
@@ -126,10 +122,10 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def _read_start(self, last: bool) -> bool:
-        """After a start marker, until a call begins or is rejected."""
+        """Read the text after a start marker, until a call begins or is rejected."""
 
     def _read_end(self, last: bool) -> bool:
-        """Behind a call: what belongs to it, another one, or content."""
+        """Read the text after a call: an end marker, a separator, or content."""
         self._held = self._held.lstrip()
         if not self._held:
             return False
@@ -153,19 +149,19 @@ class ToolCallParser(ABC):
         self._parts.append(TextPart("content", text))
 
     def _wait_for_head(self, last: bool) -> bool:
-        """Wait for the rest of a call's head. At the end of the text it is dropped, as it was cut off."""
-        if last and not self._marker and not self.calls:  # it may as well be an answer in JSON
+        """Wait for the rest of a call's head. At the end of the text the truncated head is dropped."""
+        if last and not self._marker and not self.calls:  # it may also be an answer in JSON
             return self._reject()
         return self._wait_for_end(last)
 
     def _wait_for_end(self, last: bool) -> bool:
-        """Wait for the rest of a marker after a call. At the end of the text, what there is of it is dropped."""
+        """Wait for the rest of a marker after a call. At the end of the text the truncated marker is dropped."""
         if last:
             self._held, self._step = "", self._read_content
         return False
 
     def _reject(self) -> bool:
-        """Pass the current start marker on as content."""
+        """Return the current start marker as content."""
         self._add_content(self._gap + self._marker)
         self._step = self._read_content
         return True

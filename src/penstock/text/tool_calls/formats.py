@@ -1,4 +1,4 @@
-"""All formats in which models write tool calls. Parsers have the names of vLLM's."""
+"""All tool call formats. Parser names are those of vLLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SEED_OSS = replace(
     call_start=("<seed:tool_call>\n<function=", ">\n"),
     call_end="</function>\n</seed:tool_call>",
 )
-"""The same in ``<seed:tool_call>``, without line breaks around values: Seed-OSS."""
+"""As ``QWEN3_CODER`` in ``<seed:tool_call>``, without line breaks around values: Seed-OSS."""
 
 MINIMAX_M2 = XMLFormat(
     parsers=("minimax_m2",),
@@ -83,7 +83,7 @@ GLM45 = replace(
     call_start=("<tool_call>", "\n"),
     separator="\n",
 )
-"""The same with each element on a line: GLM-4.5 and 4.6. Both are read by either."""
+"""As ``GLM47`` with each element on a line: GLM-4.5 and 4.6. Both parsers read both formats."""
 
 PYTHONIC = PythonicFormat(
     parsers=("pythonic", "llama4_pythonic"),
@@ -142,7 +142,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
 
 
 def tool_call_format(parser: str, template: str) -> ToolCallFormat | None:
-    """The format of a parser by name; ``auto`` is the one that the chat template uses, None where it uses none."""
+    """Find a format by parser name; ``auto`` recognizes it by the chat template. None if there is none."""
     formats = [form for form in TOOL_CALL_FORMATS if parser in ("auto", *form.parsers)]
     result = next((form for form in formats if form.matches(template)), None)
     return result if result or parser == "auto" else formats[-1]

@@ -15,29 +15,29 @@ from .values import is_beginning, is_text
 NAME_AND_ARGUMENTS = re.compile(
     r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The beginning of an object of name and arguments, up to the arguments."""
+"""Beginning of an object with name and arguments, up to the arguments."""
 MAX_NAME_LENGTH = 512
-"""Characters between a start marker and the arguments, where the name is there."""
+"""Maximum number of characters between a start marker and the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JSONFormat(ToolCallFormat):
-    """Calls whose arguments are a JSON object. The name comes before them, either in one object with them
-    (``{"name": …, "arguments": {…}}``) or by itself."""
+    """Calls whose arguments are a JSON object. The name is in the same object (``{"name": …, "arguments": {…}}``) or in
+    the text before the arguments."""
 
     lead: str = " \n\r\t"
-    """Characters allowed between a start marker and the object of name and arguments."""
+    """Characters allowed between a start marker and the object with name and arguments."""
     name_pattern: re.Pattern[str] | None = None
-    """The text between a start marker and the arguments, where the name is there; its groups hold the name, and ``id``
-    the call's id where the model writes it."""
+    """Text between a start marker and the arguments, if it contains the name. The group ``id`` is the call's id; any
+    other group is the name."""
     names: tuple[str, ...] = ()
-    """Texts that match ``name_pattern``, one for each of its forms."""
+    """Examples that match ``name_pattern``, one for each of its alternatives."""
     separators: tuple[str, ...] = ()
     """Texts after a call that begin another one without a start marker."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the arguments even where braces are open: the markers that cannot be part of JSON."""
+        """Texts that end the arguments even if braces are open: all markers that are not JSON syntax."""
         return tuple(
             text for text in (*self.start_markers, *self.end_markers, *self.separators) if text not in ("]", ",")
         )
@@ -49,19 +49,19 @@ class JSONFormat(ToolCallFormat):
         return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
 
     def may_be_name(self, text: str) -> bool:
-        """Whether a text is the beginning of ``name_pattern``: some end of a whole name completes it."""
+        """Check whether a text is a prefix of ``name_pattern``: some suffix of an example completes it."""
         pattern = self.name_pattern
         ends = [whole[at:] for whole in self.names for at in range(len(whole) + 1)]
         return pattern is not None and any(pattern.fullmatch(text + end) for end in ends)
 
     def written_name(self, name: str) -> str:
-        return json.dumps(name, ensure_ascii=False) if self.call_start[0].endswith('": ') else name  # a value of JSON
+        return json.dumps(name, ensure_ascii=False) if self.call_start[0].endswith('": ') else name  # in a JSON object
 
 
 class _JSONCallParser(ToolCallParser):
-    """From the opening brace on, arguments are passed on as they are written: to their closing brace, to the next
-    marker, or to the end of the text. They may be invalid JSON, as they may with OpenAI. An object in which the name
-    does not come first is held back until it is complete.
+    """Streams arguments unmodified, from the opening brace to the closing brace, the next marker or the end.
+
+    They may be invalid JSON, as with OpenAI. An object that does not begin with the name is held back until complete.
     """
 
     def __init__(self, form: JSONFormat) -> None:
@@ -69,12 +69,12 @@ class _JSONCallParser(ToolCallParser):
         self._form = form
         self._scanner = BraceScanner(form.stops)
         self._scanned = 0
-        """Characters of the held text that were scanned, of an object that is held back as a whole."""
+        """Number of characters scanned in an object that is held back."""
         self._in_object = False
-        """Whether the arguments are in one object with the name."""
+        """True if name and arguments are in one object."""
 
     def _read_start(self, last: bool) -> bool:
-        """Between a start marker and the first brace."""
+        """Read the text between a start marker and the first brace."""
         form, ahead = self._form, self._held.lstrip(self._form.lead)
         if not ahead:
             return self._wait_for_head(last)
@@ -98,7 +98,7 @@ class _JSONCallParser(ToolCallParser):
         return True
 
     def _read_object(self, last: bool) -> bool:
-        """In an object of name and arguments, before the arguments."""
+        """Read an object with name and arguments, up to the arguments."""
         ahead = self._held.lstrip(self._form.lead)
         if head := NAME_AND_ARGUMENTS.match(ahead):
             self._begin(_string(head["name"]), in_object=True)
@@ -109,7 +109,7 @@ class _JSONCallParser(ToolCallParser):
         if not ended:
             if last and is_beginning(ahead) and (self._marker or self.calls):
                 return self._wait_for_head(last)
-            if last:  # an unclosed object is content as a whole; searching it again would take quadratic time
+            if last:  # an unclosed object is content; searching for markers in it again would take quadratic time
                 self._add_content(self._gap + self._marker + self._held)
                 self._held, self._step = "", self._read_content
             return False
@@ -131,7 +131,7 @@ class _JSONCallParser(ToolCallParser):
         return True
 
     def _skip_object_end(self, last: bool) -> bool:
-        """After the arguments, to the end of the object; fields other than name and arguments are ignored."""
+        """Skip the rest of the object after the arguments; other fields are ignored."""
         length, ended = self._scanner.scan(self._held)
         self._held = self._held[length:]
         if ended:
@@ -151,7 +151,7 @@ class _JSONCallParser(ToolCallParser):
 
 
 def _string(written: str) -> str:
-    """The value of a JSON string; the text itself where it is invalid."""
+    """Decode the content of a JSON string; returned unmodified if invalid."""
     try:
         name = str(json.loads(f'"{written}"', strict=False))
         return name if is_text(name) else written
@@ -160,7 +160,7 @@ def _string(written: str) -> str:
 
 
 def _call(written: str) -> tuple[str, str] | None:
-    """Name and arguments of a complete object; None where it is not a call."""
+    """Name and arguments of a complete object; None if it is not a call."""
     try:
         document = json.loads(written)
         name = document["tool_name"] if "tool_name" in document else document["name"]
@@ -168,8 +168,8 @@ def _call(written: str) -> tuple[str, str] | None:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str) and not is_text(text):
             text = json.dumps(arguments)
-        good = isinstance(name, str) and isinstance(json.loads(text), dict)  # text is JSON within JSON
-        good = good and is_text(name + text)
+        valid = isinstance(name, str) and isinstance(json.loads(text), dict)  # arguments may be JSON in a string
+        valid = valid and is_text(name + text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return (name, text) if good else None
+    return (name, text) if valid else None

@@ -1,4 +1,4 @@
-"""The formats of tool calls whose arguments are JSON, as data."""
+"""Tool call formats with arguments as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .json_calls import JSONFormat
 HERMES = JSONFormat(
     parsers=("hermes", "qwen", "ernie", "granite4"),
     template_markers=("<tool_call>",),
-    excluded_markers=("<function=", "<arg_key>"),  # which are in other forms with this mark
+    excluded_markers=("<function=", "<arg_key>"),  # other formats with this marker
     start_markers=("<tool_call>",),
     end_markers=("</tool_call>",),
     marker_tokens=("<tool_call>", "</tool_call>"),
@@ -33,8 +33,8 @@ LLAMA3_JSON = JSONFormat(
     call_end="}",
     separator="; ",
 )
-"""``{"name": …, "parameters": {…}}`` at the beginning of the answer or after ``<|python_tag|>``, several with ``; ``
-between them: Llama 3.1, 3.2 and 3.3; Llama 4, perhaps between ``<|python_start|>`` and ``<|python_end|>``."""
+"""``{"name": …, "parameters": {…}}`` at the beginning of the answer or after ``<|python_tag|>``, separated by ``; ``:
+Llama 3.1, 3.2 and 3.3; Llama 4, optionally between ``<|python_start|>`` and ``<|python_end|>``."""
 
 MISTRAL = JSONFormat(
     parsers=("mistral",),
@@ -53,7 +53,7 @@ MISTRAL = JSONFormat(
     separator=", ",
     suffix="]",
 )
-"""``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]``: Mistral up to the tokenizer v7."""
+"""``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]``: Mistral up to tokenizer v7."""
 
 MISTRAL_ARGS = replace(
     MISTRAL,
@@ -64,7 +64,7 @@ MISTRAL_ARGS = replace(
     separator="",
     suffix="",
 )
-"""``[TOOL_CALLS]name[ARGS]{…}`` for each call: Mistral from the tokenizer v11 on. Both are read by either."""
+"""``[TOOL_CALLS]name[ARGS]{…}`` for each call: Mistral from tokenizer v11 on. Both parsers read both formats."""
 
 DEEPSEEK_V3 = JSONFormat(
     parsers=("deepseek_v3",),
@@ -103,8 +103,8 @@ DEEPSEEK_V31 = replace(
     call_end="<｜tool▁call▁end｜>",
     separator="",
 )
-"""The same with the name alone before ``<｜tool▁sep｜>`` and the arguments alone after it: DeepSeek V3.1. Both are read
-by either."""
+"""As ``DEEPSEEK_V3`` with only the name before ``<｜tool▁sep｜>`` and only the arguments after it: DeepSeek V3.1. Both
+parsers read both formats."""
 
 GRANITE = JSONFormat(
     parsers=("granite",),
@@ -131,7 +131,7 @@ PHI4 = replace(
     marker_tokens=("<|tool_call|>", "<|/tool_call|>"),
     prefix="functools[",
 )
-"""``functools[{"name": …, "arguments": {…}}, …]``: Phi-4-mini; also between its tokens for calls."""
+"""``functools[{"name": …, "arguments": {…}}, …]``: Phi-4-mini; also between its tool call tokens."""
 
 HUNYUAN = replace(
     GRANITE,
@@ -193,7 +193,7 @@ KIMI_K2 = JSONFormat(
     suffix="<|tool_calls_section_end|>",
 )
 """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`` for each call, in a section.
-What stands before the arguments is the call's id, which the template takes back: Kimi-K2."""
+The text before the arguments is the call's id, which the template needs in later turns: Kimi-K2."""
 
 HARMONY = JSONFormat(
     parsers=("openai",),
@@ -204,8 +204,8 @@ HARMONY = JSONFormat(
     call_start=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
     separator="<|end|><|start|>assistant",
 )
-"""``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``: gpt-oss, whose answers are read
-by ``text.harmony``."""
+"""``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``: gpt-oss. Answers are parsed by
+``text.harmony``."""
 
 FORMATS = (
     HARMONY,

@@ -1,4 +1,4 @@
-"""Tool calls that are written as calls in Python: ``[get_weather(city="Paris", days=3)]``."""
+"""Tool calls in Python syntax: ``[get_weather(city="Paris", days=3)]``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import literal
 
 NAME = r"[\w.:/-]{1,128}"
-"""A tool's name: all that requests may use (``TOOL_NAME``), not Python's identifiers alone."""
+"""A tool's name: all names allowed in requests (``TOOL_NAME``), not only Python identifiers."""
 KEY_NAME = r"[^\s<>\"'=(),\[\]{}]{1,128}"
 SPACE = r"\s{0,64}"
 CALL = re.compile(rf"{SPACE}({NAME})\({SPACE}(?=\)|{KEY_NAME}{SPACE}=[^=])", re.ASCII)
-"""The beginning of a call up to its first argument."""
+"""A call up to its first argument."""
 CALL_SO_FAR = re.compile(rf"{SPACE}({NAME}(\({SPACE}({KEY_NAME}({SPACE}=?)?)?)?)?", re.ASCII)
-"""What may become one."""
+"""Text that may become a match of ``CALL``."""
 KEY = re.compile(rf"{SPACE}({KEY_NAME}){SPACE}=\s*", re.ASCII)
 KEY_SO_FAR = re.compile(rf"{SPACE}({KEY_NAME}{SPACE})?", re.ASCII)
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -27,11 +27,10 @@ BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 @dataclass(frozen=True, kw_only=True)
 class PythonicFormat(ToolCallFormat):
-    """Calls of Python with keyword arguments, in a list or each on a line, whose values are literals of Python or
-    JSON."""
+    """Python calls with keyword arguments, in a list or one per line. Values are Python or JSON literals."""
 
     in_list: bool = True
-    """Whether the calls are in brackets."""
+    """True if the calls are in brackets."""
 
     def parser(self, schemas: Schemas) -> ToolCallParser:
         return _PythonicCallParser(self)
@@ -45,20 +44,22 @@ class PythonicFormat(ToolCallFormat):
 
 
 class _PythonicCallParser(ToolCallParser):
-    """Writes arguments as JSON, each when it is complete. A value that is no literal is passed on as a text."""
+    """Streams arguments as JSON, each when complete. A value that is not a literal becomes a string."""
 
     def __init__(self, form: PythonicFormat) -> None:
         super().__init__(form)
         self._form = form
-        self._in_list = self._open = False
-        """Whether the calls are in brackets, and whether another one may follow."""
+        self._in_list = False
+        """True if the calls are in brackets."""
+        self._open = False
+        """True if another call may follow."""
         self._key = self._quote = ""
         self._escaped = False
         self._depth = self._scanned = 0
-        """Open brackets of the value, and how many of its characters were read."""
+        """Number of open brackets in the value, and of characters scanned."""
 
     def _read_start(self, last: bool) -> bool:
-        """Up to the first argument, or the end of a call that has none."""
+        """Read up to the first argument, or to the end of a call without arguments."""
         ahead = self._held.lstrip()
         if not ahead:
             return self._wait_for_head(last)
@@ -71,7 +72,7 @@ class _PythonicCallParser(ToolCallParser):
         return self._wait_for_head(last) if CALL_SO_FAR.fullmatch(ahead) else self._reject()
 
     def _read_call(self, ahead: str) -> bool:
-        """Begin a call, if there is one ahead."""
+        """Begin a call if the text begins with one."""
         if (match := CALL.match(ahead)) is None:
             return False
         self._start_call(match[1], "{")
@@ -79,7 +80,7 @@ class _PythonicCallParser(ToolCallParser):
         return True
 
     def _read_key(self, last: bool) -> bool:
-        """Before an argument, or behind the last one."""
+        """Read an argument's name, or the end of the call."""
         if match := KEY.match(self._held):
             rest = self._held[match.end() :]
             if not rest and not last:  # there may be more whitespace
@@ -125,7 +126,7 @@ class _PythonicCallParser(ToolCallParser):
         return True
 
     def _read_end(self, last: bool) -> bool:
-        """Behind a call: another one, or the end of the list."""
+        """Read the text after a call: another call, or the end of the list."""
         self._held = self._held.lstrip()
         if self._open and self._held:
             if self._in_list and self._held.startswith(("]", ",")):

@@ -1,4 +1,4 @@
-"""The structural tag that forces tool calls in guided decoding."""
+"""Structural tags that force tool calls in guided decoding."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .format import Schemas, ToolCallFormat
 
 
 def forced_call_tag(form: ToolCallFormat, tools: Schemas, several: bool) -> dict[str, Any]:
-    """A structural tag that allows tool calls alone, in the model's own format.
+    """Return a structural tag that allows only tool calls, in the model's format.
 
     Args:
-        tools: the tools that may be called.
-        several: whether more than one call is allowed.
+        tools: argument schemas of the tools that may be called.
+        several: more than one call is allowed.
 
-    Raises ``PenstockError`` (``unsupported``) where the format cannot follow a schema.
+    Raises ``PenstockError`` (``unsupported``) if the format cannot enforce a schema.
     """
     prefix, suffix = form.call_start
     calls = [

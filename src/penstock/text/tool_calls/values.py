@@ -1,4 +1,4 @@
-"""Values of arguments that models write otherwise than in JSON, and the types that a tool's schema gives them."""
+"""Argument values that are not written as JSON, and their types according to the tool's schema."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 NAMES = {"true": True, "false": False, "null": None, "none": None}
-"""Constants of JSON and Python, in any case."""
+"""Constants of JSON and Python, in lower case (matched case-insensitively)."""
 MAX_REFERENCES = 16
-"""Schemas within schemas that are looked through for a value's type."""
+"""Maximum depth of references and nested schemas when determining a type."""
 STRING = frozenset(("string",))
 NUMBERS = frozenset(("integer", "number", "null"))
 GROUPED = re.compile(r"-?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?")
-"""A number whose digits are in groups of three: 1,000."""
+"""A number with digit grouping: 1,000."""
 TYPES: dict[type, str] = {
     bool: "boolean",
     int: "integer",
@@ -25,22 +25,22 @@ TYPES: dict[type, str] = {
     list: "array",
     dict: "object",
 }
-"""Types of Python's values → JSON Schema's names."""
+"""Python type → JSON Schema type."""
 
 CUT_VALUE = re.compile(r"-|\.|[eE][+-]?|tr?u?|fa?l?s?|nu?l?|u[0-9a-fA-F]{0,4}")
-"""The end of a constant, a number or an escape of JSON that was cut off."""
+"""End of a truncated JSON constant, number or escape."""
 
 Types = frozenset[str] | None
-"""The types of JSON Schema that a value may have; None where nothing is known."""
+"""JSON Schema types that a value may have; None if unknown."""
 
 
 def is_text(text: str) -> bool:
-    """Whether a text can be encoded as UTF-8, that is, has no unpaired surrogates."""
+    """Check that a text can be encoded as UTF-8, i.e. has no unpaired surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def is_beginning(text: str) -> bool:
-    """Whether a text is the beginning of JSON, or the whole of it."""
+    """Check whether a text is a prefix of a JSON document."""
     try:
         json.JSONDecoder(strict=False).raw_decode(text)
     except json.JSONDecodeError as error:
@@ -52,13 +52,13 @@ def is_beginning(text: str) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """A value as JSON. Raises ``ValueError`` or ``TypeError`` where it has none."""
+    """Serialize a value as JSON. Raises ``ValueError`` or ``TypeError`` if it cannot be represented."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_text(text) else json.dumps(value, allow_nan=False)
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema, or the one in ``$defs`` or ``definitions`` that it refers to; empty where that is not found."""
+    """Resolve a schema's ``$ref`` within ``root``; empty if not found."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -69,11 +69,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:
-    """The types that a schema allows.
-
-    Args:
-        root: the schema that it is part of.
-    """
+    """Return the types that a schema allows. ``root`` is the enclosing schema, with the definitions."""
     schema = resolved(schema, root)
     kind = schema.get("type")
     if isinstance(kind, str):
@@ -92,14 +88,14 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:
 
 
 def type_name(value: Any) -> str:
-    """JSON Schema's name of a value's type."""
+    """JSON Schema type of a value."""
     return TYPES.get(type(value), "null")
 
 
 def typed_value(written: str, types: Types) -> str | None:
-    """The JSON of a value that was written without quotes around texts; None for an empty one where no text is allowed.
+    """Convert a value written without quotes around strings to JSON; None for an empty one if strings are not allowed.
 
-    A text that reads as a value of another type is that value, unless only texts are allowed.
+    A text that can be read as a value of another type is that value, unless only strings are allowed.
     """
     text = json.dumps(written, ensure_ascii=False)
     if types and "string" not in types:
@@ -116,17 +112,17 @@ def typed_value(written: str, types: Types) -> str | None:
 
 
 class Literal(NamedTuple):
-    """A value that was read: its type by JSON Schema's name, and its JSON."""
+    """A parsed value: its JSON Schema type and its JSON."""
 
     type: str
     json: str
 
 
 def literal(written: str, types: Types = None) -> Literal | None:
-    """A literal of JSON, which stays as it is written, or of Python; None where it is neither.
+    """Parse a JSON literal, which is kept unmodified, or a Python literal; None if it is neither.
 
     Args:
-        types: that the value may have. ``1, 2`` is an array only where that is allowed, and no text.
+        types: allowed types. ``1, 2`` is an array only if arrays are allowed and strings are not.
     """
     written = written.strip()
     try:
@@ -135,13 +131,13 @@ def literal(written: str, types: Types = None) -> Literal | None:
     except (ValueError, RecursionError):
         pass
     try:
-        with warnings.catch_warnings():  # of escapes that Python does not know
+        with warnings.catch_warnings():  # about unknown escapes
             warnings.simplefilter("ignore")
             tree = _Constants().visit(ast.parse(written, mode="eval"))
         value = ast.literal_eval(tree)
         is_array = types is not None and "array" in types and "string" not in types
         if isinstance(value, tuple) and not written.startswith("(") and not is_array:
-            return None  # 1,000 is a number, or a text
+            return None  # 1,000 is a number or a string
         return Literal("array" if isinstance(value, tuple) else type_name(value), to_json(value))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
@@ -152,7 +148,7 @@ def _refuse(name: str) -> None:
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces the names of constants, as ``true`` in ``{'a': true}``."""
+    """Replaces names of constants by their values (``true`` in ``{'a': true}``)."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         name = node.id.lower()

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are elements, each with a name and a value: ``<parameter=city>Paris</parameter>``."""
+"""Tool calls whose arguments are XML-like elements: ``<parameter=city>Paris</parameter>``."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ MAX_KEY_LENGTH = 512
 
 @dataclass(frozen=True, kw_only=True)
 class XMLFormat(ToolCallFormat):
-    """Calls of elements. Texts stand in them without quotes, other values as JSON, so that the tool's schema says what
-    ``5`` is."""
+    """Calls with XML-like elements. Strings are written without quotes, other values as JSON; the type of ``5`` depends
+    on the tool's schema."""
 
     name_start: str = ""
-    """Text between a start marker and the name. A call within the same start marker begins with it, too."""
+    """Text between a start marker and the name. It also begins further calls after the same start marker."""
     name_end: str = ""
-    """Text after the name; without one, the first parameter or the end of the call follows."""
+    """Text after the name; if empty, the first parameter or the end of the call follows."""
     parameter: tuple[str, str]
     """Text before and after a parameter's name."""
     value_start: str = ""
-    """Text before a value, after whitespace."""
+    """Text before a value, after optional whitespace."""
     value_end: str
+    """Text after a value."""
     close: str
     """Text that ends a call."""
     trim_newlines: bool = False
-    """Whether a line break before and one after a value do not belong to it."""
+    """True if one line break before and one after a value are not part of it."""
     line: str = "\n"
     """Text between the elements of a forced call."""
 
@@ -59,7 +60,7 @@ class XMLFormat(ToolCallFormat):
 
 
 class _XMLCallParser(ToolCallParser):
-    """Writes arguments as JSON: texts as they come, other values when they are complete."""
+    """Streams arguments as JSON: strings as they are generated, other values when complete."""
 
     def __init__(self, form: XMLFormat, schemas: Schemas) -> None:
         super().__init__(form, (form.name_start,) if form.name_start else ())
@@ -67,13 +68,13 @@ class _XMLCallParser(ToolCallParser):
         self._schemas = schemas
         markers = (form.parameter[0], form.close, form.name_start, *form.start_markers, *form.end_markers)
         self._markers = [*dict.fromkeys(marker for marker in markers if marker)]
-        """What may follow within a call."""
+        """Markers that may follow within a call."""
         self._key = self._value = ""
         self._types: Types = None
         self._is_text = self._trim = False
 
     def _read_start(self, last: bool) -> bool:
-        """Between a start marker and the end of the name."""
+        """Read from the start marker to the end of the name."""
         form, ahead = self._form, self._held.lstrip()
         if self._marker != form.name_start:
             if not ahead.startswith(form.name_start):
@@ -94,11 +95,11 @@ class _XMLCallParser(ToolCallParser):
         return True
 
     def _wait(self, ahead: str, last: bool, *texts: str) -> bool:
-        """Wait for one of several texts, of which the beginning is there; otherwise this is no call."""
+        """Wait for one of ``texts`` if ``ahead`` is a prefix of it; otherwise reject the call."""
         return self._wait_for_head(last) if any(text.startswith(ahead) for text in texts) else self._reject()
 
     def _read_parameters(self, last: bool) -> bool:
-        """Between parameters; what else stands there is ignored."""
+        """Read the text between parameters; unknown text is ignored."""
         split = split_at_marker(self._held, self._markers, last)
         self._held = split.rest
         if split.marker is None:
@@ -149,19 +150,19 @@ class _XMLCallParser(ToolCallParser):
                 return False
             self._held, self._trim = self._held.removeprefix("\n"), False
         split = split_at_marker(self._held, [self._form.value_end], last, space="")
-        piece, self._held = split.before, split.rest
-        if last and not split.marker:  # the marker was cut off
-            piece = piece[: len(piece) - partial_match_length(piece, self._form.value_end)]
+        chunk, self._held = split.before, split.rest
+        if last and not split.marker:  # drop a truncated marker
+            chunk = chunk[: len(chunk) - partial_match_length(chunk, self._form.value_end)]
         if self._form.trim_newlines:
             if split.marker:
-                piece = piece.removesuffix("\n")
-            elif piece.endswith("\n"):  # it may be the one before the end
-                piece, self._held = piece[:-1], "\n" + self._held
+                chunk = chunk.removesuffix("\n")
+            elif chunk.endswith("\n"):  # it may be the one before the end marker
+                chunk, self._held = chunk[:-1], "\n" + self._held
         call = self.calls[-1]
         if self._is_text:
-            call.arguments += json.dumps(piece, ensure_ascii=False)[1:-1]
+            call.arguments += json.dumps(chunk, ensure_ascii=False)[1:-1]
         else:
-            self._value += piece
+            self._value += chunk
         if split.marker is None:
             return False
         if self._is_text:

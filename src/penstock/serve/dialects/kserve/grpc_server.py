@@ -30,7 +30,7 @@ from penstock.serve.http.reply import CLIENT_DISCONNECTED
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unexpected import unexpected
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
-from penstock.serve.spans import end_rpc, logged
+from penstock.serve.spans import end_rpc, log_trace
 from penstock.version import __version__
 
 from . import grpc_messages as messages
@@ -484,7 +484,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             }
             metadata = dict(context.invocation_metadata() or ())
             record.span = tracer.server_span(f"{SERVICE}/{method}", metadata, record.arrived, attributes)
-        with logged(record.span) if record.span else nullcontext():
+        with log_trace(record.span) if record.span else nullcontext():
             try:
                 yield record
             except PenstockError as error:
@@ -507,7 +507,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         failure = record.failure
         if record.unknown.places and not failure:
             self._unknown_field_log.log(record.request_id, record.address, record.unknown)
-        facts = {"id": record.request_id, "seconds": time.monotonic() - record.arrived, **record.facts}
+        facts = {"id": record.request_id, "seconds": time.monotonic() - record.arrived, **record.log_fields}
         level = logging.INFO
         if failure:
             self._repository.served_models.metrics.record_failure(failure)
@@ -515,7 +515,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
         elif quiet:
             level = logging.DEBUG
-        logger.log(level, "gRPC %s", record.path, extra={"facts": facts})
+        logger.log(level, "gRPC %s", record.path, extra={"fields": facts})
 
 
 def _handlers(inference: Inference) -> grpc.GenericRpcHandler:

@@ -16,7 +16,7 @@ from prometheus_client import Gauge, Metric
 
 from penstock.core import Code, PenstockError
 from penstock.serve.http.request_record import RequestRecord
-from penstock.serve.metrics import counted
+from penstock.serve.metrics import process_metrics
 from penstock.serve.shared_result import SharedResult
 
 from .model import VERSION, Model, ModelCall
@@ -44,7 +44,7 @@ class Statistics:
         self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in HELP.items()}
         about = "When the model answered last, in milliseconds since 1970."
         self._last = Gauge(LAST_INFERENCE, about, labels, multiprocess_mode="max")
-        self._families = SharedResult(lambda: asyncio.to_thread(counted))
+        self._families = SharedResult(lambda: asyncio.to_thread(process_metrics))
         self._failures = Gauge(FAILURES, "Requests that failed.", [*labels, "reason"], multiprocess_mode="sum")
 
     @contextmanager
@@ -60,7 +60,7 @@ class Statistics:
             reason = REASONS.get(code, "OTHER") if code else "OTHER"
             self._failures.labels(model=model.name, version=VERSION, reason=reason).inc()
             raise
-        spent, queued = (time.monotonic() - started) * MICROSECONDS, record.facts.get("queue", 0.0) * MICROSECONDS
+        spent, queued = (time.monotonic() - started) * MICROSECONDS, record.log_fields.get("queue", 0.0) * MICROSECONDS
         self._last.labels(model=model.name, version=VERSION).set(int(time.time() * MILLISECONDS))
         values = (1, call.rows, 1, spent, queued, max(0.0, spent - queued))
         for name, value in zip(HELP, values, strict=True):

@@ -75,7 +75,7 @@ class PaddleNLPHandler(GenerationHandler):
                 raise invalid("system", f"cannot be combined with {given}")
             self._messages.insert(0, {"role": "system", "content": request.system})
         self._req_id = request.req_id or uuid4().hex
-        record.facts["req_id"] = self._req_id
+        record.log_fields["req_id"] = self._req_id
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         text, usage = outputs[0].outputs[0].text, self._usage(outputs[0])

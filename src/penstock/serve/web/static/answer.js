@@ -1,10 +1,10 @@
-// One answer: its text while it arrives, its reasoning, tool calls, log probabilities, and its speed.
+// One answer: streamed text, reasoning, tool calls, log probabilities and speed.
 
 import { make, seconds, count, $ } from "./dom.js";
 
 const FENCE = /```[^\n]*\n([\s\S]*?)(?:```|$)/g;
 
-/** Text with its code blocks as such. */
+/** Format a text with code blocks. */
 export function formatted(text) {
   const result = document.createDocumentFragment();
   let end = 0;
@@ -38,7 +38,7 @@ export class Answer {
     parent.append(this.details, this.body, this.calls, this.problem, this.speed);
   }
 
-  /** What the message is in the next request. */
+  /** The message for the next request. */
   get message() {
     const message = { role: "assistant", content: this.text };
     if (this.toolCalls.length) message.tool_calls = this.toolCalls;
@@ -100,7 +100,7 @@ export class Answer {
     this.problem.hidden = false;
   }
 
-  /** Show what only the whole answer has. */
+  /** Show the parts that need the complete answer. */
   end() {
     this.body.classList.remove("busy");
     if (this.tokens.length) this.body.replaceChildren(coloured(this.tokens));
@@ -133,7 +133,7 @@ export class Answer {
   }
 }
 
-/** Tokens in colours of their probability: the less likely, the stronger. Alternatives on hover and with arrow keys. */
+/** Tokens coloured by probability (the less likely, the stronger), with alternatives on hover and arrow keys. */
 function coloured(tokens) {
   const spans = tokens.map((token, i) => {
     const span = make("span", {}, token.text);
@@ -142,7 +142,7 @@ function coloured(tokens) {
     span.style.background = `color-mix(in srgb, var(--second) ${strength}%, transparent)`;
     return span;
   });
-  const group = make("div", { className: "tokens", tabIndex: 0, role: "group", "aria-label": "Tokens; the arrow keys show each one's alternatives" }, ...spans);
+  const group = make("div", { className: "tokens", tabIndex: 0, role: "group", "aria-label": "Tokens (arrow keys show alternatives)" }, ...spans);
   let at = -1;
   const select = (i) => {
     spans[at]?.classList.remove("at");

@@ -1,11 +1,11 @@
-// Requests to this server, with the API key where one is needed. The key is kept in this tab alone.
+// Requests to this server, with the API key if required. The key is kept only in this tab.
 
 const STORED = "penstock-api-key";
 let asking = null;
 
 export const hasKey = () => Boolean(sessionStorage.getItem(STORED));
 
-/** Ask for an API key; resolves to whether one was given. Several callers share one dialog. */
+/** Ask for an API key; resolves to true if one was entered. Concurrent callers share one dialog. */
 export function askForKey() {
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("key-dialog");
@@ -24,7 +24,7 @@ export function askForKey() {
   return asking;
 }
 
-/** fetch() with the key; asks for one where it is missing or wrong. Throws an Error with the server's own sentence. */
+/** fetch() with the key; asks for one if it is missing or wrong. Throws an Error with the server's message. */
 export async function call(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(STORED);
@@ -46,7 +46,7 @@ async function reasonOf(response) {
   }
 }
 
-/** The events of a streamed answer, as objects. */
+/** Yield the events of a streamed answer as objects. */
 export async function* stream(path, body, signal) {
   const response = await call(path, {
     method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" }, signal,

@@ -1,8 +1,8 @@
-// Charts on canvases, in the page's colours.
+// Charts on canvases.
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** A canvas ready to be drawn on, in CSS pixels: [context, width, height]. */
+/** Prepare a canvas for drawing in CSS pixels; returns [context, width, height]. */
 export function prepare(canvas, height = canvas.clientHeight) {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth;
   canvas.width = width * ratio;
@@ -14,13 +14,13 @@ export function prepare(canvas, height = canvas.clientHeight) {
   return [context, width, height];
 }
 
-/** A round number not below `value`. */
+/** Round up to 1, 2, 5 or 10 times a power of ten. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value || 1));
   return power * [1, 2, 5, 10].find((factor) => factor * power >= value);
 }
 
-/** Lines over time. series: [{name, colour, values}], all equally long; `span` seconds wide. */
+/** Draw a line chart over time. series: [{name, colour, values}] of equal length; `span`: width in seconds. */
 export function lines(canvas, series, span, format) {
   const [context, width, height] = prepare(canvas);
   const top = roundUp(Math.max(1, ...series.flatMap((one) => one.values)));
@@ -46,10 +46,10 @@ export function lines(canvas, series, span, format) {
     context.stroke();
   }
   context.lineWidth = 1;
-  canvas.setAttribute("aria-label", series.map(({ name, values }) => `${name}: now ${format(values.at(-1) ?? 0)}, at most ${format(Math.max(0, ...values))}`).join("; "));
+  canvas.setAttribute("aria-label", series.map(({ name, values }) => `${name}: now ${format(values.at(-1) ?? 0)}, maximum ${format(Math.max(0, ...values))}`).join("; "));
 }
 
-/** A histogram. `bounds`: upper bounds of the buckets, null for the last. */
+/** Draw a histogram. `bounds`: upper bounds of the buckets, null for the last. */
 export function histogram(canvas, bounds, counts, format) {
   const [context, width, height] = prepare(canvas);
   const total = counts.reduce((sum, one) => sum + one, 0), most = Math.max(1, ...counts);
@@ -67,11 +67,11 @@ export function histogram(canvas, bounds, counts, format) {
     context.fillText(bound === null ? "more" : format(bound), (i + 0.5) * wide, height - 3);
   });
   const p50 = quantile(bounds, counts, 0.5), p95 = quantile(bounds, counts, 0.95);
-  const words = total ? `half within ${format(p50)}, 95 % within ${format(p95)}, ${total} in all` : "nothing yet";
+  const summary = total ? `p50 ${format(p50)}, p95 ${format(p95)}, n = ${total}` : "no data";
   context.fillStyle = colour("quiet");
   context.textAlign = "right";
-  context.fillText(words, width - 4, 10);
-  canvas.setAttribute("aria-label", words);
+  context.fillText(summary, width - 4, 10);
+  canvas.setAttribute("aria-label", summary);
 }
 
 function quantile(bounds, counts, share) {

@@ -1,10 +1,10 @@
-// A request as curl and Python. The API key is never part of it: both read it from the environment.
+// A request as curl and Python code. The code reads the API key from the environment.
 
 import { hasKey } from "./api.js";
 
 const SHORT = 200;
 
-/** Images would fill the screen: what is shown of them is their beginning. */
+/** Shorten images in data URLs. */
 const shorten = (key, value) =>
   typeof value === "string" && value.startsWith("data:") && value.length > SHORT ? `${value.slice(0, 60)}…` : value;
 
@@ -34,7 +34,7 @@ export function asPython(path, body) {
     + `stream = client.${method}.create(\n${lines.join("\n")}\n)\nfor chunk in stream:\n    if chunk.choices:\n        ${show}\n`;
 }
 
-/** A value as Python writes it. */
+/** Format a value as a Python literal. */
 function literal(value, indent = 0) {
   if (value === null) return "None";
   if (value === true) return "True";

@@ -1,8 +1,8 @@
-// Small helpers for elements. Text goes in as text, never as HTML.
+// Helpers for DOM elements. Text is always inserted as text, never as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element with properties (or attributes, where the name has a dash or is one of ATTRIBUTES) and children. */
+/** Create an element with properties (attributes if the name has a dash or is "role") and children. */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -18,6 +18,6 @@ export const notify = (message) => {
   $("notice").hidden = !message;
 };
 
-/** A number of seconds for people. */
+/** Format a duration. */
 export const seconds = (value) => value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;
 export const count = (value) => Math.round(value).toLocaleString("en");

@@ -1,4 +1,4 @@
-// The live view: what the engines are doing, asked once a second while it is seen.
+// The live view: the state of the engines, updated once a second while visible.
 
 import { call } from "./api.js";
 import { colour, histogram, lines, prepare } from "./charts.js";
@@ -43,7 +43,7 @@ async function tick() {
   timer = setTimeout(tick, 1000);
 }
 
-/** Keep what an answer adds to the history of each model. */
+/** Add an answer to the history of each model. */
 function take(answer) {
   engines = answer.models.flatMap((model) => model.engines.map((engine, i) => {
     const where = engine.address || (model.engines.length > 1 ? `engine ${i}` : "");
@@ -77,7 +77,7 @@ export function redraw() {
   drawSequences(shown.engine.snapshot);
 }
 
-/** Increase of a counter per second, between each two entries of the history. */
+/** Rates of a counter per second between consecutive entries of the history. */
 const rates = (history, name) => history.slice(1).map((one, i) =>
   Math.max(0, (one.model.counters[name] - history[i].model.counters[name]) / Math.max(one.time - history[i].time, 1e-3)));
 
@@ -93,7 +93,7 @@ function drawTiles({ engine, model }, history) {
     ["prefix cache hits", share(counters.prefix_cache_hits, counters.prefix_cache_queries)],
     ["preemptions", count(stats.preemptions)],
     ["drafts accepted", share(stats.accepted_tokens, stats.draft_tokens)],
-    ["requests so far", count(counters.requests)],
+    ["requests in total", count(counters.requests)],
     ["steps", count(stats.steps)],
     ["memory", `${(stats.cpu_memory / 2 ** 30).toFixed(2)} GiB`],
     ["heartbeat", seconds(stats.heartbeat_age)],
@@ -141,7 +141,7 @@ function drawSteps(list) {
       context.fillRect(one.x, height - decode, wide, decode);
     });
   }
-  $("chart-steps").setAttribute("aria-label", last.length ? `the last ${last.length} steps; prompts are in another colour than generated tokens` : "no steps while this page was looking");
+  $("chart-steps").setAttribute("aria-label", last.length ? `the last ${last.length} steps, with different colours for prompt and generated tokens` : "no steps");
 }
 
 function showStep(i) {
@@ -154,13 +154,13 @@ function describeStep() {
   const step = steps[stepAt];
   if (!step) { $("step").textContent = "\u00a0"; return; }
   const parts = step.parts.slice(0, 12).map(([id, tokens, prefill]) => `${id} ${prefill ? "prompt" : "output"} ${tokens}`);
-  const more = step.parts.length > 12 ? `, and ${step.parts.length - 12} more` : "";
+  const more = step.parts.length > 12 ? ` and ${step.parts.length - 12} more` : "";
   $("step").textContent = `${seconds(step.seconds)}, ${step.prefill} prompt and ${step.decode} output tokens: ${parts.join(", ")}${more}`;
 }
 
 function drawBlocks(snapshot) {
   const canvas = $("blocks"), states = snapshot?.cells ?? "", each = snapshot?.blocks_per_cell ?? 1;
-  $("blocks-title").textContent = each === 1 ? "KV cache, a cell for each block" : `KV cache, a cell for each ${each} blocks, in the colour of the one most in use`;
+  $("blocks-title").textContent = each === 1 ? "KV cache, one cell per block" : `KV cache, one cell per ${each} blocks, coloured by the most used block`;
   const columns = Math.max(1, Math.floor(canvas.clientWidth / CELL)), rows = Math.ceil(states.length / columns);
   canvas.style.height = `${Math.min(rows * CELL, 400)}px`;
   const size = rows * CELL > 400 ? CELL * Math.sqrt(400 / (rows * CELL)) : CELL;
@@ -197,5 +197,5 @@ function drawSequences(snapshot) {
     return make("tr", { className: one.id === chosen ? "at" : "" }, make("td", {}, button), ...cells.map((text) => make("td", {}, text)));
   }));
   if (focused) $("sequences").querySelector(`[data-sequence="${CSS.escape(focused)}"]`)?.focus();
-  $("live-state").textContent = snapshot?.hidden ? `${count(snapshot.hidden)} more sequences are not shown` : "";
+  $("live-state").textContent = snapshot?.hidden ? `${count(snapshot.hidden)} more sequences not shown` : "";
 }

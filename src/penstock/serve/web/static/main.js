@@ -1,4 +1,4 @@
-// The page: its two views, the model list, the theme, and the API key.
+// Main module: the two views, the model list, the theme, and the API key.
 
 import { askForKey, call } from "./api.js";
 import { $, notify } from "./dom.js";
@@ -37,7 +37,7 @@ async function loadModels() {
   }
 }
 
-// A base element makes #live a link to the root; the views' links stay on this page.
+// With the base element, #live would link to the root; handle the views' links here.
 for (const view of VIEWS) {
   $(`tab-${view}`).addEventListener("click", (event) => { event.preventDefault(); location.hash = view; });
 }

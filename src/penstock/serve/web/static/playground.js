@@ -1,4 +1,4 @@
-// The playground: a conversation, the parameters of its requests, and the answers.
+// The playground: conversation, request parameters and answers.
 
 import { stream } from "./api.js";
 import { Answer, formatted } from "./answer.js";
@@ -46,7 +46,7 @@ export function start() {
   });
 }
 
-/** The models of the server have come. */
+/** Set the list of models. */
 export function setModels(list) {
   const chosen = $("model").value;
   models = new Map(list.flatMap((model) => model.names.map((name) => [name, model])));
@@ -55,7 +55,7 @@ export function setModels(list) {
   adapt();
 }
 
-/** Show what the model can do. */
+/** Adapt the controls to the capabilities of the model. */
 function adapt() {
   const model = models.get($("model").value);
   const isChat = mode() === "chat";
@@ -67,7 +67,7 @@ function adapt() {
   for (const one of document.querySelectorAll(".chat-only")) one.hidden = !isChat;
   $("form").elements.tools.disabled = model ? !model.tools : false;
   $("form").elements.thinking.closest("label").hidden = !(isChat && model?.reasoning);
-  $("prompt").placeholder = isChat ? "Ask something. Enter sends, Shift+Enter is a new line." : "Text to continue";
+  $("prompt").placeholder = isChat ? "Message (Enter: send, Shift+Enter: new line)" : "Text to continue";
 }
 
 const mode = () => $("form").elements.mode.value;
@@ -97,12 +97,12 @@ function restoreSettings() {
   }
 }
 
-/** The request that would be sent now: its path and body. Throws an Error for what cannot be sent. */
+/** The current request as [path, body]. Throws an Error for invalid input. */
 function request() {
   const fields = $("form").elements;
   const body = { model: $("model").value, ...readParameters($("form")), stream: true, stream_options: { include_usage: true } };
   for (const name of ["schema", "tools"]) {
-    if (!fields[name].validity.valid) throw new Error(`${name}: this is not JSON: ${fields[name].validationMessage}`);
+    if (!fields[name].validity.valid) throw new Error(`${name}: not valid JSON: ${fields[name].validationMessage}`);
   }
   if (fields.schema.value.trim()) {
     const schema = JSON.parse(fields.schema.value);
@@ -122,7 +122,7 @@ function request() {
   return ["v1/chat/completions", { ...body, messages }];
 }
 
-/** The text of a message, without its images. */
+/** The text of a message without images. */
 const textOf = (content) => typeof content === "string" ? content : content.filter((part) => part.text).map((part) => part.text).join("");
 
 function userMessage() {
@@ -185,7 +185,7 @@ async function generate() {
     }
   } catch (error) {
     if (error.name !== "AbortError") answerOf(0).fail(error.message);
-    else answerOf(0).finish = "you";
+    else answerOf(0).finish = "user";
   }
   running = null;
   for (const answer of answers.values()) answer.end();
@@ -204,7 +204,7 @@ function toolResult(call, content) {
   if (!running && asked.every((one) => answered.has(one.id))) generate();
 }
 
-/** Draw the conversation; answers keep their elements. */
+/** Draw the conversation; answers reuse their elements. */
 function draw() {
   $("log").replaceChildren(...conversation.map((one, i) => one.element ?? drawMessage(one, i)));
   $("images").replaceChildren(...images.map((url, i) => {
@@ -270,7 +270,7 @@ function showCode() {
   }
 }
 
-/** Copy an element's text; pages over plain HTTP may not, and get it selected. */
+/** Copy an element's text. Without the clipboard API (plain HTTP), select and copy it. */
 function copy(element) {
   if (navigator.clipboard) return navigator.clipboard.writeText(element.textContent);
   getSelection().selectAllChildren(element);

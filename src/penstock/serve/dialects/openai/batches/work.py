@@ -117,7 +117,7 @@ class Work:
             elif _is(record.failure, Code.OVERLOADED) and (self._open or self._patient):
                 await self._rest(not self._open)
                 continue
-            self.tokens += record.facts.get("output", 0)
+            self.tokens += record.log_fields.get("output", 0)
             return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
 
     async def _answer(self, service: ServedModel, record: RequestRecord, line: BatchLine) -> tuple[int, bytes]:
