@@ -271,7 +271,7 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
         ({"messages": of_user()}, anthropic.BadRequestError, r"messages\[0\].content"),
         ({"messages": of_user({"type": "tool_result"})}, anthropic.BadRequestError, "tool_use_id: is missing"),
         ({"messages": [{"role": "king", "content": "x"}]}, anthropic.BadRequestError, "king"),
-        ({"messages": [*CAPITAL, USED]}, anthropic.BadRequestError, r"messages\[2\]: is missing: a tool_result"),
+        ({"messages": [*CAPITAL, USED]}, anthropic.BadRequestError, r"messages\[2\]: is missing: each tool_use"),
         (
             {"messages": [{"role": "user", "content": "a " * 4000}]},
             anthropic.BadRequestError,
@@ -285,8 +285,8 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),
         ({"stop_sequences": ["x"] * 999}, anthropic.BadRequestError, "stop_sequences: must hold"),
-        ({"container": "c"}, anthropic.BadRequestError, "container: nothing is run here"),
-        ({"mcp_servers": [{"type": "url"}]}, anthropic.BadRequestError, "mcp_servers: nothing is run here"),
+        ({"container": "c"}, anthropic.BadRequestError, "container: the server does not execute code"),
+        ({"mcp_servers": [{"type": "url"}]}, anthropic.BadRequestError, "mcp_servers: the server does not call tools"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             anthropic.BadRequestError,

@@ -192,7 +192,7 @@ def test_cancelling(client: openai.OpenAI) -> None:
     assert client.batches.cancel(begun.id).status == "cancelling"
     batch = ended(client, begun.id)
     assert batch.status == "cancelled" and batch.cancelled_at
-    with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
+    with pytest.raises(openai.BadRequestError, match="can no longer be cancelled"):
         client.batches.cancel(batch.id)
     assert batch.request_counts and batch.request_counts.completed < 100
 

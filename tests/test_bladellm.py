@@ -168,7 +168,11 @@ def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> No
         ({"prompt": PROMPT, "model": {}, "stream": "true"}, 400, "model: Expected `str | null`, got `object`"),
         ({"prompt": PROMPT, "stream": "maybe"}, 400, "stream: Expected `bool | null`"),
         ({"prompt": PROMPT, "top_p": 2}, 400, "top_p: "),
-        ({"prompt": PROMPT, "return_token_ids": True}, 400, "return_token_ids: has no place"),
+        (
+            {"prompt": PROMPT, "return_token_ids": True},
+            400,
+            "return_token_ids: BladeLLM's response format has no field",
+        ),
         ({}, 400, "prompt: "),
     ],
 )

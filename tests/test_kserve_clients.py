@@ -436,11 +436,11 @@ def test_a_client_cancels(served: Served, client: triton.InferenceServerClient) 
 def test_a_stop_that_stops_nothing(served: Served, client: triton.InferenceServerClient) -> None:
     """The request has ended, is another client's, or cannot be named."""
     assert client.infer("tensorrt_llm", prepare_stop_signals(), request_id="41").get_response().id == "41"
-    with pytest.raises(InferenceServerException, match="id: is missing, or this is not gRPC"):
+    with pytest.raises(InferenceServerException, match="id: stop requires gRPC"):
         client.infer("tensorrt_llm", prepare_stop_signals())
     asked = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1, "stop": True, "id": "41"}
     answer = httpx.post(f"{served.root}/v2/models/tensorrt_llm/generate", json=asked)
-    assert answer.status_code == 400 and re.match("id: is missing", answer.json()["error"])
+    assert answer.status_code == 400 and re.match("id: stop requires gRPC", answer.json()["error"])
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data = UserData()
     client.async_infer(

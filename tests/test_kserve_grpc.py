@@ -349,7 +349,7 @@ def test_probes_are_answered_where_there_is_no_memory_for_requests(served: Serve
             ):
                 call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
                 assert kind.FromString(await call(request.SerializeToString(), timeout=40))
-            with pytest.raises(grpc.RpcError, match="body: has 65540 bytes, and at most 65536 are taken"):
+            with pytest.raises(grpc.RpcError, match="body: has 65540 bytes; the maximum is 65536"):
                 await call(b"\x0a\x80\x80\x04" + b"x" * 2**16, timeout=40)
             for each in waiting:
                 each.cancel()
@@ -371,8 +371,8 @@ def test_bytes_that_are_no_message_are_refused(served: Served) -> None:
             with pytest.raises(grpc.RpcError) as raised:
                 channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(b"\xff\xff")
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert raised.value.details() == "body: is no message of this method"
+            assert raised.value.details() == "body: is not a valid message of this method"
         (told,) = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b"\xff\xff"]))
-        assert "is no message" in pb.ModelStreamInferResponse.FromString(told).error_message
+        assert "is not a valid message" in pb.ModelStreamInferResponse.FromString(told).error_message
     served.find(r"gRPC ModelStreamInfer.*error=invalid", after=at)
     assert not [line for line in served.lines[at:] if "Traceback" in line]

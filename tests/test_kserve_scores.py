@@ -138,7 +138,7 @@ def test_too_many_are_refused(served: Served) -> None:
         ({**ALL, "num_return_sequences": (40, np.int32), **DRAWN}, 4, "return_context_logits"),
     ):
         texts = ["word " * 200] if tokens == 1 else TEXTS[:1]
-        words = rf"{name}: is for \d+ bytes of logits .* {MOST} are allowed"
+        words = rf"{name}: requires at least \d+ bytes of logits; the maximum is {MOST}"
         with pytest.raises(InferenceServerException, match=words):
             http(served, texts, tokens, **more)
     beams = {"return_generation_logits": (True, np.bool_), "beam_width": (2, np.int32)}

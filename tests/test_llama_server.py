@@ -126,7 +126,7 @@ def test_state(served: Served) -> None:
         assert time.monotonic() < deadline  # the engine tells once a second that earlier requests have ended
         slots = httpx.get(f"{served.root}/slots").json()
     assert len(slots) == props["total_slots"]
-    assert "where the server is started" in post(served, "/props", 400, n_ctx=1)["error"]["message"]
+    assert "when the server starts" in post(served, "/props", 400, n_ctx=1)["error"]["message"]
 
 
 @pytest.mark.row("llama-server", "/apply-template")
@@ -157,7 +157,7 @@ def test_errors(served: Served) -> None:
         ({"prompt": 7}, "invalid_request_error", "prompt"),
         ({}, "invalid_request_error", "prompt"),
         ({"prompt": []}, "invalid_request_error", "prompt"),
-        ({"prompt": [["a", 1]] * 3000}, "invalid_request_error", "at most 2048"),
+        ({"prompt": [["a", 1]] * 3000}, "invalid_request_error", "the maximum is 2048"),
         (
             {"prompt": ["a", 1] * 90_000},
             "exceed_context_size_error",

@@ -416,7 +416,7 @@ def test_batch_line_with_too_many_elements_gets_an_error(served: Served) -> None
 # --- gRPC -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "message"), [(1.5, "at most 1048576 are taken"), (3, "larger than max")])
+@pytest.mark.parametrize(("size", "message"), [(1.5, "the maximum is 1048576"), (3, "larger than max")])
 def test_grpc_message_beyond_the_limit_is_refused(served: Served, size: float, message: str) -> None:
     request = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * int(size * MIB)])
     with grpc.insecure_channel(served.find(r"gRPC at (\S+)")[1]) as channel:

@@ -177,7 +177,7 @@ def test_errors(client: ollama.Client, servers: Servers) -> None:
         lambda: client.delete(MODEL),
         lambda: client.copy(MODEL, "other"),
     ):
-        with pytest.raises(ollama.ResponseError, match="chosen where the server is started"):
+        with pytest.raises(ollama.ResponseError, match="set when the server starts"):
             call()
     answer = httpx.post(
         f"{servers.get().root}/api/chat", json={"model": MODEL, "messages": [], "unknown": 1, "options": {"tmp": 1}}

@@ -202,10 +202,10 @@ def test_what_an_openai_client_adds_changes_no_shape(served: Served, field: str)
         ({"input_ids": [1], "system": "b"}, "system: cannot be combined with input_ids"),
         ({"input_ids": [10**6]}, "input_ids: token ids go from 0"),
         ({"text": "a", "max_dec_len": 0}, "max_dec_len: "),
-        ({"text": "a", "max_dec_len": 3, "max_tokens": 3}, "max_tokens: is max_dec_len by another name"),
-        ({"text": "a", "topp": 0.5, "top_p": 0.5}, "top_p: is topp by another name"),
-        ({"text": "a", "seed": 1, "infer_seed": 1}, "seed: is infer_seed by another name"),
-        ({"text": "a", "timeout": 1, "response_timeout": 1}, "response_timeout: is timeout by another name"),
+        ({"text": "a", "max_dec_len": 3, "max_tokens": 3}, "max_tokens: is another name of max_dec_len"),
+        ({"text": "a", "topp": 0.5, "top_p": 0.5}, "top_p: is another name of topp"),
+        ({"text": "a", "seed": 1, "infer_seed": 1}, "seed: is another name of infer_seed"),
+        ({"text": "a", "timeout": 1, "response_timeout": 1}, "response_timeout: is another name of timeout"),
         ({"text": "a", "topp": 1.5}, "topp: "),
         ({"text": "a", "temperature": -1}, "temperature: "),
         ({"text": "a", "penalty_score": 0}, "penalty_score: "),
@@ -219,7 +219,7 @@ def test_what_an_openai_client_adds_changes_no_shape(served: Served, field: str)
         ({"text": "a", "max_dec_len": 1901}, "max_dec_len: 1901 is more than MAX_DEC_LEN (1900)"),
         ({"text": "a", "seq_len": 1901}, "seq_len: 1901 is more than MAX_DEC_LEN (1900)"),
         ({"text": "a", "min_dec_len": 1901}, "min_dec_len: must be at most 1900, is 1901"),
-        ({"text": "a", "max_tokens": 2048}, "max_tokens: 13 tokens of input and 2048 of output are more than the 2048"),
+        ({"text": "a", "max_tokens": 2048}, "max_tokens: 13 input tokens and 2048 output tokens exceed"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -201,10 +201,13 @@ def test_coheres_client_embeds_long_texts(encoder: Path, embedder: Served) -> No
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"images": ["data:image/png;base64,AA"]}, "images: this endpoint embeds texts"),
-        ({"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "this endpoint embeds texts"),
+        ({"images": ["data:image/png;base64,AA"]}, "images: this endpoint embeds text only"),
+        (
+            {"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "this endpoint embeds text only",
+        ),
         ({}, "texts: give either texts or inputs"),
-        ({"texts": ["river"], "max_tokens": 5, "truncate": "NONE"}, "max_tokens: goes with truncate"),
+        ({"texts": ["river"], "max_tokens": 5, "truncate": "NONE"}, "max_tokens: requires truncate"),
         ({"texts": ["river"], "embedding_types": ["int4"]}, "embedding_types"),
     ],
 )

@@ -290,7 +290,7 @@ def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id.*keeps no state"),
         ({"conversation": "conv_1"}, "conversation: the server keeps no state"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt: no prompts are kept here"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt: the server stores no prompts"),
         ({"store": True}, "store.*send false"),
         ({"background": True}, "background.*send false"),
         ({"truncation": "auto"}, "truncation.*send disabled"),

@@ -174,7 +174,8 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "words"), [("notes of mine\n", "line 1"), ("notes", "something else"), (json.dumps({"a": 1}), "something")]
+    ("held", "words"),
+    [("notes of mine\n", "line 1"), ("notes", "not a file of batch results"), (json.dumps({"a": 1}), "not a file")],
 )
 def test_what_holds_something_else_is_left_alone(tmp_path: Path, held: str, words: str) -> None:
     write(tmp_path, [chat("a", "Hi")])

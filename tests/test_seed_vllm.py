@@ -353,7 +353,7 @@ def test_a_request_must_name_the_model(served: Served) -> None:
         for given in ({}, {"model": None}):
             missing = httpx.post(f"{served.url}/{path}", json=asked | given)
             assert missing.status_code == 400 and missing.json()["error"]["param"] == "model", path
-            assert missing.json()["error"]["message"] == "model: is missing; it is model-name"
+            assert missing.json()["error"]["message"] == "model: is missing; must be model-name"
             assert missing.json()["error"]["code"] == 400
         for name, status in (("another", 404), (["model-name"], 400)):
             wrong = httpx.post(f"{served.url}/{path}", json=asked | {"model": name})

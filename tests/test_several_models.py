@@ -294,7 +294,7 @@ def wait(condition: Callable[[], bool]) -> None:
 def test_what_is_over_an_engine_goes_with_it(
     served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
 ) -> None:
-    with pytest.raises(InferenceServerException, match="over the engine of tensorrt_llm; unload that, or set"):
+    with pytest.raises(InferenceServerException, match="uses the engine of tensorrt_llm; unload that, or set"):
         repository.unload_model("preprocessing")
     repository.unload_model("ensemble", unload_dependents=True)
     assert states(repository) == {**dict.fromkeys([*KSERVE, "penstock-demo", *OTHERS], "UNAVAILABLE"), **HERE}

@@ -348,7 +348,7 @@ def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
         ({"temperature": 1.5}, "temperature"),
         ({"response_format": "diarized_json"}, "response_format"),
         ({"response_format": "vtt", "stream": True}, "stream"),
-        ({"timestamp_granularities": ["segment"]}, "timestamp_granularities: is for"),
+        ({"timestamp_granularities": ["segment"]}, "timestamp_granularities: requires"),
         ({"include": ["logprobs"]}, "include: log probabilities"),
         ({"chunking_strategy": "auto"}, "chunking_strategy"),
         ({"file": ("x.wav", bytes(26 * 2**20))}, "at most"),
@@ -358,7 +358,7 @@ def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
     words = {"timestamp_granularities[]": "word", "response_format": "verbose_json", "model": "default"}
     answer = httpx.post(f"{server.url}/audio/translations", data=words, files={"file": file})
     assert answer.status_code == 400
-    assert "words are timed in transcriptions" in answer.text
+    assert "word timestamps are supported for transcriptions" in answer.text
     chat = {"messages": [{"role": "user", "content": "hello"}]}
     for path, body in (("chat/completions", chat), ("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
         answer = httpx.post(f"{server.url}/{path}", json=body)

@@ -1,1 +1,1 @@
-"""One package a dialect: the API of another system, with its requests, responses and errors."""
+"""HTTP and gRPC APIs of other systems ("dialects"): one package or module per API."""

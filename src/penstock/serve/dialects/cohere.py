@@ -1,4 +1,4 @@
-"""Cohere's ``/v1/embed`` and ``/v2/embed``: vectors as numbers, integers or bits. ``/rerank`` is OpenAI's module's."""
+"""Cohere's ``/v1/embed`` and ``/v2/embed``, with float, int8 and binary embeddings. ``/rerank`` is in ``openai``."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .openai.pooling import Input, PoolingHandler, PoolingRequest
 from .openai.schema import MAX_PROMPTS
 
 PREFIX = "cohere."
-"""Of the schemas' names in the OpenAPI document."""
+"""Prefix of schema names in the OpenAPI document."""
 PROMPT_NAMES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
 }
-"""``input_type`` → names that the checkpoint's prompt for it may have; of other types it is the type."""
-UNSUPPORTED = {"images": Unsupported("this endpoint embeds texts")}
+"""``input_type`` → possible names of the checkpoint's prompt; the prompt of any other type has the type's name."""
+UNSUPPORTED = {"images": Unsupported("this endpoint embeds text only")}
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
@@ -43,31 +43,31 @@ class EmbedContent(msgspec.Struct, kw_only=True):
 
 class EmbedInput(msgspec.Struct, kw_only=True):
     content: Annotated[list[EmbedContent], msgspec.Meta(min_length=1)]
-    """Parts, which lines separate."""
+    """Parts, which are joined with newlines."""
 
 
 class EmbedRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """As both versions of the API have it. A field that is null is taken as absent."""
+    """A request of either version of the API. Null fields are dropped."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED, drops_null=True)
 
     model: str | None = None
     texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
     inputs: Annotated[list[EmbedInput], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    """In place of texts."""
+    """Alternative to ``texts``."""
     input_type: str | None = None
-    """What texts begin with: the checkpoint's prompt of that name, or its default."""
+    """Name of the checkpoint's prompt that is prepended to each text; None: its default prompt."""
     embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1)] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
-    """Side from which texts that are too long are cut; END by default, and NONE refuses them."""
+    """Side from which too long texts are truncated; NONE: refuse them. Default: END."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """Tokens of a text that are read."""
+    """Maximum number of tokens per text; longer texts are truncated."""
     output_dimension: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None
 
 
 class CohereEmbeddings(msgspec.Struct, kw_only=True):
-    """A list of vectors for each type that was asked for."""
+    """A list of embeddings for each requested type."""
 
     floats: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
     int8: list[list[int]] | UnsetType = UNSET
@@ -81,7 +81,7 @@ class EmbedResponse(msgspec.Struct, kw_only=True):
     response_type: Literal["embeddings_by_type", "embeddings_floats"]
     id: str
     embeddings: CohereEmbeddings | list[list[float]]
-    """The latter in the first version, where no types were asked for."""
+    """A list without types in version 1 if ``embedding_types`` is absent."""
     texts: list[str]
     meta: dict[str, Any]
 
@@ -103,25 +103,24 @@ class EmbedHandler(PoolingHandler):
     kind = "embd"
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: EmbedRequest, version: str) -> None:
-        cuts = request.truncate != "NONE"
-        if request.max_tokens and not cuts:
-            raise invalid("max_tokens", "goes with truncate START or END: NONE cuts nothing")
+        truncates = request.truncate != "NONE"
+        if request.max_tokens and not truncates:
+            raise invalid("max_tokens", "requires truncate START or END, not NONE")
         maximum = service.gateway.engine_pool.require_engine().max_model_len
         limit = min(request.max_tokens or maximum, maximum)
         shared = PoolingRequest(
             model=request.model,
             priority=request.priority,
-            truncate_prompt_tokens=limit if cuts else None,
+            truncate_prompt_tokens=limit if truncates else None,
             truncation_side="left" if request.truncate == "START" else "right",
         )
         super().__init__(service, record, shared)
         self._version, self._types = version, request.embedding_types
         self._texts = _texts(request)
-        wanted = request.input_type or ""
-        names = PROMPT_NAMES.get(wanted, (wanted,))
-        prompt = next((name for name in names if name in self._pooler.prompts), None)
+        input_type = request.input_type or ""
+        names = PROMPT_NAMES.get(input_type, (input_type,))
+        self._prompt = next((name for name in names if name in self._pooler.prompts), None)
         self._field = "inputs" if request.texts is None else "texts"
-        self._prompt = prompt
         self.pooling = self._pooler.embedding_params(PoolingParams(dimensions=request.output_dimension))
 
     async def prompts(self) -> list[tuple[str, Input]]:
@@ -131,48 +130,48 @@ class EmbedHandler(PoolingHandler):
         vectors = [embedding_of(output) for output in outputs]
         by_type = self._types is not None or self._version == "2"
         types: Sequence[EmbeddingType] = self._types or ["float"]
-        made = {name: [CONVERSIONS[name](vector) for vector in vectors] for name in types}
+        converted = {name: [CONVERSIONS[name](vector) for vector in vectors] for name in types}
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         return EmbedResponse(
             response_type="embeddings_by_type" if by_type else "embeddings_floats",
             id=self.id,
-            embeddings=msgspec.convert(made, CohereEmbeddings) if by_type else vectors,
+            embeddings=msgspec.convert(converted, CohereEmbeddings) if by_type else vectors,
             texts=self._texts,
             meta={"api_version": {"version": self._version}, "billed_units": {"input_tokens": tokens}},
         )
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add both."""
+    """Add ``/v1/embed`` and ``/v2/embed``."""
     routes.error_formats.add(ERROR_FORMAT, "/v1/embed", "/v2/embed")
     routes.error_formats.add(routes.error_formats.default, "/v1/embeddings")
-    added = DialectRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
+    api = DialectRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
 
     def embed(version: str) -> Endpoint:
         def endpoint(request: EmbedRequest, record: RequestRecord, size: int) -> Response:
             service = served_models.find(request.model)
             return Reply.of(service, EmbedHandler(service, record, request, version), ERROR_FORMAT, False)
 
-        return added.answering(EmbedRequest, endpoint)
+        return api.endpoint(EmbedRequest, endpoint)
 
     for version in ("1", "2"):
-        added.post(f"/v{version}/embed", embed(version), "Cohere's embed", EmbedRequest, answer=EmbedResponse)
+        api.post(f"/v{version}/embed", embed(version), "Embed texts (Cohere)", EmbedRequest, answer=EmbedResponse)
 
 
 def _texts(request: EmbedRequest) -> list[str]:
-    """Raises ``PenstockError`` (``invalid``) without texts, and for images."""
+    """The texts to embed. Raises ``PenstockError`` (``invalid``) if there are none, or for images."""
     if (request.texts is None) == (request.inputs is None):
         raise invalid("texts", "give either texts or inputs")
     if request.texts is not None:
         return request.texts
     parts = [each.content for each in request.inputs or ()]
     if any(part.text is None for content in parts for part in content):
-        raise invalid("inputs", "have parts without text; this endpoint embeds texts")
+        raise invalid("inputs", "has parts without text; this endpoint embeds text only")
     return ["\n".join(part.text or "" for part in content) for content in parts]
 
 
 def _int8(vector: Sequence[float]) -> list[int]:
-    """The vector times what makes its largest number 127, rounded: angles stay, lengths do not."""
+    """Scale a vector so that its largest absolute value is 127, and round. Keeps cosines, not lengths."""
     scale = 127 / (max(map(abs, vector)) or 1.0)
     return [round(number * scale) for number in vector]
 
@@ -182,7 +181,7 @@ def _uint8(vector: Sequence[float]) -> list[int]:
 
 
 def _ubinary(vector: Sequence[float]) -> list[int]:
-    """A bit a number, whether it is above 0, eight to a byte, the first one its highest; zeros fill the last byte."""
+    """One bit per number, 1 if it is positive, eight to a byte, most significant first; zero-padded."""
     bits = "".join("1" if number > 0 else "0" for number in vector)
     return [int(bits[first : first + 8].ljust(8, "0"), 2) for first in range(0, len(bits), 8)]
 
@@ -192,7 +191,7 @@ def _binary(vector: Sequence[float]) -> list[int]:
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """Of its float32 numbers."""
+    """Base64 of the vector as float32."""
     return base64.b64encode(array("f", vector).tobytes()).decode()
 
 

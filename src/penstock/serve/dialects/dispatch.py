@@ -1,4 +1,4 @@
-"""Paths that several dialects share; the dialect of a request is recognized by its body and headers."""
+"""Paths shared by several dialects. The dialect of a request is recognized by its body and headers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..models.served_models import RECEIVED, ServedModels
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
 CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
-"""The second path of each is the one that OpenAI's client requests where its ``base_url`` ends in
-``/v1/chat/completions``, as PaddleNLP's documentation shows it."""
+"""The second path of each is what OpenAI's client requests if its ``base_url`` ends in ``/v1/chat/completions``, as in
+PaddleNLP's documentation."""
 
 
 class SharedPathDialect(Protocol):
@@ -28,52 +28,51 @@ class SharedPathDialect(Protocol):
 
     error_format: ErrorFormat
     fields: frozenset[str] | None = None
-    """Fields of which its requests have one; None where they need not."""
+    """``matches`` is called only for bodies with at least one of these fields; None: for all."""
     header: str | None = None
-    """Header that its requests have; None where they need none."""
+    """``matches`` is called only for requests with this header; None: for all."""
 
     def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
-        """Whether a request is in this dialect; ``fields`` is its parsed body."""
+        """Return True if a request is in this dialect; ``fields`` is its parsed body."""
         ...
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
-        """The response to a completion request whose body had ``size`` bytes. Raises ``PenstockError`` where it is
-        invalid."""
+        """Respond to a completion request whose body had ``size`` bytes. Raises ``PenstockError`` if it is invalid."""
         ...
 
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
-        """The response to a chat request; otherwise as ``completion``."""
+        """Respond to a chat request. Arguments and errors as in ``completion``."""
         ...
 
 
-def answer_by_body(
+def dispatch_by_body(
     routes: Routes,
     served_models: ServedModels,
     path: str,
     matches: Callable[[dict[str, Any]], bool],
     endpoint: Endpoint,
 ) -> None:
-    """Have ``endpoint`` answer what is sent to a path of another dialect, which has been added, where the body is its.
+    """Route POST requests with a matching body to ``endpoint``, others to the existing endpoint of ``path``.
 
     Args:
-        matches: whether a body is of the endpoint's dialect.
+        matches: returns True for a parsed body that ``endpoint`` handles.
     """
     route = next(route for route in routes if route.path == path and "POST" in (route.methods or ()))
-    other: Endpoint = route.endpoint
+    existing: Endpoint = route.endpoint
 
-    async def either(raw_request: Request) -> Response:
+    async def dispatch(raw_request: Request) -> Response:
         body = await served_models.receive(raw_request, served_models.max_body_size)
-        raw_request.scope[RECEIVED] = body  # for the endpoint
+        raw_request.scope[RECEIVED] = body  # the endpoint reads it from there
         record = record_of(raw_request.scope)
         try:
-            is_its = await served_models.parse(
+            matched = await served_models.parse(
                 record, len(body), lambda: (check_elements(body), matches(read_object(body)))
             )
-        except PenstockError:  # which the other one reports
-            is_its = False
-        return await (endpoint if is_its else other)(raw_request)
+        except PenstockError:  # the existing endpoint reports it
+            matched = False
+        return await (endpoint if matched else existing)(raw_request)
 
-    routes[routes.index(route)] = Route(path, either, access=route.access, methods=["POST"])
+    routes[routes.index(route)] = Route(path, dispatch, access=route.access, methods=["POST"])
 
 
 def add_shared_routes(
@@ -82,10 +81,10 @@ def add_shared_routes(
     dialects: Sequence[SharedPathDialect],
     described: dict[str, dict[str, Any]],
 ) -> None:
-    """Add the shared paths. The first dialect that recognizes a request answers it.
+    """Add the shared paths. The first dialect that matches a request handles it.
 
     Args:
-        described: operations of the OpenAPI document for the first path of each.
+        described: OpenAPI operations of ``COMPLETIONS[0]`` and ``CHATS[0]``.
     """
 
     def recognize(raw_request: Request, fields: dict[str, Any]) -> SharedPathDialect:
@@ -114,9 +113,9 @@ def add_shared_routes(
         return await served_models.read(raw_request, answer, served_models.max_body_size)
 
     for paths, endpoint, summary in (
-        (COMPLETIONS, create_completion, "Continue a prompt"),
-        (CHATS, create_chat, "Answer a chat"),
+        (COMPLETIONS, create_completion, "Complete a prompt"),
+        (CHATS, create_chat, "Create a chat completion"),
     ):
         for path in paths:
-            of_path = described[paths[0]]
-            routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=of_path)
+            operation = described[paths[0]]
+            routes.add(path, endpoint, access=Access.INFERENCE, method="POST", summary=summary, described=operation)

@@ -1,4 +1,4 @@
-"""The routes of a dialect: bodies that are read, answers, and their part of the OpenAPI document."""
+"""Routes of a dialect: reading request bodies, and describing the routes in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from ..models.served_models import ServedModels
 T = TypeVar("T", bound=RequestBody)
 V = TypeVar("V")
 Schema = type | dict[str, Any] | None
-"""A schema of ``SCHEMAS``, or one for the document alone; None for an answer without JSON, and for no body."""
+"""Schema of a body: a struct of the dialect's ``schemas``, or an OpenAPI schema; None: no JSON body."""
+
+
+def tenant_of(raw_request: Request) -> str:
+    return record_of(raw_request.scope).tenant
 
 
 class DialectRoutes:
     """Adds the routes of a dialect.
 
     Args:
-        error_format: of the requests that are read; by default that of their path.
-        schemas: for the OpenAPI document, their names with ``prefix``.
-        failure: schema of errors.
+        error_format: error format of the requests; None: the one registered for their path.
+        schemas: structs to describe in the OpenAPI document.
+        prefix: prefix of their names there.
+        failure: schema of error responses.
     """
 
     def __init__(
@@ -60,12 +65,13 @@ class DialectRoutes:
         streamed: bool = False,
         query: Iterable[str] = (),
     ) -> dict[str, Any]:
-        """Add a route; returns its operation of the OpenAPI document.
+        """Add a route; returns its OpenAPI operation.
 
         Args:
-            answer, request: schemas of the bodies.
-            streamed: whether the answer may be a stream.
-            query: names of parameters that the URL may have.
+            answer: schema of the response body.
+            request: schema of the request body.
+            streamed: True if the response may be a stream.
+            query: names of the query parameters.
         """
         described = operation(
             self._described(answer), self._failure, self._described(request), streamed=streamed, query=query
@@ -74,25 +80,25 @@ class DialectRoutes:
         return described
 
     def post(self, path: str, endpoint: Endpoint, summary: str, request: Schema = None, **options: Any) -> None:
-        """Add a POST route; ``options`` as in ``add``."""
+        """Add a POST route; ``options`` are those of ``add``."""
         self.add(path, endpoint, summary, request=request, method="POST", **options)
 
     async def read(
         self, raw_request: Request, schema: type[T], media: bool = False, optional: bool = False
     ) -> tuple[T, int]:
-        """The body of a request, and its size in bytes. Arguments and errors are those of ``handle``."""
+        """Return the parsed body and its size in bytes. Arguments and errors are those of ``handle``."""
         return await self.handle(raw_request, schema, lambda request, record, size: (request, size), media, optional)
 
-    def answering(
+    def endpoint(
         self, schema: type[T], answer: Callable[[T, RequestRecord, int], Response], media: bool = False
     ) -> Endpoint:
-        """An endpoint that answers as ``handle`` does."""
+        """Make an endpoint that passes its parsed body to ``answer``; arguments and errors are those of ``handle``."""
 
         @wraps(answer)
-        async def endpoint(raw_request: Request) -> Response:
+        async def handled(raw_request: Request) -> Response:
             return await self.handle(raw_request, schema, answer, media)
 
-        return endpoint
+        return handled
 
     async def handle(
         self,
@@ -102,14 +108,14 @@ class DialectRoutes:
         media: bool = False,
         optional: bool = False,
     ) -> V:
-        """Read a body, and run ``work`` on it, both in a thread where it is large.
+        """Read and parse a body and run ``work`` on it, in a thread if the body is large.
 
         Args:
-            work: takes the request, its record and the size of its body in bytes.
-            media: whether it may be as large as one with images.
-            optional: whether an empty body stands for the schema's defaults.
+            work: called with the request, its record and the size of its body in bytes.
+            media: allow a body of ``max_body_size``, for images.
+            optional: parse an empty body as ``{}``.
 
-        Raises ``PenstockError`` as ``ServedModels.read``, ``convert`` and ``work``.
+        Raises ``PenstockError`` as ``ServedModels.read``, ``convert`` and ``work`` do.
         """
         record = record_of(raw_request.scope)
         record.error_format = self._error_format or record.error_format
@@ -121,7 +127,7 @@ class DialectRoutes:
         return await self.served_models.read(raw_request, parse, self.served_models.max_body_size if media else None)
 
     def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
-        """A request from its JSON object."""
+        """Convert the JSON object of a request to ``schema``."""
         return convert(fields, schema, record_of(raw_request.scope).unknown)
 
     def _described(self, schema: Schema) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What routers and instances ask of each other, and what operators ask of a router (``penstock pd status``)."""
+"""Endpoints between routers and instances, and the status of a router (``penstock pd status``)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..models.served_models import ServedModels
 from .openai.schema import ErrorResponse
 
 MAX_BODY = 2**16
-"""Bytes of a registration."""
+"""Maximum size of a registration, bytes."""
 STATUS_PATH = "/penstock/instances"
-"""GET at a router: its instances, with their statistics."""
+"""GET at a router: its instances with their statistics."""
 NUMBER_PATH = "/registered_number"
-"""GET at a router, as at FastDeploy's: how many instances of each role are ready."""
+"""GET at a router: number of ready instances by role, as in FastDeploy's router."""
 Register = Callable[[str, tuple[str, ...], bool], Awaitable[None]]
 
 
@@ -40,7 +40,7 @@ def add_routes(routes: Routes, served_models: ServedModels, configuration: Confi
     """Add the routes.
 
     Args:
-        register: notes an instance by its name, with its engines' addresses, and whether it leaves.
+        register: registers an instance: its name, its engines' addresses, and True if it is leaving.
     """
     engine = configuration.engine
 
@@ -48,30 +48,31 @@ def add_routes(routes: Routes, served_models: ServedModels, configuration: Confi
     def secret() -> bytes:
         return read_secret(engine.cluster_secret_file, make=True)
 
-    async def instance(_: Request, body: bytes) -> Response:
+    async def instance_info(_: Request, body: bytes) -> Response:
         reports = [report for service in served_models for report in service.gateway.engine_pool.reports]
         engines = tuple(EngineInfo(one.engine_address, one.role) for one in reports if one.engine_address)
         return JSONResponse(msgspec.to_builtins(InstanceInfo(__version__, engines)))
 
-    async def registered(request: Request, body: bytes) -> Response:
+    async def register_instance(request: Request, body: bytes) -> Response:
         if engine.role != "router":
-            raise PenstockError(Code.UNSUPPORTED, "this server is no router; start one with --role router")
+            raise PenstockError(Code.UNSUPPORTED, "this server is not a router; start one with --role router")
         try:
-            told = msgspec.json.decode(body, type=RegisterRequest)
+            registration = msgspec.json.decode(body, type=RegisterRequest)
         except msgspec.MsgspecError as error:
-            raise invalid("body", f"is no registration of this version: {error}") from error
+            raise invalid("body", f"is not a registration of this version: {error}") from error
         host = request.client.host if request.client else ""
-        await register(told.name, tuple(reachable(one.address, host) for one in told.engines), told.leaves)
+        addresses = tuple(reachable(one.address, host) for one in registration.engines)
+        await register(registration.name, addresses, registration.leaves)
         return JSONResponse({})
 
     def signed(path: str, endpoint: Callable[[Request, bytes], Awaitable[Response]]) -> Endpoint:
-        """The endpoint, for those who know the cluster secret; errors have the one form that these know."""
+        """Allow only requests signed with the cluster secret. Errors are ``{"message": …}``, as the peers expect."""
 
         async def checked(request: Request) -> Response:
             try:
                 if not engine.engine_address and engine.role != "router":
-                    words = "routers cannot reach this server's engine; give --engine-address or --role"
-                    raise PenstockError(Code.UNSUPPORTED, words)
+                    message = "routers cannot reach this server's engine; give --engine-address or --role"
+                    raise PenstockError(Code.UNSUPPORTED, message)
                 body = await read_body(request, MAX_BODY, served_models.options.client_timeout)
                 verify(await asyncio.to_thread(secret), path, body, request.headers.get(HEADER, ""))
                 return await endpoint(request, body)
@@ -89,11 +90,11 @@ def add_routes(routes: Routes, served_models: ServedModels, configuration: Confi
         ready = [one["role"] for one in found if one["state"] == "ready"]
         return JSONResponse({role: ready.count(role) for role in ("mixed", "prefill", "decode")})
 
-    routes.append(Route(INSTANCE_PATH, signed(INSTANCE_PATH, instance), access=Access.SIGNED, methods=["GET"]))
-    routes.append(Route(REGISTER_PATH, signed(REGISTER_PATH, registered), access=Access.SIGNED, methods=["POST"]))
+    for method, path, endpoint in (("GET", INSTANCE_PATH, instance_info), ("POST", REGISTER_PATH, register_instance)):
+        routes.append(Route(path, signed(path, endpoint), access=Access.SIGNED, methods=[method]))
     described = operation(OBJECT, reference(ErrorResponse))
-    summary = "The instances of a router, with their statistics"
+    summary = "Instances of a router, with their statistics"
     routes.add(STATUS_PATH, status, access=Access.PRIVATE, summary=summary, described=described)
     if engine.role == "router":
-        summary = "How many instances are ready, by role"
+        summary = "Number of ready instances by role"
         routes.add(NUMBER_PATH, registered_number, access=Access.PRIVATE, summary=summary, described=described)

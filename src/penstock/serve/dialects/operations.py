@@ -1,7 +1,6 @@
-"""Operations on models as a whole, for all dialects: other weights, pauses, sleep. Paths that tell the state, and
-``/v1/weights/reload``.
+"""Operations on whole models (weight updates, pause, sleep) for all dialects, and endpoints that report their state.
 
-What would end or hold up the requests of others is there with ``server_dev_mode`` alone.
+Operations that end or delay other clients' requests, such as ``/v1/weights/reload``, require ``server_dev_mode``.
 """
 
 from __future__ import annotations
@@ -30,59 +29,58 @@ from .openai.schema import ErrorResponse
 
 
 class Reload(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Change the weights of a model."""
+    """Reload the weights of a model."""
 
     path: str = ""
-    """Folder of a checkpoint of the same model; by default the one in use is read again."""
+    """Folder of a checkpoint of the same model; empty: reload the one in use."""
     running: Running = "finish"
-    """Whether running requests finish on the old weights, or are computed again with the new ones and go on after what
-    was generated."""
+    """How running requests are handled: they finish on the old weights, or their tokens so far are recomputed with the
+    new weights and generation continues."""
     model: str | None = None
 
 
 class Operator:
-    """Operations for the dialects: of which models, and with which folders."""
+    """Carries out operations on the models that a request selects, with the weights folders that clients may name."""
 
     def __init__(self, served_models: ServedModels, manager: ModelManager) -> None:
         self.served_models = served_models
         self._manager = manager
 
     def models(self, request: Request) -> list[ServedModel]:
-        """The model that the URL names (``?model=``), or all. Raises ``PenstockError`` where it is not served."""
+        """The model in the query (``?model=``), or all models. Raises ``PenstockError`` if it is not served."""
         if (name := request.query_params.get("model")) is not None:
             return [self.served_models.find(name)]
         return list(self.served_models)
 
     async def carry_out(self, operation: ModelAction, request: Request) -> None:
-        """Carry out an operation on the models of a request. Raises ``PenstockError`` where it fails."""
+        """Carry out an operation on the models of a request. Raises ``PenstockError`` if it fails."""
         for service in self.models(request):
             await self._manager.operate(service, operation)
 
     async def reload(self, service: ServedModel, path: str, running: Running = "finish") -> EngineState:
-        """Change the weights of a model; returns the state after it. Raises ``PenstockError`` where it fails."""
+        """Reload the weights of a model; returns its new state. Raises ``PenstockError`` if that fails."""
         folder = self._allowed(service, path) if path else ""
         await self._manager.operate(service, UpdateWeights(folder, running))
         return state_of(service)
 
     def _allowed(self, service: ServedModel, path: str) -> str:
-        """The folder that a client names. Raises ``PenstockError`` (``invalid``) where clients may not."""
+        """Resolve a client's path. Raises ``PenstockError`` (``invalid``) if clients may not load weights from it."""
         try:
             folder = Path(path).resolve()
         except (OSError, ValueError, RuntimeError):
-            raise invalid("path", "is no path") from None
-        own = service.configuration.engine
+            raise invalid("path", "is not a valid path") from None
+        model = service.configuration.engine.model
         allowed = [Path(each).resolve() for each in self.served_models.options.allowed_local_weights_path]
-        start = Path(own.model).resolve() if own.model else demo.CHAT
+        start = Path(model).resolve() if model else demo.CHAT
         if not Path(path).is_absolute() or not (folder == start or any(folder.is_relative_to(one) for one in allowed)):
-            words = (
-                "is neither the model's own folder nor in one that --allowed-local-weights-path allows, as full path"
+            raise invalid(
+                "path", "must be an absolute path: the model's folder, or inside one of --allowed-local-weights-path"
             )
-            raise invalid("path", words)
         return str(folder)
 
 
 def state_of(service: ServedModel) -> EngineState:
-    """Weights of a model, and whether it sleeps."""
+    """Weights and sleep state of a model."""
     return next(iter(service.gateway.engine_pool.states), EngineState())
 
 
@@ -95,8 +93,8 @@ def is_sleeping(services: list[ServedModel]) -> bool:
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
-    """Add the paths."""
-    added = DialectRoutes(routes, operator.served_models, schemas=(Reload,), failure=ErrorResponse)
+    """Add the routes."""
+    api = DialectRoutes(routes, operator.served_models, schemas=(Reload,), failure=ErrorResponse)
 
     async def weights(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_described(one) for one in operator.served_models]})
@@ -111,23 +109,23 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         service = operator.served_models.find(request.query_params.get("model"))
         stats, options = operator.served_models.engine_stats[service.name]
         if not options.expert_load:
-            raise PenstockError(Code.UNSUPPORTED, "the load of experts is not counted: start with --expert-load")
+            raise PenstockError(Code.UNSUPPORTED, "expert load is not counted: start the server with --expert-load")
         return JSONResponse(expert_report(service.name, stats, options))
 
-    added.add("/v1/weights", weights, "Weights of the models, and whether they sleep")
-    added.add("/expert_load", experts, "Tokens that chose each expert, by layer")
-    added.add("/is_sleeping", sleeping, "Whether KV cache or weights are freed")
-    added.add("/is_paused", paused, "Whether nothing is computed")
+    api.add("/v1/weights", weights, "Weights version and sleep state of the models")
+    api.add("/expert_load", experts, "Number of tokens routed to each expert, by layer")
+    api.add("/is_sleeping", sleeping, "True if KV cache or weights are freed")
+    api.add("/is_paused", paused, "True if generation is paused")
     if not operator.served_models.options.server_dev_mode:
         return
 
     async def reload(request: Request) -> Response:
-        given, _ = await added.read(request, Reload, optional=True)
-        service = operator.served_models.find(given.model)
-        await operator.reload(service, given.path, given.running)
+        body, _ = await api.read(request, Reload, optional=True)
+        service = operator.served_models.find(body.model)
+        await operator.reload(service, body.path, body.running)
         return JSONResponse(_described(service))
 
-    added.post("/v1/weights/reload", reload, "Change a model's weights", Reload, access=Access.CONTROL)
+    api.post("/v1/weights/reload", reload, "Reload a model's weights", Reload, access=Access.CONTROL)
 
 
 def _described(service: ServedModel) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""SGLang's paths for trainers: other weights from a folder, memory that is freed and comes back, pauses."""
+"""SGLang's endpoints for RL trainers: update weights from disk, release and resume memory, pause generation."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from .openai.schema import ErrorResponse
 from .operations import Operator
 
 UNSUPPORTED = {
-    "weight_version": Unsupported("the version of weights is computed from them; GET /v1/weights tells it"),
-    "load_format": Unsupported("weights are read from safetensors", ("safetensors",)),
-    "is_async": Unsupported("the answer comes once the weights are in use", (False,)),
-    "flush_cache": Unsupported("cached prefixes of other weights are never used", (True,)),
+    "weight_version": Unsupported("the version is computed from the weights; GET /v1/weights returns it"),
+    "load_format": Unsupported("only safetensors is supported", ("safetensors",)),
+    "is_async": Unsupported("the response is sent once the new weights are in use", (False,)),
+    "flush_cache": Unsupported("prefixes cached with other weights are never reused", (True,)),
 }
 MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "keep"}
 
 
 class UpdateFromDisk(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """As SGLang has it."""
-
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     model_path: str
@@ -46,14 +44,10 @@ class UpdateFromDisk(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class MemoryTags(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """As SGLang has it."""
-
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
 class PauseRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """As SGLang has it."""
-
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
@@ -61,38 +55,38 @@ SCHEMAS = (UpdateFromDisk, MemoryTags, PauseRequest)
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
-    """Add them, with ``server_dev_mode``."""
+    """Add the routes if ``server_dev_mode`` is set."""
     if not operator.served_models.options.server_dev_mode:
         return
-    added = DialectRoutes(routes, operator.served_models, schemas=SCHEMAS, failure=ErrorResponse)
+    api = DialectRoutes(routes, operator.served_models, schemas=SCHEMAS, failure=ErrorResponse)
 
     async def update_weights_from_disk(request: Request) -> Response:
-        given, _ = await added.read(request, UpdateFromDisk)
-        if given.abort_all_requests:
+        body, _ = await api.read(request, UpdateFromDisk)
+        if body.abort_all_requests:
             await operator.carry_out(PauseGeneration(), request)
         message, status = "Succeeded to update model weights.", 200
         try:
             for service in operator.models(request)[:1]:
-                await operator.reload(service, given.model_path)
+                await operator.reload(service, body.model_path)
         except PenstockError as error:
             message, status = error.failure.message, STATUS[error.failure.code]
-        if given.abort_all_requests and not given.keep_pause:
+        if body.abort_all_requests and not body.keep_pause:
             await operator.carry_out(ResumeGeneration(), request)
         return JSONResponse({"success": status == 200, "message": message, "num_paused_requests": 0}, status)
 
     async def release_memory_occupation(request: Request) -> Response:
-        tags = (await added.read(request, MemoryTags, optional=True))[0].tags
+        tags = (await api.read(request, MemoryTags, optional=True))[0].tags
         await operator.carry_out(Sleep(1 if tags == [KV_CACHE] else 2), request)
         return Response()
 
     async def resume_memory_occupation(request: Request) -> Response:
-        tags = (await added.read(request, MemoryTags, optional=True))[0].tags
+        tags = (await api.read(request, MemoryTags, optional=True))[0].tags
         await operator.carry_out(WakeUp(None if tags is None or set(tags) == set(TAGS) else tuple(tags)), request)
         return Response()
 
     async def pause_generation(request: Request) -> Response:
-        given, _ = await added.read(request, PauseRequest, optional=True)
-        await operator.carry_out(PauseGeneration(MODES[given.mode]), request)
+        body, _ = await api.read(request, PauseRequest, optional=True)
+        await operator.carry_out(PauseGeneration(MODES[body.mode]), request)
         return JSONResponse({"status": "ok", "message": "Generation paused successfully."})
 
     async def continue_generation(request: Request) -> Response:
@@ -100,11 +94,11 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         return JSONResponse({"status": "ok", "message": "Generation continued successfully."})
 
     for endpoint, schema, summary in (
-        (update_weights_from_disk, UpdateFromDisk, "Change the weights"),
-        (release_memory_occupation, MemoryTags, "Free the KV cache, and the weights"),
-        (resume_memory_occupation, MemoryTags, "Bring back what was freed"),
-        (pause_generation, PauseRequest, "Compute nothing for now"),
-        (continue_generation, None, "Compute again"),
+        (update_weights_from_disk, UpdateFromDisk, "Load other weights from a folder"),
+        (release_memory_occupation, MemoryTags, "Free the KV cache and the weights"),
+        (resume_memory_occupation, MemoryTags, "Restore freed KV cache and weights"),
+        (pause_generation, PauseRequest, "Pause generation"),
+        (continue_generation, None, "Resume generation"),
     ):
         path = f"/{endpoint.__name__}"
-        added.post(path, endpoint, summary, schema, access=Access.CONTROL, query=("model",))
+        api.post(path, endpoint, summary, schema, access=Access.CONTROL, query=("model",))

@@ -1,3 +1,3 @@
-"""Anthropic's dialect: messages, whole and streamed, and how many tokens they have."""
+"""Anthropic's API: messages, streamed or not, and token counting."""
 
 from .routes import add_routes, error_format_of

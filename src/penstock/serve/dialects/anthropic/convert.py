@@ -28,13 +28,13 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat_request(request: CountTokensRequest, variables: Collection[str], images: bool = False) -> ChatRequest:
-    """The chat request for a message request.
+    """Convert a Messages request to a chat request.
 
     Args:
-        variables: names that the model's chat template reads.
-        images: whether messages and tool results may have images.
+        variables: variables that the model's chat template reads.
+        images: allow images in messages and tool results.
 
-    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text, or an image.
+    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content other than text and images.
     """
     messages: list[dict[str, Any]] = []
     if system := text_of(request.system or "", "system"):
@@ -42,9 +42,9 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]", images)
     result: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
-    if messages and messages[-1]["role"] == "assistant":  # the answer continues it
+    if messages and messages[-1]["role"] == "assistant":  # prefill: generation continues this message
         if messages[-1].get("tool_calls"):
-            raise invalid(f"messages[{len(request.messages)}]", "is missing: a tool_result for each tool_use before it")
+            raise invalid(f"messages[{len(request.messages)}]", "is missing: each tool_use needs a tool_result")
         result |= {"continue_final_message": True}
     if thinking := request.thinking:
         result["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
@@ -55,8 +55,8 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
             result["response_format"] = json_schema_format(config.format.schema)
         result |= effort_fields(config.effort, variables)
     if "enable_thinking" in variables:
-        thinks = request.thinking is not None and request.thinking.type != "disabled"
-        result["chat_template_kwargs"] = {"enable_thinking": thinks}
+        enabled = request.thinking is not None and request.thinking.type != "disabled"
+        result["chat_template_kwargs"] = {"enable_thinking": enabled}
     return msgspec.convert(result | _tools(request) | _sampling(request), ChatRequest)
 
 
@@ -79,7 +79,7 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
         result["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if choice := request.tool_choice:
         if (choice.name is None) == (choice.type == "tool"):
-            raise invalid("tool_choice.name", "requires the type tool")
+            raise invalid("tool_choice.name", "is required with the type tool, and only then")
         result["tool_choice"] = named_tool(choice.name) if choice.type == "tool" else CHOICES[choice.type]
         if choice.disable_parallel_tool_use:
             result["parallel_tool_calls"] = False
@@ -88,14 +88,14 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        message = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
+        message = f"{path}.type: {tool.type[:50]} is not supported; use custom"
         raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")
     name, schema = require(tool.name, f"{path}.name"), require(tool.input_schema, f"{path}.input_schema")
     return function_tool(name, tool.description, schema)
 
 
 def _messages(message: Message, path: str, images: bool) -> list[dict[str, Any]]:
-    """A message, after the tool results that it contains."""
+    """Convert a message to chat messages; its tool results come first."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     parts: list[dict[str, Any]] = []
@@ -109,21 +109,21 @@ def _messages(message: Message, path: str, images: bool) -> list[dict[str, Any]]
         elif block.type == "image" and images and message.role == "user":
             parts.append({"type": "image_url", "image_url": {"url": _image_url(block, where)}})
         elif block.type == "tool_result" and message.role == "user":
-            found = _result(block, f"{where}.content", images)
-            results.append(tool_result(_call_id(block.tool_use_id, f"{where}.tool_use_id"), found))
+            content = _result(block, f"{where}.content", images)
+            results.append(tool_result(_call_id(block.tool_use_id, f"{where}.tool_use_id"), content))
         elif block.type == "tool_use" and message.role == "assistant":
             name = require(block.name, f"{where}.name")
             calls.append(function_call(_call_id(block.id, f"{where}.id"), name, block.input or {}))
         elif block.type == "thinking" and message.role == "assistant":
             thought += require(block.thinking, f"{where}.thinking")
         elif block.type != "redacted_thinking":
-            text = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
-            raise PenstockError(Code.UNSUPPORTED, text, where)
+            error = f"{where}: {block.type[:50]} is not supported in messages with the role {message.role}"
+            raise PenstockError(Code.UNSUPPORTED, error, where)
     if not (parts or calls or thought):
         return results
     has_images = any(part["type"] != "text" for part in parts)
-    content = parts if has_images else "\n".join(part["text"] for part in parts)
-    result: dict[str, Any] = {"role": message.role, "content": content}
+    text_or_parts = parts if has_images else "\n".join(part["text"] for part in parts)
+    result: dict[str, Any] = {"role": message.role, "content": text_or_parts}
     if thought:
         result["reasoning_content"] = thought
     if calls:
@@ -146,11 +146,11 @@ def _image_url(block: Block, path: str) -> str:
     if source.type == "url":
         return require(source.url, f"{path}.source.url")
     if source.type != "base64":
-        words = f"{path}.source.type: {source.type[:50]} is not supported, only base64 and url are"
-        raise PenstockError(Code.UNSUPPORTED, words, f"{path}.source.type")
+        message = f"{path}.source.type: {source.type[:50]} is not supported; use base64 or url"
+        raise PenstockError(Code.UNSUPPORTED, message, f"{path}.source.type")
     return f"data:{source.media_type or ''};base64,{require(source.data, f'{path}.source.data')}"
 
 
 def _call_id(call_id: str | None, path: str) -> str:
-    """A call's id without Anthropic's prefix, as the model's chat template expects it."""
+    """The id of a tool call without Anthropic's prefix, as the chat template expects it."""
     return require(call_id, path).removeprefix(CALL_ID_PREFIX)

@@ -1,4 +1,4 @@
-"""``/v1/models`` in Anthropic's format, for requests with its header; OpenAI's clients use the same path."""
+"""``/v1/models`` in Anthropic's format, for requests with its version header. OpenAI's clients use the same path."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from penstock.serve.models.served_models import ServedModel, ServedModels
 from .schema import ModelInfo, ModelList
 
 HEADER = "anthropic-version"
-"""Header that Anthropic's clients send, and no others."""
+"""Header that only Anthropic's clients send."""
 MAX_LIMIT = 1000
 DEFAULT_LIMIT = 20
 
 
 def is_anthropic_client(scope: Scope) -> bool:
-    """Whether a request comes from one of Anthropic's clients."""
+    """Return True for requests of Anthropic's clients."""
     return HEADER in Headers(scope=scope)
 
 
 class AnthropicRoute(Route):
-    """Matches requests of Anthropic's clients alone."""
+    """A route that matches only requests of Anthropic's clients."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] != "http" or not is_anthropic_client(scope):
@@ -41,7 +41,7 @@ class AnthropicRoute(Route):
 
 
 def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add Anthropic's model routes; to be called before OpenAI's, which match any request."""
+    """Add Anthropic's model routes. Call this before adding OpenAI's, which match any request."""
     created = datetime.fromtimestamp(served_models.created, UTC).isoformat().replace("+00:00", "Z")
 
     def info(service: ServedModel, name: str) -> ModelInfo:
@@ -71,7 +71,7 @@ def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
     after, before = query.get("after_id"), query.get("before_id")
     for field, name in (("after_id", after), ("before_id", before)):
         if name is not None and name not in ids:
-            raise invalid(field, f"{name[:100]!r} is no model here")
+            raise invalid(field, f"{name[:100]!r} is not a served model")
     if after is not None:
         models = models[ids.index(after) + 1 :]
     elif before is not None:

@@ -46,12 +46,12 @@ SCHEMA_PREFIX = "anthropic."
 
 
 def error_format_of(scope: Scope) -> ErrorFormat | None:
-    """The error format for requests of Anthropic's clients at paths that OpenAI's API shares; else None."""
+    """The error format for requests of Anthropic's clients to paths shared with OpenAI's API; otherwise None."""
     return ERROR_FORMAT if scope["path"].startswith("/v1/models") and is_anthropic_client(scope) else None
 
 
 class MessageHandler(ChatGeneration):
-    """One request, from its messages to a message."""
+    """Handles one request."""
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: MessagesRequest, size: int) -> None:
         chat = to_chat_request(request, service.template_variables, service.sees_images)
@@ -63,32 +63,32 @@ class MessageHandler(ChatGeneration):
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         output, completion = outputs[0], outputs[0].outputs[0]
         message = self.message(completion)
-        ending = stop_reason_of(completion, bool(message.tool_calls), self._max_tokens)
-        return encode(self._answer(blocks_of(message), output, **ending))
+        stop = stop_reason_of(completion, bool(message.tool_calls), self._max_tokens)
+        return encode(self._response(blocks_of(message), output, **stop))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
         completion, events = output.outputs[0], b""
         if completion.index not in self.cursors:
-            empty = self._answer([], output)
+            empty = self._response([], output)
             empty.usage.output_tokens = 0
             events += event("message_start", message=empty)
         events += self._blocks.add(self.delta(completion))
         if completion.finished:
             called = self.cursors[completion.index].num_tool_calls > 0
-            ending = stop_reason_of(completion, called, self._max_tokens)
+            stop = stop_reason_of(completion, called, self._max_tokens)
             usage = msgspec.to_builtins(usage_of(output))
-            events += self._blocks.end() + event("message_delta", delta=ending, usage=usage)
+            events += self._blocks.end() + event("message_delta", delta=stop, usage=usage)
         return events
 
     def format_end(self) -> bytes:
         return event("message_stop")
 
-    def _answer(self, content: list[Document], output: RequestOutput, **ending: Any) -> MessageResponse:
-        return MessageResponse(id=self._id, model=self.model, content=content, usage=usage_of(output), **ending)
+    def _response(self, content: list[Document], output: RequestOutput, **stop: Any) -> MessageResponse:
+        return MessageResponse(id=self._id, model=self.model, content=content, usage=usage_of(output), **stop)
 
 
 class AnthropicRoutes(DialectRoutes):
-    """Errors have the field names of messages once a body has been converted."""
+    """Reports errors with the field names of Messages requests after a body has been converted."""
 
     def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
         request = super().convert(fields, schema, raw_request)
@@ -99,7 +99,7 @@ class AnthropicRoutes(DialectRoutes):
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the routes of Anthropic's API."""
     routes.error_formats.add(ERROR_FORMAT, "/v1/messages")
-    added = AnthropicRoutes(routes, served_models, None, SCHEMAS, SCHEMA_PREFIX, ErrorResponse)
+    api = AnthropicRoutes(routes, served_models, None, SCHEMAS, SCHEMA_PREFIX, ErrorResponse)
 
     def create_message(request: MessagesRequest, record: RequestRecord, size: int) -> Response:
         service = served_models.find(request.model)
@@ -113,21 +113,18 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             service.adapter_of(chat.model)
             return ChatPrompt(service, chat, size, record)
 
-        prompt = await added.handle(raw_request, CountTokensRequest, prompt_of, media=True)
+        prompt = await api.handle(raw_request, CountTokensRequest, prompt_of, media=True)
         return Json(TokenCount(input_tokens=await prompt.count_tokens()))
 
     add_model_routes(routes, served_models)
-    create, summary = (
-        added.answering(MessagesRequest, create_message, media=True),
-        "Anthropic's answer to a conversation",
-    )
-    added.post("/v1/messages", create, summary, MessagesRequest, answer=MessageResponse, streamed=True)
-    count = "Count a conversation's tokens"
-    added.post("/v1/messages/count_tokens", count_tokens, count, CountTokensRequest, answer=TokenCount)
+    create, summary = api.endpoint(MessagesRequest, create_message, media=True), "Create a message (Anthropic)"
+    api.post("/v1/messages", create, summary, MessagesRequest, answer=MessageResponse, streamed=True)
+    summary = "Count the tokens of a message request"
+    api.post("/v1/messages/count_tokens", count_tokens, summary, CountTokensRequest, answer=TokenCount)
 
 
 def blocks_of(message: Message) -> list[Document]:
-    """The content blocks of a whole message."""
+    """The content blocks of a complete message."""
     return [_block(part) for part in message.parts]
 
 
@@ -140,7 +137,7 @@ def _block(part: MessagePart) -> Document:
 
 
 class ContentBlockStream:
-    """Builds the events of a streamed message, one content block after the other."""
+    """Builds the events of a streamed message, one content block after another."""
 
     def __init__(self) -> None:
         self._index = -1
@@ -188,7 +185,7 @@ class ContentBlockStream:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments of a call as an object; empty where they are not one."""
+    """The arguments of a call as an object; empty if they are not a valid JSON object."""
     try:
         result = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Anthropic's requests and answers: a message, or the events of a streamed one."""
+"""Anthropic's requests and responses: a message, or the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ERROR_TYPES = {
     Code.INTERNAL: "api_error",
 }
 UNSUPPORTED_THREAD: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""Error details by which Anthropic's tool runner learns to send the whole conversation with each request."""
+"""Error details that make Anthropic's tool runner send the whole conversation with each request."""
 CALL_ID_PREFIX = "toolu_"
 """Prefix of the ids of ``tool_use`` blocks, which some clients check."""
 UNSUPPORTED = {
-    "container": Unsupported("nothing is run here"),
+    "container": Unsupported("the server does not execute code"),
     "thread": Unsupported("the server keeps no state between requests: send the whole conversation"),
-    "mcp_servers": Unsupported("nothing is run here; send the tools, and call them yourself", ([],)),
+    "mcp_servers": Unsupported("the server does not call tools; send their definitions and call them yourself", ([],)),
 }
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
-    """Of an image block: base64 data, or a URL."""
+    """Source of an image block: base64 data or a URL."""
 
     type: str
     media_type: str | None = None
@@ -44,7 +44,7 @@ class ImageSource(msgspec.Struct, kw_only=True):
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A part of a message."""
+    """A content block."""
 
     type: str
     text: str | None = None
@@ -53,7 +53,7 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    """Id of the call that a tool result answers."""
+    """Id of the ``tool_use`` block that a tool result belongs to."""
     source: ImageSource | None = None
     content: str | list[Block] | None = None
 
@@ -61,7 +61,7 @@ class Block(msgspec.Struct, kw_only=True):
     is_error: bool | None = None
     citations: list[Any] | dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
-    """No effect, as the three above."""
+    """Ignored, like the three fields above."""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class Tool(msgspec.Struct, kw_only=True):
     type: str | None = None
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
-    """No effect, as the one above: calls are streamed in any case."""
+    """Ignored, like ``cache_control``: tool calls are always streamed."""
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -99,12 +99,12 @@ class Format(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: Format | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Passed to the chat template, if it reads it."""
+    """Passed to chat templates that read it."""
 
 
 class ContextEdit(msgspec.Struct, kw_only=True):
     type: Literal["clear_thinking_20251015"]
-    """No effect: the chat template decides which earlier reasoning is kept."""
+    """Ignored: the chat template decides which earlier reasoning is kept."""
 
 
 class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     model: str | None = None
-    """Absent or "default": the one that is served."""
+    """Absent or "default": the served model."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     system: str | list[Block] | None = None
     tools: list[Tool] | None = None
@@ -125,7 +125,7 @@ class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
-    """No effect: prefixes are always cached."""
+    """Ignored: prefixes are always cached."""
     container: None = None
     mcp_servers: list[Any] | None = None
     context_management: ContextManagement | None = None
@@ -185,7 +185,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
-    """When the server started (RFC 3339)."""
+    """Start time of the server (RFC 3339)."""
     lifecycle: Literal["active"] = "active"
     max_input_tokens: int | None
     max_tokens: int | None
@@ -203,14 +203,14 @@ class TokenCount(msgspec.Struct, kw_only=True):
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """One server-sent event, with its type in the event line and in the data."""
+    """A server-sent event with its type in both the event line and the data."""
     return named_event(kind, {"type": kind, **fields})
 
 
 def error_of(failure: Failure) -> ErrorResponse:
     """A failure in Anthropic's format."""
     message = failure.message
-    if failure.code is Code.TOO_LONG:  # clients look for this message
+    if failure.code is Code.TOO_LONG:  # clients match this message
         message = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
     details = UNSUPPORTED_THREAD if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
     return ErrorResponse(
@@ -221,12 +221,12 @@ def error_of(failure: Failure) -> ErrorResponse:
 def usage_of(output: RequestOutput) -> Usage:
     cached = output.num_cached_tokens
     output_tokens = sum(len(completion.token_ids) for completion in output.outputs) + output.num_discarded_tokens
-    thought = sum(completion.reasoning_tokens for completion in output.outputs)
+    thinking_tokens = sum(completion.reasoning_tokens for completion in output.outputs)
     return Usage(
         input_tokens=len(output.prompt_token_ids) - cached,
         cache_read_input_tokens=cached,
         output_tokens=output_tokens,
-        output_tokens_details=OutputDetails(thinking_tokens=thought),
+        output_tokens_details=OutputDetails(thinking_tokens=thinking_tokens),
     )
 
 
@@ -251,8 +251,8 @@ class AnthropicErrorFormat(ErrorFormat):
 
 
 ERROR_FORMAT = AnthropicErrorFormat()
-"""Error format before the request is parsed."""
+"""Error format until the request is parsed."""
 PARSED_ERROR_FORMAT = AnthropicErrorFormat(
     {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
 )
-"""With the field names of chats → those of messages."""
+"""Error format after that: field names of chat requests are replaced by those of Messages requests."""

@@ -1,3 +1,3 @@
-"""BladeLLM's dialect: OpenAI's paths with BladeLLM's response and error formats."""
+"""BladeLLM's API: OpenAI's paths with BladeLLM's response and error formats."""
 
 from .routes import BladeLLM

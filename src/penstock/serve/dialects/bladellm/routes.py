@@ -40,11 +40,11 @@ DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "
 SAMPLING_DEFAULTS = ("top_p", "top_k", "min_p", "temperature")
 """Defaults that do not apply to beam search."""
 UNSUPPORTED_FIELDS = ("return_token_ids", "prompt_logprobs")
-"""Fields whose result BladeLLM's response format has no place for."""
+"""Fields for whose results BladeLLM's response format has no field."""
 
 
 class _BladeHandler(ChoiceHandler):
-    """Each event has the usage so far."""
+    """Base of the handlers. Each event has the usage so far."""
 
     kind: Kind = "text_completion"
 
@@ -62,19 +62,15 @@ class _BladeHandler(ChoiceHandler):
 
 
 class BladeCompletionHandler(_BladeHandler, CompletionHandler):
-    """One request for completions."""
-
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
-        return _choice(await self.whole(i, output, completion))
+        return _choice(await self.full_choice(i, output, completion))
 
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
-        choice = await self.added(i, output, completion)
+        choice = await self.delta_choice(i, output, completion)
         return [_choice(chunk) for chunk in choice.chunks()] if choice else ()
 
 
 class BladeChatHandler(_BladeHandler, ChatHandler):
-    """One chat."""
-
     kind: Kind = "chat.completion.chunk"
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: ChatRequest, size: int) -> None:
@@ -86,10 +82,10 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
         return self.response(choices, self.usage(outputs))
 
     async def add_prompt(self, answer: msgspec.Struct, output: RequestOutput) -> None:
-        """The answers have no place for it."""
+        """Do nothing: BladeLLM's responses have no fields for the prompt."""
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
-        choice = await self.whole(output, completion)
+        choice = await self.full_choice(output, completion)
         return ChatChoice(
             index=choice.index,
             message=_adapt(choice.message),
@@ -98,7 +94,7 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
         )
 
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
-        chunks = self.added(completion)
+        chunks = self.delta_choices(completion)
         if chunks and completion.index not in self._begun_choices:  # the first chunk has the role
             self._begun_choices.add(completion.index)
             chunks[0].delta.role = "assistant"
@@ -117,7 +113,7 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
 
 
 class BladeLLM(SharedPathDialect):
-    """Selected by ``Authorization`` with a token without a scheme (Alibaba's EAS), or by the profile."""
+    """Selected by an ``Authorization`` header with a token but no scheme (Alibaba EAS), or by the profile."""
 
     error_format = ERROR_FORMAT
 
@@ -130,7 +126,7 @@ class BladeLLM(SharedPathDialect):
         return self.error_format_of(raw_request.scope) is not None
 
     def error_format_of(self, scope: Scope) -> ErrorFormat | None:
-        """The error format for a request by its headers; None where it is not BladeLLM's."""
+        """The error format of a request, selected by its headers; None if it is not a BladeLLM request."""
         if scope["path"] not in (*COMPLETIONS, *CHATS):
             return None
         token = Headers(scope=scope).get("authorization", "").strip()
@@ -161,9 +157,9 @@ def read(fields: dict[str, Any], schema: type[R], service: ServedModel, unknown:
         del given["model"]
     for name in UNSUPPORTED_FIELDS:
         if given.get(name) not in (None, False):
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: has no place in BladeLLM's answers", name)
-    own = given.get("use_beam_search") is True
-    defaults = {name: value for name, value in DEFAULTS.items() if not (own and name in SAMPLING_DEFAULTS)}
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: BladeLLM's response format has no field for it", name)
+    beam_search = given.get("use_beam_search") is True
+    defaults = {name: value for name, value in DEFAULTS.items() if not (beam_search and name in SAMPLING_DEFAULTS)}
     if "max_completion_tokens" not in given:
         defaults["max_tokens"] = service.gateway.input_processor.default_max_tokens
     return convert(defaults | given, schema, unknown)
@@ -181,7 +177,7 @@ def _choice(choice: OpenAIChoice) -> CompletionChoice:
 
 
 def _adapt(choice: M) -> M:
-    """Remove ``reasoning``: BladeLLM has ``reasoning_content`` alone."""
+    """Remove ``reasoning``: BladeLLM only has ``reasoning_content``."""
     choice.reasoning = UNSET
     choice.reasoning_content = choice.reasoning_content or UNSET
     return choice

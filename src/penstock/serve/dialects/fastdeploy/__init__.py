@@ -1,4 +1,4 @@
-"""FastDeploy's dialect: OpenAI's paths with its own answers, and paths that only it has."""
+"""FastDeploy's API: OpenAI's paths with FastDeploy's responses, and FastDeploy's management endpoints."""
 
 from .management import add_routes
 from .routes import NAME, FastDeploy

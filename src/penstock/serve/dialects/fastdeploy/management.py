@@ -1,4 +1,4 @@
-"""FastDeploy's own paths: ``/config-info``, ``/v1/abort_requests``, and those of ``dynamic_load_weight``."""
+"""FastDeploy's management endpoints: ``/config-info``, ``/v1/abort_requests``, and those of ``dynamic_load_weight``."""
 
 from __future__ import annotations
 
@@ -26,28 +26,24 @@ from ..openai.schema import ErrorResponse
 from ..operations import Operator, is_paused, is_sleeping
 
 PREFIXES = ("chatcmpl-", "cmpl-")
-"""Prefixes of response ids, before the request's id."""
-
-
-WEIGHT = {"weight": WEIGHTS, "kv_cache": KV_CACHE}
-"""Its names of what sleep frees."""
+"""Prefixes of response ids; the request id follows."""
+TAGS = {"weight": WEIGHTS, "kv_cache": KV_CACHE}
+"""Tag of FastDeploy's sleep and wakeup → tag of the engine."""
 
 
 class Abort(RequestBody, kw_only=True, forbid_unknown_fields=True):
     req_ids: list[str] | None = None
-    """``id`` of responses, or ``X-Request-Id``."""
+    """Response ids or request ids (``X-Request-Id``)."""
     abort_all: bool = False
 
 
 class UpdateWeightsRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Read the weights again from the folder of those in use."""
+    """Reload the weights from the folder of those in use."""
 
     reading: ClassVar = Reading(
         unsupported={
-            "version": Unsupported("it has the folder of those in use; POST /v1/weights/reload reads another"),
-            "verify_checksum": Unsupported(
-                "there is no transfer to verify: weights are read from a folder", neutral=(False,)
-            ),
+            "version": Unsupported("weights are reloaded from their folder; POST /v1/weights/reload loads another"),
+            "verify_checksum": Unsupported("weights are read from a folder: no transfer to verify", neutral=(False,)),
         }
     )
 
@@ -59,8 +55,8 @@ SCHEMAS = (Abort, UpdateWeightsRequest)
 
 
 def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
-    """Add them; those of ``dynamic_load_weight`` with ``server_dev_mode``."""
-    added = DialectRoutes(routes, served_models, schemas=SCHEMAS, failure=ErrorResponse)
+    """Add the routes; those of ``dynamic_load_weight`` require ``server_dev_mode``."""
+    api = DialectRoutes(routes, served_models, schemas=SCHEMAS, failure=ErrorResponse)
 
     async def config_info(_: Request) -> Response:
         models = {model.name: shown(model.configuration) for model in served_models.models}
@@ -68,30 +64,29 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
         return Json(first | {"models": models} if len(models) > 1 else first)
 
     async def abort_requests(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, Abort)
+        request, _ = await api.read(raw_request, Abort)
         if not request.abort_all and not request.req_ids:
-            raise invalid("req_ids", "is missing; give ids, or abort_all")
+            raise invalid("req_ids", "is missing; give request ids, or abort_all")
         requested = {_without_prefix(name): name for name in request.req_ids or ()}
         aborted, running_ids, tenant = [], set(), record_of(raw_request.scope).tenant
         for service in served_models:
             running = service.gateway.running(tenant)
             names = list(running if request.abort_all else requested)
             service.gateway.cancel(names, tenant)
-            here = [name for name in names if name in running]
-            running_ids.update(here)
-            aborted += [{"request_id": requested.get(n, n), "output_token_count": running[n]} for n in here]
+            found = [name for name in names if name in running]
+            running_ids.update(found)
+            aborted += [{"request_id": requested.get(n, n), "output_token_count": running[n]} for n in found]
         missing = [name for request_id, name in requested.items() if request_id not in running_ids]
         return Json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
-    shown_options = "How the server is configured, with secrets masked"
-    added.add("/config-info", config_info, shown_options, access=Access.PRIVATE)
-    cancels = "Cancel requests of this process by id, or all of them"
-    added.post("/v1/abort_requests", abort_requests, cancels, Abort, access=Access.PRIVATE)
+    api.add("/config-info", config_info, "Server configuration, with secrets masked", access=Access.PRIVATE)
+    summary = "Abort requests of this process, by id or all"
+    api.post("/v1/abort_requests", abort_requests, summary, Abort, access=Access.PRIVATE)
     if served_models.options.server_dev_mode:
-        _add_weights(added, operator)
+        _add_weights(api, operator)
 
 
-def _add_weights(added: DialectRoutes, operator: Operator) -> None:
+def _add_weights(api: DialectRoutes, operator: Operator) -> None:
     async def clear_load_weight(request: Request) -> Response:
         await operator.carry_out(Sleep(2), request)
         return Response()
@@ -120,7 +115,7 @@ def _add_weights(added: DialectRoutes, operator: Operator) -> None:
         return _success()
 
     async def update_weights(request: Request) -> Response:
-        await added.read(request, UpdateWeightsRequest, optional=True)
+        await api.read(request, UpdateWeightsRequest, optional=True)
         if not is_paused(operator.models(request)):
             raise PenstockError(Code.INVALID, "the engine is not paused: POST /v1/pause first")
         await operator.carry_out(UpdateWeights(), request)
@@ -128,26 +123,26 @@ def _add_weights(added: DialectRoutes, operator: Operator) -> None:
 
     for method, path, endpoint, summary, schema in (
         ("GET", "/clear_load_weight", clear_load_weight, "Free the KV cache and the weights", None),
-        ("GET", "/update_model_weight", update_model_weight, "Read the weights again", None),
-        ("POST", "/v1/pause", pause, "Compute nothing for now, and abort open requests", None),
-        ("POST", "/v1/resume", resume, "Compute again", None),
-        ("GET", "/v1/is_paused", paused, "Whether nothing is computed", None),
-        ("POST", "/v1/sleep", sleep, "Free the KV cache, and the weights", None),
-        ("POST", "/v1/wakeup", wakeup, "Bring back what was freed", None),
-        ("POST", "/v1/update_weights", update_weights, "Read the weights again", UpdateWeightsRequest),
+        ("GET", "/update_model_weight", update_model_weight, "Reload the weights", None),
+        ("POST", "/v1/pause", pause, "Pause generation and abort open requests", None),
+        ("POST", "/v1/resume", resume, "Resume generation", None),
+        ("GET", "/v1/is_paused", paused, "True if generation is paused", None),
+        ("POST", "/v1/sleep", sleep, "Free the KV cache and the weights", None),
+        ("POST", "/v1/wakeup", wakeup, "Restore freed KV cache and weights", None),
+        ("POST", "/v1/update_weights", update_weights, "Reload the weights", UpdateWeightsRequest),
     ):
         query = ("tags", "model") if path in ("/v1/sleep", "/v1/wakeup") else ("model",)
         answer = OBJECT if path.startswith("/v1") else None
         access = Access.INFERENCE if endpoint is paused else Access.CONTROL
-        added.add(path, endpoint, summary, answer, schema, method, access, query=query)
+        api.add(path, endpoint, summary, answer, schema, method, access, query=query)
 
 
 def _tags(request: Request) -> tuple[str, ...] | None:
-    """What is to be freed, or brought back; None is everything. Raises ``PenstockError`` (``invalid``)."""
+    """Tags of the memory to free or restore; None: all. Raises ``PenstockError`` (``invalid``)."""
     names = [name for name in request.query_params.get("tags", "").split(",") if name]
-    if unknown := set(names) - WEIGHT.keys():
-        raise invalid("tags", f"{min(unknown)!r} is neither weight nor kv_cache")
-    return tuple(WEIGHT[name] for name in names) if 0 < len(set(names)) < len(WEIGHT) else None
+    if unknown := set(names) - TAGS.keys():
+        raise invalid("tags", f"must be weight or kv_cache, is {min(unknown)!r}")
+    return tuple(TAGS[name] for name in names) if 0 < len(set(names)) < len(TAGS) else None
 
 
 def _success() -> Response:

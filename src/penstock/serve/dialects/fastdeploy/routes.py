@@ -1,4 +1,4 @@
-"""FastDeploy's dialect on the shared paths."""
+"""FastDeploy's chat and text completions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .schema import (
 )
 
 NAME = "fastdeploy"
-"""Name of the profile."""
+"""Name of the compatibility profile."""
 ERROR_CODES = {
     Code.INVALID: "invalid_value",
     Code.UNSUPPORTED: "invalid_value",
@@ -61,11 +61,11 @@ METADATA = frozenset(ChatRequest.__struct_fields__).intersection(
     guided_json guided_regex max_tokens min_p min_tokens presence_penalty prompt_token_ids reasoning_max_tokens
     repetition_penalty response_max_tokens seed structural_tag temperature top_k top_p""".split()
 )
-"""Fields that FastDeploy takes from ``metadata``, too, where the request lacks them: those without a default."""
+"""Fields that FastDeploy reads from ``metadata`` if the request lacks them: those that have no default there."""
 
 
 class FastDeployErrorFormat(OpenAIErrorFormat):
-    """OpenAI's format with FastDeploy's codes, which are text or null."""
+    """OpenAI's format with FastDeploy's codes, which are strings or null."""
 
     dialect = NAME
 
@@ -80,7 +80,7 @@ class FastDeployErrorFormat(OpenAIErrorFormat):
 
 
 class _Handler(ChoiceHandler):
-    """Shared parts of chats and completions."""
+    """Base of the handlers."""
 
     def usage(self, outputs: list[RequestOutput]) -> Any:
         return Usage.of(outputs)
@@ -97,28 +97,25 @@ class _Handler(ChoiceHandler):
 
 
 class FastDeployChatHandler(_Handler, ChatHandler):
-    """One chat."""
-
     top_logprob = TopLogprob
 
     async def add_prompt(self, answer: msgspec.Struct, output: RequestOutput) -> None:
-        """Each choice has the prompt."""
+        """Do nothing: the prompt is in each choice."""
 
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> Any:
-        """Images and videos are not counted apart: their tokens are 0, and null where the model sees images."""
+        """Image and video tokens are not counted separately: null if the model takes images, otherwise 0."""
         answer: Any = await super().document(choices, outputs)
-        counted = None if self.service.sees_images else 0
         details = answer.usage.prompt_tokens_details
-        details.image_tokens = details.video_tokens = counted
+        details.image_tokens = details.video_tokens = None if self.service.sees_images else 0
         return answer
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
-        choice = await self.whole(output, completion)
-        read = choice.message
+        choice = await self.full_choice(output, completion)
+        parsed = choice.message
         message = ChatMessage(
-            content=read.content,
-            reasoning_content=read.reasoning_content or None,
-            tool_calls=read.tool_calls or None,
+            content=parsed.content,
+            reasoning_content=parsed.reasoning_content or None,
+            tool_calls=parsed.tool_calls or None,
         )
         if self.request.return_token_ids:
             message.prompt_token_ids, message.prompt_tokens = output.prompt_token_ids, self.prompt_text(output)
@@ -135,7 +132,7 @@ class FastDeployChatHandler(_Handler, ChatHandler):
         first = [] if completion.index in self.cursors else [await self._first(output, completion)]
         cursor = self.cursors[completion.index]
         start, chunks = cursor.text, []
-        for choice in self.added(completion):
+        for choice in self.delta_choices(completion):
             delta = ChatDelta(
                 content=choice.delta.content or "",
                 reasoning_content=choice.delta.reasoning_content or None,
@@ -163,8 +160,6 @@ class FastDeployChatHandler(_Handler, ChatHandler):
 
 
 class FastDeployCompletionHandler(_Handler, CompletionHandler):
-    """One request for completions."""
-
     def usage(self, outputs: list[RequestOutput]) -> Any:
         return Usage.of(outputs, self.num_hidden_tokens)
 
@@ -177,7 +172,7 @@ class FastDeployCompletionHandler(_Handler, CompletionHandler):
         return super().response(choices, usage)
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
-        choice = await self.whole(i, output, completion)
+        choice = await self.full_choice(i, output, completion)
         answer = CompletionChoice(
             index=choice.index,
             text=choice.text,
@@ -193,13 +188,13 @@ class FastDeployCompletionHandler(_Handler, CompletionHandler):
 
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
         cursor, with_ids = self.cursors[self.number(i, completion)], self.request.return_token_ids
-        start, begins = cursor.text, not cursor.tokens
-        choice = await self.added(i, output, completion)
+        start, is_first = cursor.text, not cursor.tokens
+        choice = await self.delta_choice(i, output, completion)
         if choice is None:
             return ()
         prompt_logprobs = None if choice.prompt_logprobs is UNSET else choice.prompt_logprobs
         first = []
-        if begins and with_ids:
+        if is_first and with_ids:
             first.append(
                 FirstCompletionChoice(
                     index=choice.index,
@@ -233,7 +228,7 @@ class FastDeploy(OpenAI):
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         self._read(fields)
-        for name in CHAT_ONLY_FIELDS.intersection(fields):  # which FastDeploy ignores, as any field it does not know
+        for name in CHAT_ONLY_FIELDS.intersection(fields):  # FastDeploy ignores all fields it does not know
             del fields[name]
             record_of(raw_request.scope).unknown.ignore("", name)
         if isinstance(fields.get("logprobs"), bool):
@@ -247,10 +242,10 @@ class FastDeploy(OpenAI):
         return super().chat(raw_request, fields, size)
 
     def _read(self, fields: dict[str, Any]) -> None:
-        """Replace values that FastDeploy takes otherwise than OpenAI.
+        """Replace values that FastDeploy interprets differently from OpenAI.
 
-        Without ``--served-model-name`` it does not check ``model``; empty texts in ``stop`` and ``bad_words`` are none;
-        ``include_usage`` is true by default where there are ``stream_options``.
+        ``model`` is not checked without ``--served-model-name``; empty strings in ``stop`` and ``bad_words`` are
+        dropped; ``include_usage`` defaults to true if ``stream_options`` is given.
         """
         models, options = self._served_models, fields.get("stream_options")
         if not models.options.served_model_name and not models.has(fields.get("model")):
@@ -265,7 +260,7 @@ class FastDeploy(OpenAI):
 
 
 def _take_metadata(fields: dict[str, Any]) -> None:
-    """Fill in fields of the request from ``metadata``, FastDeploy's older place of its own parameters.
+    """Fill in missing fields from ``metadata``, where older FastDeploy clients send its parameters.
 
     Raises ``PenstockError`` (``invalid``) for ``raw_request``.
     """
@@ -277,10 +272,10 @@ def _take_metadata(fields: dict[str, Any]) -> None:
     for name in METADATA.intersection(metadata):
         if fields.get(name) is None:
             fields[name] = metadata[name]
-    if isinstance(thinks := metadata.get("enable_thinking"), bool):
-        given = fields.get("chat_template_kwargs")
-        if given is None or isinstance(given, dict):
-            fields["chat_template_kwargs"] = {"enable_thinking": thinks, **(given or {})}
+    if isinstance(thinking := metadata.get("enable_thinking"), bool):
+        kwargs = fields.get("chat_template_kwargs")
+        if kwargs is None or isinstance(kwargs, dict):
+            fields["chat_template_kwargs"] = {"enable_thinking": thinking, **(kwargs or {})}
 
 
 def _arrival(output: RequestOutput) -> float | None:

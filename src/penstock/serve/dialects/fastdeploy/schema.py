@@ -1,7 +1,7 @@
-"""FastDeploy's answers, whole and in chunks.
+"""FastDeploy's responses and stream chunks.
 
-FastDeploy writes every field of a whole answer, null where it has no value, and leaves out of chunks what it did not
-set. ``UNSET`` stands for a field that a chunk leaves out.
+FastDeploy writes every field of a full response, null if it has no value, and omits unset fields from chunks. ``UNSET``
+marks a field that a chunk omits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Self:
-        """Token counts as in a chunk, without those of images and videos."""
+        """Token counts as in a chunk, without image and video tokens."""
         usage = openai.usage_of(outputs, num_hidden_tokens)
         return cls(
             prompt_tokens=usage.prompt_tokens,
@@ -68,7 +68,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     prompt_tokens: str | None = None
     """The prompt as text, with ``return_token_ids``."""
     completion_tokens: str | None = None
-    """The answer as it was generated, with reasoning and tool calls, with ``return_token_ids``."""
+    """The raw generated text, including reasoning and tool calls, with ``return_token_ids``."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -82,7 +82,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class FirstDelta(msgspec.Struct, kw_only=True):
-    """The first chunk of a sequence, before any of its text."""
+    """Delta of the first chunk of a sequence, which has no text yet."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -137,7 +137,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class FirstCompletionChoice(msgspec.Struct, kw_only=True):
-    """The first chunk of a sequence with ``return_token_ids``, before any of its text."""
+    """The first chunk of a sequence with ``return_token_ids``, which has no text yet."""
 
     index: int
     text: str = ""

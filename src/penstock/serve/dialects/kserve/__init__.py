@@ -1,4 +1,4 @@
-"""The KServe v2 protocol as in Triton Inference Server, with the models of TensorRT-LLM's backend."""
+"""The KServe v2 protocol as in Triton Inference Server, with the models of Triton's TensorRT-LLM backend."""
 
 from .http_routes import add_routes
 from .model import Model, ModelCall, ModelResponse

@@ -13,24 +13,23 @@ from .tensors import Tensor, from_json, in_json, to_json
 
 
 def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) -> InferenceRequest:
-    """Parse a request whose inputs are fields, or fields of its ``parameters``.
+    """Parse a request whose inputs are its fields, or fields of its ``parameters``.
 
     Args:
-        unknown: collects fields that are not inputs; in Triton they are request parameters, which these models do not
-            read.
+        unknown: collects fields that are not inputs. In Triton they are request parameters, which these models ignore.
 
-    Raises ``PenstockError`` (``invalid``) for wrong values.
+    Raises ``PenstockError`` (``invalid``).
     """
     fields = dict(document)
-    more = fields.pop("parameters", None) or {}
-    if not isinstance(more, dict):
-        raise invalid("parameters", "is not a JSON object")
-    if both := fields.keys() & more.keys():
-        raise invalid(min(both), "is given twice, and in parameters")
-    fields |= more
+    parameters = fields.pop("parameters", None) or {}
+    if not isinstance(parameters, dict):
+        raise invalid("parameters", "must be a JSON object")
+    if both := fields.keys() & parameters.keys():
+        raise invalid(min(both), "is given both as a field and in parameters")
+    fields |= parameters
     request_id = fields.pop("id", "")
     if not isinstance(request_id, str | int):
-        raise invalid("id", "must be text or a number")
+        raise invalid("id", "must be a string or an integer")
     types = {spec.name: spec.datatype for spec in model.inputs}
     inputs: list[Tensor] = []
     for name, value in fields.items():
@@ -46,7 +45,7 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
 
 
 async def to_fields(model: Model, infer_request: InferenceRequest, response: ModelResponse) -> dict[str, Any]:
-    """A response's outputs as fields: a single element as a value, several as a list."""
+    """The outputs of a response as fields: a single element as a value, several elements as a list."""
     result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
     result |= {"model_name": model.name, "model_version": VERSION}
     result |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}

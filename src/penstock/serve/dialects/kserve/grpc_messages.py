@@ -1,4 +1,4 @@
-"""Conversion of the protocol's gRPC messages. Needs the extra ``grpc``."""
+"""Conversion of the protocol's gRPC messages. Requires the extra ``grpc``."""
 
 from __future__ import annotations
 
@@ -35,25 +35,27 @@ EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 def parameters(given: Any) -> dict[str, Any]:
-    """Parameters by name, without those that hold no value."""
+    """Parameter name → value; parameters without a value are dropped."""
     return {name: getattr(value, one) for name, value in given.items() if (one := value.WhichOneof("parameter_choice"))}
 
 
 def parse_infer_request(request: Any, memory: SharedMemory) -> InferenceRequest:
-    """Parse a ``ModelInferRequest``. Raises ``PenstockError`` (``invalid``) where it is wrong."""
-    where = [parameters(given.parameters) for given in request.inputs]
-    shared = [in_memory(given.name, options) for given, options in zip(request.inputs, where, strict=True)]
+    """Parse a ``ModelInferRequest``. Raises ``PenstockError`` (``invalid``)."""
+    options = [parameters(given.parameters) for given in request.inputs]
+    shared = [in_memory(given.name, each) for given, each in zip(request.inputs, options, strict=True)]
     raw = list(request.raw_input_contents)
     if raw and len(raw) != shared.count(False):
-        message = f"has {len(raw)} elements, and there are {shared.count(False)} inputs that are not in shared memory"
+        message = (
+            f"has {len(raw)} elements; must have one for each of the {shared.count(False)} inputs not in shared memory"
+        )
         raise invalid("raw_input_contents", message)
-    inputs, sent = [], iter(raw)
+    inputs, contents = [], iter(raw)
     for index, given in enumerate(request.inputs):
         shape = tuple(given.shape)
         if shared[index]:
-            inputs.append(from_bytes(given.name, given.datatype, shape, memory.read(given.name, where[index])))
+            inputs.append(from_bytes(given.name, given.datatype, shape, memory.read(given.name, options[index])))
         elif raw:
-            inputs.append(from_bytes(given.name, given.datatype, shape, next(sent)))
+            inputs.append(from_bytes(given.name, given.datatype, shape, next(contents)))
         else:
             elements = getattr(given.contents, CONTENTS.get(given.datatype, ""), ())
             inputs.append(from_elements(given.name, given.datatype, shape, list(elements)))
@@ -64,9 +66,9 @@ def parse_infer_request(request: Any, memory: SharedMemory) -> InferenceRequest:
 def build_infer_response(
     model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> Any:
-    """A ``ModelInferResponse``, whose outputs may lie in shared memory.
+    """Build a ``ModelInferResponse``. Outputs requested in shared memory are written there.
 
-    Raises ``PenstockError`` (``invalid``) where there is no room for them.
+    Raises ``PenstockError`` (``invalid``) if a shared memory region is too small.
     """
     result = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=infer_request.id)
     for tensor in response.outputs:
@@ -75,7 +77,7 @@ def build_infer_response(
         if in_memory(tensor.name, output_parameters):
             for name, value in memory.write(tensor.name, output_parameters, raw).items():
                 setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
-            raw = b""  # clients index the raw contents by the outputs before theirs
+            raw = b""  # keeps raw_output_contents aligned with outputs, which clients index together
         result.raw_output_contents.append(raw)
     return result
 
@@ -93,7 +95,7 @@ def statistics_of(statistics: list[dict[str, Any]]) -> Any:
 
 
 def parse_trace_settings(request: Any) -> dict[str, Any]:
-    """The settings of a ``TraceSettingRequest``; one without a value is reset."""
+    """The settings in a ``TraceSettingRequest``; None (no value) resets a setting."""
     settings = {name: list(setting.value) for name, setting in request.settings.items()}
     return {
         name: values if name == "trace_level" and values else next(iter(values), None)
@@ -109,7 +111,7 @@ def build_trace_settings(current: Mapping[str, Any]) -> Any:
 
 
 def parse_log_settings(request: Any) -> dict[str, Any]:
-    """The settings of a ``LogSettingsRequest``."""
+    """The settings in a ``LogSettingsRequest``."""
     return parameters(request.settings)
 
 

@@ -1,4 +1,4 @@
-"""``GRPCInferenceService``: the protocol over gRPC. Needs the extra ``grpc``."""
+"""``GRPCInferenceService``: the KServe protocol over gRPC. Requires the extra ``grpc``."""
 
 from __future__ import annotations
 
@@ -54,38 +54,38 @@ STATUS = {
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
-UNREADABLE = Failure(Code.INVALID, "body: is no message of this method", "body")
+UNREADABLE = Failure(Code.INVALID, "body: is not a valid message of this method", "body")
 SLACK = 2**20
-"""Bytes that a message may have beyond its limit and still be refused by an error of this server, not of gRPC's own."""
+"""Added to the message size limit of gRPC, so that messages up to 1 MiB above the limit get this server's error."""
 MAX_STREAM_REQUESTS = 256
-"""Open requests of a stream; further ones are not read until one has ended."""
+"""Maximum number of open requests of a stream; no more are read until one has finished."""
 MAX_QUEUED_RESPONSES = 16
-"""Responses of a stream that wait for its client to read; its requests wait before they make more."""
-NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
+"""Maximum number of responses of a stream that wait to be sent; then its requests pause."""
+NO_KEY = Failure(Code.UNAUTHORIZED, "the API key is missing or wrong: send the metadata authorization: Bearer KEY")
 SERVICE = "inference.GRPCInferenceService"
 """Name of the service, in spans."""
 PUBLIC_METHODS = ("ServerLive", "ServerReady")
-"""Methods without a key; their requests are empty."""
+"""Methods that need no API key; their requests are empty."""
 SERVICE_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 REQUESTS = {method.name: message_factory.GetMessageClass(method.input_type) for method in SERVICE_DESCRIPTOR.methods}
-"""Class of the requests of each method."""
+"""Method → class of its requests."""
 MAX_CONTROL_MESSAGE = 2**16
-"""Bytes of a request of any method but ``ModelInfer``."""
+"""Maximum size of a request of any method except ``ModelInfer``, bytes."""
 MEMORY_FACTOR = 4
-"""Memory of a parsed message for each of its bytes."""
+"""Bytes of memory per byte of a parsed message."""
 LONGEST_CALL = 86_400.0
-"""Seconds until calls end that began before the limit of messages was raised."""
+"""Seconds after which calls are ended that started before the message size limit was raised."""
 SERVER = ("server", f"penstock/{__version__}")
-"""Trailing metadata of every response: this server's name, as ``ServerMetadata`` says triton. Unknown fields of
-requests are there, too, under the name of the HTTP header."""
+"""Trailing metadata of every response: the actual name of this server, as ``ServerMetadata`` returns triton. Unknown
+fields of a request are also reported in the trailing metadata, under the name of the HTTP header."""
 
 
 class GrpcServer:
     """The gRPC server of one process.
 
     Args:
-        address: host and port to listen on, which several processes share (``SO_REUSEPORT``).
-        options: whose keys and certificate are asked for and shown.
+        address: host and port to listen on, shared by several processes (``SO_REUSEPORT``).
+        options: API keys and TLS certificate.
     """
 
     def __init__(self, repository: ModelRepository, address: str, options: ServerOptions) -> None:
@@ -97,18 +97,18 @@ class GrpcServer:
         self._starting = asyncio.Lock()
         self._max_size = 0
         self._servers: list[Any] = []
-        """The one that listens, and before it those that answered requests when its limit was raised."""
+        """The listening server is last; the others only finish the calls they had when the limit was raised."""
         repository.served_models.ready_hooks.append(self.start)
 
     async def start(self) -> None:
-        """Listen; again where messages may be larger than before, as gRPC takes their limit with the port: a model with
-        a longer context has become ready."""
+        """Listen. Called again when a model with a longer context is ready: gRPC cannot change the message size limit
+        of a listening port, so a new server replaces the old one."""
         async with self._starting:
             if not self._stopping.is_set() and (largest := self._inference.max_size) > self._max_size:
                 await self._listen(largest)
 
     async def _listen(self, largest: int) -> None:
-        """Listen for messages of at most ``largest`` bytes, and no more for smaller ones."""
+        """Start a server for messages of at most ``largest`` bytes, and stop the previous one."""
         limits = [("grpc.max_receive_message_length", largest + SLACK), ("grpc.max_send_message_length", -1)]
         server = grpc.aio.server(
             interceptors=[Authorization(self._inference)], options=[("grpc.so_reuseport", 1), *limits]
@@ -124,7 +124,7 @@ class GrpcServer:
                 server.add_insecure_port(address)
         except RuntimeError as error:
             if self._servers:
-                logger.warning("gRPC takes messages of at most %d bytes still: %s", self._max_size, error)
+                logger.warning("gRPC message size limit remains at %d bytes: %s", self._max_size, error)
                 return
             raise invalid("grpc_port", f"cannot listen on {address}: {error}") from error
         self._max_size = largest
@@ -134,18 +134,18 @@ class GrpcServer:
         self._servers.append(server)
 
     def stop(self, patience: float) -> None:
-        """Refuse new requests, and end open ones after ``patience`` seconds."""
+        """Refuse new requests; abort open ones after ``patience`` seconds."""
         self._stopping.set()
         self._stopped += [asyncio.create_task(server.stop(patience)) for server in self._servers]
 
     async def stopped(self) -> None:
-        """Wait until the server has stopped, if ``stop`` was called."""
+        """Wait until the server has stopped. Returns at once if ``stop`` was not called."""
         if self._stopping.is_set():
             await asyncio.gather(*self._stopped)
 
 
 class Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without a valid API key before any of their messages is read."""
+    """Refuses calls without a valid API key before reading their messages."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -170,8 +170,8 @@ Method = Callable[["Inference", Any, RequestRecord], Awaitable[Any]]
 
 
 def unary(method: Method) -> Any:
-    """Adapts a method of one request and one response to gRPC. Its request is read by ``Inference.receive``, as gRPC
-    itself would read any number of them at the same time."""
+    """Adapt a unary method to gRPC. ``Inference.receive`` reads the request once there is memory for it: gRPC itself
+    would read requests of any number of calls at once."""
 
     async def called(self: Inference, requests: AsyncIterator[bytes], context: Any) -> Any:
         context.set_trailing_metadata((SERVER,))
@@ -191,8 +191,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     """The methods of the service.
 
     Args:
-        keys: API keys, of which a client must send one.
-        stopping: set when no further request of a stream is to be read.
+        keys: valid API keys.
+        stopping: set when no more requests of streams should be read.
     """
 
     def __init__(self, repository: ModelRepository, keys: ApiKeys, stopping: asyncio.Event) -> None:
@@ -271,15 +271,15 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             return response
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Requests of a stream are answered concurrently; clients match responses by the requests' ids.
+        """Process the requests of a stream concurrently; clients match responses by request id.
 
-        Responses are written rather than yielded, as gRPC does not close a generator whose client has left.
+        Responses are written rather than yielded, as gRPC does not close a generator whose client has disconnected.
         """
         context.set_trailing_metadata((SERVER,))
         patience = self._repository.served_models.options.client_timeout
         async with self.authorized_request(context, "ModelStreamInfer", quiet=True) as stream_record:
-            news: asyncio.Queue[Any] = asyncio.Queue(MAX_QUEUED_RESPONSES)
-            places = asyncio.Semaphore(MAX_STREAM_REQUESTS)
+            queue: asyncio.Queue[Any] = asyncio.Queue(MAX_QUEUED_RESPONSES)
+            slots = asyncio.Semaphore(MAX_STREAM_REQUESTS)
             tasks: set[asyncio.Task[None]] = set()
 
             async def answer(raw: bytes, memory: Reservation | None) -> None:
@@ -289,34 +289,34 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                         request = await self._parse(pb.ModelInferRequest, raw, record, self.max_size)
                         async with aclosing(self._responses(request, record, streamed=True)) as responses:
                             async for response in responses:
-                                await news.put(pb.ModelStreamInferResponse(infer_response=response))
+                                await queue.put(pb.ModelStreamInferResponse(infer_response=response))
                         stream_record.unknown.join(record.unknown)
                 except PenstockError as error:
                     failed = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-                    await news.put(
+                    await queue.put(
                         pb.ModelStreamInferResponse(error_message=error.failure.message, infer_response=failed)
                     )
 
-            def ended(memory: Reservation | None, task: asyncio.Task[None]) -> None:
+            def finished(memory: Reservation | None, task: asyncio.Task[None]) -> None:
                 tasks.discard(task)
-                places.release()
+                slots.release()
                 if memory:
                     memory.release()
 
             async def read() -> None:
                 async for raw in requests:
-                    await places.acquire()
+                    await slots.acquire()
                     memory = None
                     if UNCOUNTED_SIZE < len(raw) <= self.max_size:
                         try:
                             memory = await self._memory.reserve(stream_record.sender, len(raw), patience)
                         except PenstockError as error:
-                            await news.put(pb.ModelStreamInferResponse(error_message=error.failure.message))
-                            places.release()
+                            await queue.put(pb.ModelStreamInferResponse(error_message=error.failure.message))
+                            slots.release()
                             continue
                     task = asyncio.create_task(answer(raw, memory))
                     tasks.add(task)
-                    task.add_done_callback(partial(ended, memory))
+                    task.add_done_callback(partial(finished, memory))
 
             async def run() -> None:
                 reading, stopping = asyncio.create_task(read()), asyncio.create_task(self._stopping.wait())
@@ -327,16 +327,16 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                     stopping.cancel()
                     await asyncio.gather(reading, stopping, return_exceptions=True)
                 await asyncio.gather(*tasks)
-                await news.put(None)
+                await queue.put(None)
 
             running = asyncio.create_task(run())
             try:
-                while (response := await news.get()) is not None:
+                while (response := await queue.get()) is not None:
                     async with asyncio.timeout(patience):
                         await context.write(response)
                 context.set_trailing_metadata(_trailing(stream_record.unknown))
             except TimeoutError as error:
-                raise PenstockError(Code.TIMEOUT, f"nothing was read for {patience:g} seconds") from error
+                raise PenstockError(Code.TIMEOUT, f"the client read nothing for {patience:g} seconds") from error
             finally:
                 for task in (running, *tasks):
                     task.cancel()
@@ -369,7 +369,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def CudaSharedMemoryUnregister(self, request: Any, record: RequestRecord) -> Any:
-        return pb.CudaSharedMemoryUnregisterResponse()  # there is none
+        return pb.CudaSharedMemoryUnregisterResponse()  # no region can be registered
 
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
         """The ``ModelInferResponse`` messages of a request."""
@@ -395,14 +395,14 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @property
     def max_size(self) -> int:
-        """Largest message, bytes."""
+        """Maximum message size, bytes."""
         return self._repository.served_models.max_text_size
 
     async def receive(self, method: str, requests: AsyncIterator[bytes], record: RequestRecord) -> Any:
-        """The one message of a call. That of ``ModelInfer`` is not read before there is memory for the largest; those
-        of other methods are small, so that probes are answered when there is no memory.
+        """Read and parse the message of a unary call. Messages of ``ModelInfer`` are read once there is memory for the
+        largest one. Those of other methods are small and read at once, so that probes work when memory is short.
 
-        Raises ``PenstockError``: as ``BodyMemory.reserve`` and ``_parse``; ``timeout`` where none comes.
+        Raises ``PenstockError``: as ``BodyMemory.reserve`` and ``_parse`` do; ``timeout`` if no message arrives.
         """
         patience, maximum = self._repository.served_models.options.client_timeout, MAX_CONTROL_MESSAGE
         if method == "ModelInfer":
@@ -412,7 +412,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             async with asyncio.timeout(patience):
                 raw = await anext(aiter(requests), None)
         except TimeoutError as error:
-            raise PenstockError(Code.TIMEOUT, f"body: no message came for {patience:g} seconds") from error
+            raise PenstockError(Code.TIMEOUT, f"body: no message arrived for {patience:g} seconds") from error
         if raw is None:
             raise PenstockError.of(UNREADABLE)
         if record.memory:
@@ -420,10 +420,10 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         return await self._parse(REQUESTS[method], raw, record, maximum)
 
     async def _parse(self, kind: Any, raw: bytes, record: RequestRecord, maximum: int) -> Any:
-        """The message in bytes. Raises ``PenstockError``: ``too_large`` beyond ``maximum`` bytes, or ``invalid`` where
-        it is none."""
+        """Parse a message. Raises ``PenstockError``: ``too_large`` beyond ``maximum`` bytes, ``invalid`` if it is not a
+        message of this class."""
         if len(raw) > maximum:
-            message = f"body: has {len(raw)} bytes, and at most {maximum} are taken"
+            message = f"body: has {len(raw)} bytes; the maximum is {maximum}"
             raise PenstockError(Code.TOO_LARGE, message, "body", maximum)
         try:
             request = await self._repository.served_models.parse(
@@ -435,19 +435,19 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         return request
 
     def client_of(self, metadata: Iterable[tuple[str, str]] | None) -> Client | None:
-        """The client of a call, as ``ApiKeys.client_of``."""
+        """The client of a call by its API key (``ApiKeys.client_of``)."""
         return self._keys.client_of(dict(metadata or ()).get("authorization", "").encode())
 
     def _regions(self, record: RequestRecord) -> SharedMemory:
-        """The regions of a call's client."""
+        """The shared memory regions of a call's client."""
         return self._repository.memory.of_client(record.tenant, lambda: None)
 
     @asynccontextmanager
     async def authorized_request(self, context: Any, method: str, quiet: bool = False) -> AsyncIterator[RequestRecord]:
-        """The record of a call whose API key is valid. Failures become the call's status, and the call is logged.
+        """Check the API key of a call, and yield its record. Failures set the call's status; the call is logged.
 
         Args:
-            quiet: log failures only, unless at level debug.
+            quiet: log successful calls at level debug.
         """
         try:
             async with self.request_record(context, method, quiet or method in PUBLIC_METHODS) as record:
@@ -463,14 +463,15 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def request_record(
         self, context: Any, method: str, quiet: bool = False, memory: Reservation | None = None
     ) -> AsyncIterator[RequestRecord]:
-        """A request's record, which holds the memory of its message; frees it and logs the request at the end.
-        Unexpected exceptions become an internal error."""
-        given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        """Yield the record of a request; at the end, free its memory and log it. Unexpected exceptions become internal
+        errors."""
+        metadata = dict(context.invocation_metadata() or ())
+        client_id = metadata.get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid4().hex
         unknown = UnknownFields(self._repository.served_models.options.strict_requests)
-        given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         peer = context.peer()
         record = RequestRecord(
-            given_id, method, address=peer.rpartition(":")[0], client=peer, memory=memory, unknown=unknown
+            request_id, method, address=peer.rpartition(":")[0], client=peer, memory=memory, unknown=unknown
         )
         if client := self.client_of(context.invocation_metadata()):
             client.enter(record)
@@ -480,9 +481,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                 "rpc.service": SERVICE,
                 "rpc.method": method,
                 "client.address": record.client,
-                "penstock.request_id": given_id,
+                "penstock.request_id": request_id,
             }
-            metadata = dict(context.invocation_metadata() or ())
             record.span = tracer.server_span(f"{SERVICE}/{method}", metadata, record.arrived, attributes)
         with log_trace(record.span) if record.span else nullcontext():
             try:
@@ -507,19 +507,19 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         failure = record.failure
         if record.unknown.places and not failure:
             self._unknown_field_log.log(record.request_id, record.address, record.unknown)
-        facts = {"id": record.request_id, "seconds": time.monotonic() - record.arrived, **record.log_fields}
+        fields = {"id": record.request_id, "seconds": time.monotonic() - record.arrived, **record.log_fields}
         level = logging.INFO
         if failure:
             self._repository.served_models.metrics.record_failure(failure)
-            facts |= {"error": failure.code.value, "reason": failure.message}
+            fields |= {"error": failure.code.value, "reason": failure.message}
             level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
         elif quiet:
             level = logging.DEBUG
-        logger.log(level, "gRPC %s", record.path, extra={"fields": facts})
+        logger.log(level, "gRPC %s", record.path, extra={"fields": fields})
 
 
 def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
-    """The service's methods as handlers, which read their messages in bytes."""
+    """Handlers of the service's methods, which receive messages as bytes."""
     result = {}
     for method in SERVICE_DESCRIPTOR.methods:
         kind = (
@@ -533,7 +533,7 @@ def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
 
 
 def _check_control(record: RequestRecord) -> None:
-    """Raises ``PenstockError`` (``unauthorized``) where the client may not change the server for all clients."""
+    """Raise ``PenstockError`` (``unauthorized``) if the client may not change settings that affect all clients."""
     if not record.may_control:
         raise PenstockError(Code.UNAUTHORIZED, NO_CONTROL)
 

@@ -1,4 +1,4 @@
-"""``/v2/…``: the protocol over HTTP, with the binary tensor data extension and Triton's extensions."""
+"""``/v2/…``: the KServe protocol over HTTP, with the binary tensor data extension and Triton's extensions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class IndexRequest(RequestBody):
     """Body of ``/v2/repository/index``."""
 
     ready: bool = False
-    """List ready models only."""
+    """List only ready models."""
 
 
 class LoadRequest(RequestBody, forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class LoadRequest(RequestBody, forbid_unknown_fields=True):
 
 
 class RegionRequest(RequestBody, forbid_unknown_fields=True):
-    """Body of a request to register a region."""
+    """Body of a request to register a region of shared memory."""
 
     key: str
     byte_size: int
@@ -73,37 +73,36 @@ class RegionRequest(RequestBody, forbid_unknown_fields=True):
 
 
 class Endpoints:
-    """The endpoints of the protocol; they take the request, and the parameters of the path."""
+    """The endpoints of the protocol. They are called with the request and the path parameters."""
 
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
 
     def _memory_of(self, request: Request) -> SharedMemory:
-        """The regions of the request's client, which pages of other sites may not use."""
+        """The shared memory regions of the request's client; not available to web pages of other origins."""
         check = functools.partial(request.app.state.origins.check, request.scope, Access.PRIVATE)
         return self._repository.memory.of_client(record_of(request.scope).tenant, check)
 
     async def _read(
         self, request: Request, max_size: int, parse: Callable[[bytes, bytes], V], header_length: str | None = None
     ) -> V:
-        """Run ``parse`` on a body: its JSON, and the tensors in bytes after it."""
+        """Read a body and run ``parse`` on its JSON and the binary tensors after it."""
         body = await self._repository.served_models.receive(request, max_size)
         encoding = request.headers.get("content-encoding", "identity").lower()
 
         def work() -> tuple[int, V]:
-            whole = body if encoding == "identity" else decompressed(body, encoding, max_size)
-            head, raw = _split(whole, header_length)
+            head, raw = _split(body if encoding == "identity" else decompress(body, encoding, max_size), header_length)
             return check_elements(head) + len(raw), parse(head, raw)
 
         size = len(body) if encoding == "identity" else max_size
         return await self._repository.served_models.parse(record_of(request.scope), size, work)
 
     async def _settings_body_of(self, request: Request) -> dict[str, Any]:
-        """The body of an administrative request, which is accepted without a live engine."""
+        """Read the JSON body of an administrative request, which is accepted without a running engine."""
         return await self._read(request, MIN_BODY_SIZE, lambda body, _: read_object(body or b"{}"))
 
     async def _change_of(self, request: Request, schema: type[T]) -> T:
-        """Parse a request that changes the server; unknown fields are refused, as it would do something else."""
+        """Parse a request that changes the server. Unknown fields are refused: it would not do what was requested."""
         return convert(await self._settings_body_of(request), schema, UnknownFields(strict=True), "")
 
     async def live(self, _: Request) -> Response:
@@ -125,7 +124,7 @@ class Endpoints:
     async def model_ready(self, _: Request, name: str, version: str = "") -> Response:
         try:
             self._repository.find(name, version).check()
-        except PenstockError as error:  # 400 whatever the reason, as Triton has it
+        except PenstockError as error:  # status 400 for any reason, as in Triton
             raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
         return Response()
 
@@ -148,7 +147,7 @@ class Endpoints:
         return InferReply(self._repository, model, infer_request, request, memory)
 
     async def generate(self, request: Request, name: str, version: str = "") -> Response:
-        """One answer, or a stream of them at ``generate_stream``."""
+        """One response, or a stream of responses for ``generate_stream``."""
         model, record = self._repository.find(name, version), record_of(request.scope)
         streamed = request.url.path.endswith("_stream")
         infer_request = await self._read(
@@ -157,27 +156,27 @@ class Endpoints:
             lambda body, _: from_fields(model, read_object(body), record.unknown),
         )
 
-        async def pieces() -> AsyncGenerator[bytes, None]:
+        async def chunks() -> AsyncGenerator[bytes, None]:
             stream = run_inference(self._repository, model, infer_request, record, streamed)
             async with aclosing(stream):
                 async for response in stream:
                     output = await to_fields(model, infer_request, response)
                     yield event(output) if streamed else encode(output)
 
-        return Reply(model.service, pieces(), ERROR_FORMAT, streamed)
+        return Reply(model.service, chunks(), ERROR_FORMAT, streamed)
 
     async def index(self, request: Request) -> Response:
-        wish = convert(await self._settings_body_of(request), IndexRequest, record_of(request.scope).unknown, "")
-        return Json(state.repository_index(self._repository, wish.ready))
+        body = convert(await self._settings_body_of(request), IndexRequest, record_of(request.scope).unknown, "")
+        return Json(state.repository_index(self._repository, body.ready))
 
     async def load(self, request: Request, name: str) -> Response:
-        wish = await self._change_of(request, LoadRequest)
-        await state.load_model(self._repository, name, wish.parameters)
+        body = await self._change_of(request, LoadRequest)
+        await state.load_model(self._repository, name, body.parameters)
         return Response()
 
     async def unload(self, request: Request, name: str) -> Response:
-        wish = await self._change_of(request, LoadRequest)
-        await state.unload_model(self._repository, name, wish.parameters)
+        body = await self._change_of(request, LoadRequest)
+        await state.unload_model(self._repository, name, body.parameters)
         return Response()
 
     async def logging(self, request: Request) -> Response:
@@ -192,8 +191,8 @@ class Endpoints:
         return Json(self._memory_of(request).status(name))
 
     async def register(self, request: Request, name: str) -> Response:
-        wish = await self._change_of(request, RegionRequest)
-        self._memory_of(request).register(name, wish.key, wish.offset, wish.byte_size)
+        body = await self._change_of(request, RegionRequest)
+        self._memory_of(request).register(name, body.key, body.offset, body.byte_size)
         return Response()
 
     async def unregister(self, request: Request, name: str = "") -> Response:
@@ -207,30 +206,30 @@ class Endpoints:
         return Json([])
 
     async def cuda_unregister(self, _: Request, name: str = "") -> Response:
-        return Response()  # there is none
+        return Response()  # no region can be registered
 
 
 MODEL, REGION = "/v2/models/{name}", "/region/{name}"
 STATUS = f"{REGION}/status"
 ENDPOINTS: Sequence[tuple[str, str, Callable[..., Awaitable[Response]], str]] = [
-    ("GET", "/v2", Endpoints.server, "The server, and the extensions it has"),
-    ("GET", "/v2/health/live", Endpoints.live, "This process answers"),
-    ("GET", "/v2/health/ready", Endpoints.ready, "The models accept requests"),
+    ("GET", "/v2", Endpoints.server, "Server metadata"),
+    ("GET", "/v2/health/live", Endpoints.live, "Liveness of this process"),
+    ("GET", "/v2/health/ready", Endpoints.ready, "Readiness of all models"),
     ("GET", "/v2/models/stats", Endpoints.all_stats, "Statistics of all models"),
     *[
         route
         for at in (MODEL, f"{MODEL}/versions/{{version}}")
         for route in (
-            ("GET", at, Endpoints.model_metadata, "A model's inputs and outputs"),
-            ("GET", f"{at}/config", Endpoints.model_config, "A model's configuration"),
-            ("GET", f"{at}/ready", Endpoints.model_ready, "A model accepts requests"),
+            ("GET", at, Endpoints.model_metadata, "Inputs and outputs of a model"),
+            ("GET", f"{at}/config", Endpoints.model_config, "Configuration of a model"),
+            ("GET", f"{at}/ready", Endpoints.model_ready, "Readiness of a model"),
             ("GET", f"{at}/stats", Endpoints.model_stats, "Statistics of a model"),
             ("POST", f"{at}/infer", Endpoints.infer, "Infer from tensors"),
             ("POST", f"{at}/generate", Endpoints.generate, "Generate from a JSON object"),
             ("POST", f"{at}/generate_stream", Endpoints.generate, "Generate from a JSON object, streamed"),
         )
     ],
-    ("POST", "/v2/repository/index", Endpoints.index, "Models of the repository"),
+    ("POST", "/v2/repository/index", Endpoints.index, "List the models of the repository"),
     ("POST", "/v2/repository/models/{name:path}/load", Endpoints.load, "Load a model"),
     ("POST", "/v2/repository/models/{name:path}/unload", Endpoints.unload, "Unload a model"),
     *[("GET", SYSTEM + at, Endpoints.memory_status, "Regions of system shared memory") for at in ("/status", STATUS)],
@@ -239,18 +238,18 @@ ENDPOINTS: Sequence[tuple[str, str, Callable[..., Awaitable[Response]], str]] = 
         ("POST", f"{SYSTEM}{at}/unregister", Endpoints.unregister, "Unregister regions of system shared memory")
         for at in ("", REGION)
     ],
-    ("GET", f"{CUDA}/status", Endpoints.cuda_status, "Regions of CUDA shared memory, of which there are none"),
+    ("GET", f"{CUDA}/status", Endpoints.cuda_status, "Regions of CUDA shared memory (always empty)"),
     *[
-        (method, CUDA + at, Endpoints.no_cuda_memory, "Regions of CUDA shared memory, which are refused")
+        (method, CUDA + at, Endpoints.no_cuda_memory, "Regions of CUDA shared memory (not supported)")
         for method, at in (("GET", STATUS), ("POST", f"{REGION}/register"))
     ],
     *[
         ("POST", f"{CUDA}{at}/unregister", Endpoints.cuda_unregister, "Unregister regions of CUDA shared memory")
         for at in ("", REGION)
     ],
-    *[(method, "/v2/logging", Endpoints.logging, "Settings of the log") for method in ("GET", "POST")],
+    *[(method, "/v2/logging", Endpoints.logging, "Log settings") for method in ("GET", "POST")],
     *[
-        (method, path, Endpoints.tracing, "Settings of traces")
+        (method, path, Endpoints.tracing, "Trace settings")
         for method in ("GET", "POST")
         for path in ("/v2/trace/setting", f"{MODEL}/trace/setting")
     ],
@@ -259,18 +258,18 @@ ENDPOINTS: Sequence[tuple[str, str, Callable[..., Awaitable[Response]], str]] = 
 
 
 def add_routes(routes: Routes, repository: ModelRepository) -> None:
-    """Add all routes below ``/v2``."""
+    """Add all routes under ``/v2``."""
     routes.error_formats.add(ERROR_FORMAT, "/v2")
     endpoints = Endpoints(repository)
     for method, path, endpoint, summary in ENDPOINTS:
-        asks = path.endswith(WITH_BODY)
-        described = operation(OBJECT if asks else None, FAILED, OBJECT if asks else None, path.endswith("_stream"))
-        answer, access = _with_parameters(endpoint, endpoints), _access_of(method, path)
-        routes.add(path, answer, access=access, method=method, summary=summary, described=described)
+        schema = OBJECT if path.endswith(WITH_BODY) else None
+        described = operation(schema, FAILED, schema, path.endswith("_stream"))
+        called, access = _with_parameters(endpoint, endpoints), _access_of(method, path)
+        routes.add(path, called, access=access, method=method, summary=summary, described=described)
 
 
 def _access_of(method: str, path: str) -> Access:
-    """Class of a route. Regions belong to API keys; the settings of the log and of traces are shared."""
+    """Access class of a route. Shared memory regions belong to API keys; log and trace settings are global."""
     if path.startswith("/v2/health/"):
         return Access.PUBLIC
     if path.startswith((SYSTEM, CUDA)):
@@ -281,7 +280,7 @@ def _access_of(method: str, path: str) -> Access:
 
 
 def _with_parameters(endpoint: Callable[..., Awaitable[Response]], endpoints: Endpoints) -> Endpoint:
-    """An endpoint that is called with the request, and with the parameters of the path by their names."""
+    """Make an endpoint that passes the path parameters as keyword arguments."""
 
     @functools.wraps(endpoint)
     async def called(request: Request) -> Response:
@@ -295,7 +294,7 @@ WITH_BODY = ("/infer", "/generate", "/generate_stream")
 
 
 class InferReply(Reply):
-    """The response to ``infer``: JSON, followed by the outputs that were requested in binary."""
+    """The response to ``infer``: JSON, followed by the outputs requested as binary data."""
 
     def __init__(
         self,
@@ -307,7 +306,7 @@ class InferReply(Reply):
     ) -> None:
         self._header: int | None = None
 
-        async def pieces() -> AsyncGenerator[bytes, None]:
+        async def chunks() -> AsyncGenerator[bytes, None]:
             stream = run_inference(repository, model, infer_request, record_of(request.scope), streamed=False)
             async with aclosing(stream):
                 async for response in stream:
@@ -315,7 +314,7 @@ class InferReply(Reply):
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
-        super().__init__(model.service, pieces(), ERROR_FORMAT, streamed=False)
+        super().__init__(model.service, chunks(), ERROR_FORMAT, streamed=False)
 
     def _start(self, status: int, document: bytes | None) -> Message:
         message = super()._start(status, document)
@@ -327,12 +326,12 @@ class InferReply(Reply):
 
 
 def _split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
-    """The JSON of a body, and the tensors in bytes after it.
+    """Split a body into its JSON and the binary tensors after it.
 
     Args:
-        header_length: bytes of the JSON; None where nothing follows it.
+        header_length: size of the JSON, bytes; None: the whole body.
 
-    Raises ``PenstockError`` (``invalid``).
+    Raises ``PenstockError`` (``invalid``) if it is not a valid size.
     """
     if header_length is None:
         return body, b""
@@ -343,11 +342,11 @@ def _split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
 
 
 def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields) -> InferenceRequest:
-    """A request to ``infer``.
+    """Parse a request to ``infer``.
 
     Args:
-        head: its JSON.
-        raw: its tensors in bytes.
+        head: JSON.
+        raw: binary tensors.
 
     Raises ``PenstockError`` (``invalid``).
     """
@@ -358,7 +357,7 @@ def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields)
             unknown.ignore("", name, known, value=value)
         elif not isinstance(value, known[name]):
             raise invalid(name, f"must be {known[name].__name__}")
-    inputs, at = [], 0
+    inputs, offset = [], 0
     for given in result.get("inputs", ()):
         name, parameters = _named(given, "inputs")
         if in_memory(name, parameters):
@@ -368,27 +367,27 @@ def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields)
         if size is None:
             inputs.append(from_json(name, given.get("datatype"), given.get("shape"), given.get("data", [])))
             continue
-        if type(size) is not int or not 0 <= size <= len(raw) - at:
-            raise invalid(name, f"has a binary_data_size that is not one of the {len(raw) - at} bytes that are left")
-        inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), raw[at : at + size]))
-        at += size
-    if at != len(raw):
-        raise invalid("inputs", f"{len(raw) - at} bytes of the body belong to none of them")
+        if type(size) is not int or not 0 <= size <= len(raw) - offset:
+            raise invalid(name, f"binary_data_size must be from 0 to the {len(raw) - offset} bytes left in the body")
+        inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), raw[offset : offset + size]))
+        offset += size
+    if offset != len(raw):
+        raise invalid("inputs", f"the body has {len(raw) - offset} bytes more than their binary_data_size")
     outputs = dict([_named(given, "outputs") for given in result.get("outputs", ())])
     for name, parameters in outputs.items():
         in_memory(name, parameters)
         if parameters.get("classification"):
-            raise invalid(name, "classification is for models that classify")
+            raise invalid(name, "classification is not supported: the model does not classify")
     return InferenceRequest(inputs, result.get("id", ""), outputs, result.get("parameters", {}))
 
 
 async def encode_response(
     model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> tuple[bytes, bytes | None]:
-    """The JSON of a response, and the binary outputs after it; None without binary outputs. Outputs requested in
-    shared memory are put there.
+    """Encode a response as JSON and binary outputs; None without binary outputs. Outputs requested in shared memory are
+    written there.
 
-    Raises ``PenstockError`` (``invalid``) where there is no room for them.
+    Raises ``PenstockError`` (``invalid``) if a shared memory region is too small.
     """
     default, raw = bool(infer_request.parameters.get("binary_data_output", False)), []
     outputs = []
@@ -408,19 +407,20 @@ async def encode_response(
     return encode(result), b"".join(raw) if raw else None
 
 
-def decompressed(body: bytes, encoding: str, maximum: int) -> bytes:
-    """Decompress a body. Raises ``PenstockError`` (``invalid``) for invalid data, or where the result is too large."""
+def decompress(body: bytes, encoding: str, maximum: int) -> bytes:
+    """Decompress a body. Raises ``PenstockError``: ``unsupported`` for unknown encodings, ``invalid`` for invalid data,
+    ``too_large`` if the result exceeds ``maximum`` bytes."""
     if encoding not in COMPRESSIONS:
         raise PenstockError(
             Code.UNSUPPORTED,
-            f"content-encoding: {encoding[:20]!r} is not one of {', '.join(COMPRESSIONS)}",
+            f"content-encoding: {encoding[:20]!r} is not supported; use {' or '.join(COMPRESSIONS)}",
             "content-encoding",
         )
     reader = zlib.decompressobj(COMPRESSIONS[encoding])
     try:
         result = reader.decompress(body, maximum + 1)
     except zlib.error as error:
-        raise invalid("body", f"is not compressed as {encoding}: {error}") from error
+        raise invalid("body", f"is not valid {encoding} data: {error}") from error
     if len(result) > maximum:
         raise PenstockError(Code.TOO_LARGE, f"body: must have at most {maximum} bytes", "body", maximum)
     return result
@@ -429,8 +429,8 @@ def decompressed(body: bytes, encoding: str, maximum: int) -> bytes:
 def _named(given: Any, where: str) -> tuple[str, dict[str, Any]]:
     """Name and parameters of an input or output."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        raise invalid(where, "holds something without a name")
+        raise invalid(where, "must be objects with a name")
     parameters = given.get("parameters", {})
     if not isinstance(parameters, dict):
-        raise invalid(given["name"], "has parameters that are no object")
+        raise invalid(given["name"], "parameters must be an object")
     return given["name"], parameters

@@ -19,17 +19,15 @@ PARAMETERS = frozenset(
     "sequence_id sequence_start sequence_end priority timeout binary_data_output "
     "triton_enable_empty_final_response triton_final_response".split()
 )
-"""Request parameters that the protocol or Triton defines; models here define none."""
+"""Request parameters defined by the protocol or Triton. The models define no additional ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """An inference request."""
-
     inputs: list[Tensor]
     id: str = ""
     outputs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Parameters of the requested outputs, by name; empty requests all."""
+    """Requested output → its parameters; empty: all outputs."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Request parameters; names that are not in ``PARAMETERS`` are ignored and reported."""
 
@@ -37,9 +35,9 @@ class InferenceRequest:
 async def run_inference(
     repository: ModelRepository, model: Model, infer_request: InferenceRequest, record: RequestRecord, streamed: bool
 ) -> AsyncGenerator[ModelResponse, None]:
-    """A model's responses to a request, one unless it is ``streamed``, with the requested outputs.
+    """The responses of a model with the requested outputs; exactly one unless ``streamed``.
 
-    Raises ``PenstockError`` where the request is wrong or fails.
+    Raises ``PenstockError`` if the request is invalid or fails.
     """
     names = [spec.name for spec in model.outputs]
     for name in infer_request.outputs:
@@ -50,7 +48,7 @@ async def run_inference(
         raise invalid("sequence_id", f"model '{model.name}' keeps no state between requests")
     priority = infer_request.parameters.get("priority", 0)
     if type(priority) is not int or not 0 <= priority < 2**31:
-        raise invalid("priority", "must be a whole number from 0 on")
+        raise invalid("priority", "must be an integer from 0 to 2147483647")
     for name in infer_request.parameters.keys() - PARAMETERS:
         record.unknown.ignore("parameters.", name, PARAMETERS, value=infer_request.parameters[name])
     call = model.prepare_call(record, infer_request.inputs, streamed, priority, infer_request.id)

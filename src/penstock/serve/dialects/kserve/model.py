@@ -1,8 +1,9 @@
-"""A model of the protocol: named tensors in, named tensors out, once or as a stream."""
+"""A KServe model: named tensors in, named tensors out, once or as a stream."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from .tensors import BYTES, FLOAT_CODES, INTEGER_CODES, MAX_VALUES, Spec, Tensor
 VERSION = "1"
 """Version of every model."""
 MAX_BATCH_SIZE = 256
-"""Rows of one request."""
+"""Maximum number of rows in a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +28,29 @@ class ModelCall:
 
     record: RequestRecord
     inputs: Mapping[str, Tensor]
-    """Input name → tensor; with a batch, the first dimension is the batch's."""
+    """Input name → tensor. The first dimension is the batch dimension if ``batch`` is not None."""
     batch: int | None
-    """Rows of the batch; None without a batch dimension."""
+    """Batch size; None without a batch dimension."""
     streamed: bool
-    """Whether any number of responses is allowed; otherwise there is one."""
+    """Any number of responses may be sent (decoupled); otherwise exactly one."""
     priority: int = 0
     id: str = ""
-    """The client's id of the request."""
+    """Request id of the client."""
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return 1 if self.batch is None else self.batch
 
     def row(self, name: str, index: int) -> Sequence[Any] | None:
-        """A row's elements of an input; None where the input is not given."""
+        """The elements of one row of an input; None if the input is absent."""
         if (tensor := self.inputs.get(name)) is None:
             return None
         size = len(tensor.elements) // self.rows
         return tensor.elements[index * size : (index + 1) * size]
 
     def shape(self, *sizes: int) -> tuple[int, ...]:
-        """The shape of an output that has ``sizes`` in each row."""
+        """The shape of an output with ``sizes`` per row."""
         return sizes if self.batch is None else (self.batch, *sizes)
 
 
@@ -56,43 +58,43 @@ class ModelCall:
 class ModelResponse:
     outputs: list[Tensor]
     last: bool = True
-    """Whether this is the last response."""
+    """True for the last response."""
 
 
-class Model:
-    """One model of the repository."""
+class Model(ABC):
+    """A model of the repository."""
 
     name: str
     platform: ClassVar[str] = "python"
     inputs: ClassVar[tuple[Spec, ...]]
     outputs: ClassVar[tuple[Spec, ...]]
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names of its inputs → their names."""
+    """Alternative input name → input name."""
     unsupported_inputs: ClassVar[Mapping[str, str]] = {}
-    """Inputs that are not supported yet, with the reason."""
+    """Unsupported input → reason."""
     neutral_inputs: ClassVar[Mapping[str, tuple[float, ...]]] = {}
-    """Values of these inputs that have no effect, besides zero and false."""
+    """Unsupported input → values that have no effect and are accepted, besides zero and false."""
     max_batch_size: int = MAX_BATCH_SIZE
-    """Maximum number of rows; 0 without a batch dimension."""
+    """Maximum number of rows; 0: no batch dimension."""
     decoupled: ClassVar[bool] = False
-    """Whether a request may have any number of responses."""
+    """A request may have any number of responses."""
     _service: ServedModel
 
     @property
     def service(self) -> ServedModel:
-        """The served model that it uses. Raises ``PenstockError`` (``unavailable``) where there is none."""
+        """The served model that computes requests. Raises ``PenstockError`` (``unavailable``) if there is none."""
         return self._service
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``unavailable``) where the model cannot serve requests."""
+        """Raise ``PenstockError`` (``unavailable``) if the model cannot serve requests."""
         self.service.gateway.engine_pool.require_engine()
 
+    @abstractmethod
     def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
-        """The responses to a request. Raises ``PenstockError`` where it is invalid or fails."""
-        raise NotImplementedError
+        """The responses to a request. Raises ``PenstockError`` if it is invalid or fails."""
 
     def parameters(self) -> Mapping[str, str]:
-        """The ``parameters`` of its configuration."""
+        """The ``parameters`` of the model's configuration."""
         return {}
 
     def metadata(self) -> dict[str, Any]:
@@ -132,8 +134,7 @@ class Model:
     ) -> ModelCall:
         """Validate the inputs of a request.
 
-        Raises ``PenstockError``: ``invalid`` for inputs that are unknown, missing, or of a wrong type or shape,
-        ``unsupported`` for those that are not supported yet.
+        Raises ``PenstockError``: ``invalid`` for unknown or missing inputs and wrong types or shapes, ``unsupported``.
         """
         specs = {spec.name: spec for spec in self.inputs}
         result: dict[str, Tensor] = {}
@@ -155,14 +156,14 @@ class Model:
             batches.add(self._rows(spec, tensor))
             result[tensor.name] = _of_type(spec, tensor)
         if missing := [name for name, spec in specs.items() if not spec.optional and name not in result]:
-            raise invalid(missing[0], f"is missing, and model '{self.name}' needs it")
+            raise invalid(missing[0], f"is missing; model '{self.name}' requires it")
         if len(batches) > 1:
-            describe = ", ".join(sorted(["none" if rows is None else str(rows) for rows in batches]))
-            raise invalid("shape", f"inputs differ in their batch's dimension: {describe}")
+            sizes = ", ".join(sorted(["none" if rows is None else str(rows) for rows in batches]))
+            raise invalid("shape", f"all inputs must have the same batch size; theirs are {sizes}")
         return ModelCall(record, result, batches.pop() if batches else None, streamed, priority, request_id)
 
     def check_supported_input(self, name: str, given: bool) -> None:
-        """Raise ``PenstockError`` (``unsupported``) for a nonzero input that is not supported yet."""
+        """Raise ``PenstockError`` (``unsupported``) if an unsupported input is given with an effective value."""
         if given:
             raise PenstockError(Code.UNSUPPORTED, f"{name}: {self.unsupported_inputs[name]}", name)
 
@@ -171,40 +172,38 @@ class Model:
         shape = tensor.shape
         if len(shape) == len(spec.shape) + 1 and self.max_batch_size:
             if not 1 <= shape[0] <= self.max_batch_size:
-                message = f"has {shape[0]} rows; model '{self.name}' takes from 1 to {self.max_batch_size}"
+                message = f"has {shape[0]} rows; model '{self.name}' accepts 1 to {self.max_batch_size}"
                 raise invalid(tensor.name, message, self.max_batch_size)
             rows, shape = shape[0], shape[1:]
         else:
             rows = None
         if len(shape) != len(spec.shape) or any(w not in (-1, s) for w, s in zip(spec.shape, shape, strict=True)):
             expected = f"{[-1, *spec.shape] if self.max_batch_size else list(spec.shape)}"
-            raise invalid(
-                tensor.name, f"has the shape {list(tensor.shape)}, and model '{self.name}' expects {expected}"
-            )
+            raise invalid(tensor.name, f"has the shape {list(tensor.shape)}; model '{self.name}' expects {expected}")
         return rows
 
 
 def _near(value: Any, neutral: Iterable[float]) -> bool:
-    """Whether a value is one of ``neutral``, as FP32 holds them."""
+    """True if a value equals one of ``neutral`` up to the precision of FP32."""
     return any(isinstance(value, int | float) and math.isclose(value, each, rel_tol=1e-6) for each in neutral)
 
 
 def _of_type(spec: Spec, tensor: Tensor) -> Tensor:
-    """The tensor, converted to the input's datatype."""
+    """Convert a tensor to the datatype of the input."""
     if tensor.datatype == spec.datatype:
         return _in_range(tensor)
     if kind(tensor.datatype) != kind(spec.datatype):
-        message = f"has the data-type '{tensor.datatype}', and the model expects '{spec.datatype}'"
+        message = f"has the data-type '{tensor.datatype}'; the model expects '{spec.datatype}'"
         raise invalid(spec.name, message)
     return _in_range(Tensor(tensor.name, spec.datatype, tensor.shape, tensor.elements))
 
 
 def _in_range(tensor: Tensor) -> Tensor:
-    """Raises ``PenstockError`` (``invalid``) for numbers that its type does not have, and those that are not finite."""
+    """Raise ``PenstockError`` (``invalid``) for numbers that are not finite or out of the range of the datatype."""
     if tensor.datatype in FLOAT_CODES:
         maximum = MAX_VALUES[tensor.datatype]
         if (wrong := next((value for value in tensor.elements if not -maximum <= value <= maximum), None)) is not None:
-            raise invalid(tensor.name, f"must be a finite number of {tensor.datatype}, is {wrong}")
+            raise invalid(tensor.name, f"must be finite numbers in the range of {tensor.datatype}, has {wrong}")
     if tensor.datatype in INTEGER_CODES and tensor.elements:
         bits = int(tensor.datatype.lstrip("UINT"))
         low, high = (0, 2**bits - 1) if tensor.datatype.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

@@ -1,4 +1,4 @@
-"""The models of the protocol, by name."""
+"""The model repository."""
 
 from __future__ import annotations
 
@@ -22,68 +22,68 @@ from .trtllm.text_models import TextModel
 from .trtllm.token_models import Postprocessing, Preprocessing, TokenModel
 
 FOLLOW_INTERVAL = 1.0
-"""Seconds between two checks for log settings that another process has changed."""
+"""Seconds between checks for log settings changed through another process."""
 
 
 class ModelRepository:
     """The model repository of one API process.
 
     Args:
-        others: models of other systems, which may use any served model.
+        others: models of other dialects, which may use any served model.
     """
 
     def __init__(self, served_models: ServedModels, model_manager: ModelManager, others: Iterable[Model] = ()) -> None:
         self.served_models = served_models
         self.model_manager = model_manager
         self.counts = Statistics()
-        self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # where API processes count together
+        self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # a folder shared by all API processes
         self.memory = SharedMemory(self.shared, served_models.options, lambda: served_models.max_text_size)
         self.log = LogSettings()
         served_models.metrics.dialect_metrics.append(TrtLlmMetrics(served_models).collect)
         self.others = tuple(others)
-        self._over: dict[ServedModel, list[Model]] = {}
+        self._models: dict[ServedModel, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
-        """Models that are ready."""
-        self._over = {service: self._over.get(service) or models_of(service) for service in self.served_models}
+        """Iterate over the loaded models."""
+        self._models = {service: self._models.get(service) or models_of(service) for service in self.served_models}
         sizes = self.shared.read().max_batch_size
-        for models in self._over.values():
+        for models in self._models.values():
             for model in models:
                 model.max_batch_size = sizes.get(model.name, type(model).max_batch_size)
                 yield model
         yield from self.others
 
     async def follow(self) -> None:
-        """Apply the log settings that clients of any API process have changed."""
+        """Apply log settings changed through any API process, until cancelled."""
         while True:
             self.log.apply(self.shared.read().log)
             await asyncio.sleep(FOLLOW_INTERVAL)
 
     def find(self, name: str, version: str = "") -> Model:
-        """The model of a name and version. Raises ``PenstockError`` (``not_found``)."""
+        """Find a model by name and version. Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
-            # only names of KServe models count: names of the OpenAI API are unknown here, also while a model loads
+            # names of the OpenAI API are unknown here, also while their model is loading
             self.served_models.check_expected(
-                ours := next((m for m in self.served_models.models if name in m.kserve), None)
+                entry := next((m for m in self.served_models.models if name in m.kserve), None)
             )
-            if ours:
-                message = f"Request for unknown model: '{name}' has no available versions: {ours.reason}"
+            if entry:
+                message = f"Request for unknown model: '{name}' has no available versions: {entry.reason}"
             else:
-                there = ", ".join(model.name for model in self) or "none"
-                message = f"Request for unknown model: '{name[:100]}' is not found; there is {there}"
+                known = ", ".join(model.name for model in self) or "none"
+                message = f"Request for unknown model: '{name[:100]}' is not found; available: {known}"
             raise PenstockError(Code.NOT_FOUND, message, "model")
         if version not in ("", VERSION, "-1"):
-            message = f"Request for unknown model: '{name}' version {version[:20]} is not found; there is {VERSION}"
+            message = f"Request for unknown model: '{name}' version {version[:20]} is not found; available: {VERSION}"
             raise PenstockError(Code.NOT_FOUND, message, "model_version")
         return model
 
     def owner(self, name: str) -> ModelEntry | None:
-        """The served model for the name of a model of either kind, loaded or not."""
+        """Find a served model, loaded or not, by its name or that of one of its KServe models."""
         return next((model for model in self.served_models.models if name in model.kserve or name in model.names), None)
 
 
 def models_of(service: ServedModel) -> list[Model]:
-    """The protocol's models over one served model."""
+    """The KServe models that one served model provides."""
     models: list[Model] = []
     for name, kind in service.kserve.items():
         match kind:

@@ -1,4 +1,4 @@
-"""The server's metadata, repository index, and log and trace settings, for HTTP and gRPC."""
+"""Server metadata, repository index, loading of models, and log and trace settings, for both HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ MODEL_CONFIG = frozenset(
     "response_cache model_metrics".split()
 )
 """Fields of Triton's ``ModelConfig``."""
-
-
 SERVER_NAME = "triton"
-"""The server's name in its metadata, which Triton's own clients check. The HTTP header ``server`` names Penstock."""
+"""Server name in the metadata, which Triton's clients check. The HTTP header ``server`` names Penstock."""
 
 
 def server_metadata() -> dict[str, Any]:
@@ -53,7 +51,7 @@ def server_metadata() -> dict[str, Any]:
 
 
 def repository_index(repository: ModelRepository, ready: bool = False) -> list[dict[str, str]]:
-    """The list that ``/v2/repository/index`` returns; ``ready`` leaves out models that are not."""
+    """The list that ``/v2/repository/index`` returns; with ``ready``, only ready models."""
     states = [
         (name, *_state(repository, model))
         for model in repository.served_models.models
@@ -68,7 +66,7 @@ def repository_index(repository: ModelRepository, ready: bool = False) -> list[d
 
 
 def _state(repository: ModelRepository, model: ModelEntry) -> tuple[str, str]:
-    """A model's state and its reason."""
+    """State of a model, and its reason."""
     service = next((service for service in repository.served_models if service.name == model.name), None)
     if model.draining:
         return "UNLOADING", ""
@@ -82,13 +80,13 @@ def _state(repository: ModelRepository, model: ModelEntry) -> tuple[str, str]:
 
 
 async def load_model(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
-    """Load the served model of a model of the protocol; does nothing where it is loaded.
+    """Load the served model that provides a KServe model, unless it is loaded.
 
-    Raises ``PenstockError`` where there is none, it cannot be loaded, or the parameters are invalid.
+    Raises ``PenstockError`` if there is no such model, it cannot be loaded, or the parameters are invalid.
     """
     if (model := repository.owner(name)) is None:
         known = ", ".join(each for model in repository.served_models.models for each in model.kserve)
-        message = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
+        message = f"failed to load '{name[:100]}', failed to poll from model repository; available: {known}"
         raise PenstockError(Code.INVALID, message, "model_name")
     try:
         max_batch_size = max_batch_size_override(parameters or {})
@@ -96,7 +94,7 @@ async def load_model(repository: ModelRepository, name: str, parameters: Mapping
         failure = error.failure
         raise PenstockError(failure.code, f"failed to load '{name}', {failure.message}", failure.field) from error
     if repository.model_manager.explicit or _state(repository, model)[0] != "READY":
-        await _done("load", name, repository.model_manager.load(model.name))
+        await _run("load", name, repository.model_manager.load(model.name))
     sizes = repository.shared.read().max_batch_size
     if sizes.get(name) != max_batch_size:
         with repository.shared.update() as state:
@@ -106,77 +104,80 @@ async def load_model(repository: ModelRepository, name: str, parameters: Mapping
 
 
 async def unload_model(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
-    """Unload the served model of a model of the protocol, and all others over it.
+    """Unload the served model that provides a KServe model, with all its KServe models.
 
-    Raises ``PenstockError`` where there is none, or where other models use its engine and ``unload_dependents`` is not
-    given.
+    Raises ``PenstockError`` if there is no such model, or if it uses the engine of another model and
+    ``unload_dependents`` is not set.
     """
     if (model := repository.owner(name)) is None:
         raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
     repository.model_manager.check()
     if unknown := sorted((parameters or {}).keys() - {DEPENDENTS}):
-        raise PenstockError(Code.INVALID, f"{unknown[0][:100]}: no such parameter; there is {DEPENDENTS}", "parameters")
+        message = f"{unknown[0][:100]}: unknown parameter; the only one is {DEPENDENTS}"
+        raise PenstockError(Code.INVALID, message, "parameters")
     if not isinstance((parameters or {}).get(DEPENDENTS, False), bool):
         raise PenstockError(Code.INVALID, f"{DEPENDENTS}: must be true or false", "parameters")
     owns_engine = name in model.names or model.kserve[name] == "tensorrt_llm"
     if not owns_engine and not (parameters or {}).get(DEPENDENTS):
         engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
-        message = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
-        raise PenstockError(Code.UNSUPPORTED, f"{message}, or set {DEPENDENTS}", "model_name")
-    await _done("unload", name, repository.model_manager.unload(model.name))
+        message = f"failed to unload '{name}': it uses the engine of {engines[0]}; unload that, or set {DEPENDENTS}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model_name")
+    await _run("unload", name, repository.model_manager.unload(model.name))
 
 
 def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
-    """The ``max_batch_size`` in the configuration of a load request, its only field with an effect.
+    """The ``max_batch_size`` in the configuration of a load request, the only field that is applied.
 
-    Raises ``PenstockError`` for an invalid configuration, or one with fields that are fixed when the server starts.
+    Raises ``PenstockError`` for an invalid configuration, or one with parameters, which are set when the server starts.
     """
     for name in parameters:
         if name.startswith("file:"):
-            message = f"{name[:100]}: Invalid file path: files of a model lie where the server finds them"
+            message = f"{name[:100]}: Invalid file path: model files cannot be uploaded"
             raise PenstockError(Code.UNSUPPORTED, message, name[:100])
         if name != "config":
-            raise invalid(name[:100], "no such parameter; there is config")
+            raise invalid(name[:100], "unknown parameter; the only one is config")
     given = parameters.get("config", "{}")
     try:
         config = msgspec.json.decode(given) if isinstance(given, str) else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise invalid("config", f"is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise invalid("config", "must be the text of a JSON object")
+        raise invalid("config", "must be a JSON object as a string")
     max_batch_size = None
     for name, value in config.items():
         if name not in MODEL_CONFIG:
-            raise invalid("config", f"no such field: {name[:100]}{did_you_mean(name[:100], MODEL_CONFIG)}")
+            raise invalid("config", f"unknown field: {name[:100]}{did_you_mean(name[:100], MODEL_CONFIG)}")
         if name == "parameters" and value:
-            raise PenstockError(Code.UNSUPPORTED, "config.parameters: set when the server starts", "config")
+            message = "config.parameters: can only be set when the server starts"
+            raise PenstockError(Code.UNSUPPORTED, message, "config")
         if name == "max_batch_size":
             max_batch_size = _batch_size(value)
         else:
-            logger.info("the field %s of a configuration in a request to load has no meaning here", name)
+            logger.info("model load request: the field %s of its config is ignored", name)
     return max_batch_size
 
 
 def _batch_size(value: Any) -> int:
-    if isinstance(value, str):  # as protobuf's JSON may have it
+    if isinstance(value, str):  # JSON of protobuf may encode integers as strings
         value = read_decimal(value, MAX_BATCH_SIZE)
     if type(value) is not int or not 0 <= value <= MAX_BATCH_SIZE:
-        raise invalid("max_batch_size", f"must be a whole number from 0 to {MAX_BATCH_SIZE}", MAX_BATCH_SIZE)
+        raise invalid("max_batch_size", f"must be an integer from 0 to {MAX_BATCH_SIZE}", MAX_BATCH_SIZE)
     return value
 
 
-async def _done(what: str, name: str, work: Awaitable[None]) -> None:
+async def _run(operation: str, name: str, work: Awaitable[None]) -> None:
     try:
         await work
     except PenstockError as error:
         failure = error.failure
-        raise PenstockError(failure.code, f"failed to {what} '{name}': {failure.message}", "model_name") from error
+        message = f"failed to {operation} '{name}': {failure.message}"
+        raise PenstockError(failure.code, message, "model_name") from error
 
 
 def log_settings(repository: ModelRepository, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Change log settings and return all of them, as ``/v2/logging`` does.
 
-    Raises ``PenstockError`` where one of them is invalid; then none is changed.
+    Raises ``PenstockError`` if one of them is invalid; then none is changed.
     """
     if changes := repository.log.check(requested):
         with repository.shared.update() as state:
@@ -186,9 +187,9 @@ def log_settings(repository: ModelRepository, requested: Mapping[str, Any]) -> d
 
 
 def trace_settings(repository: ModelRepository, requested: Mapping[str, Any], model: str = "") -> dict[str, Any]:
-    """Change and return the trace settings of a model, or the global ones, which apply to models without their own.
+    """Change and return the trace settings of a model, or the global ones, which are the defaults for models.
 
-    Raises ``PenstockError`` where one of them cannot be so, or there is no such model.
+    Raises ``PenstockError`` if a setting is invalid, or there is no such model.
     """
     if model:
         repository.find(model)

@@ -1,4 +1,4 @@
-"""Log and trace settings, which clients may change while the server runs (the logging and trace extensions)."""
+"""Log and trace settings that clients may change at run time (the logging and trace extensions)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ TRACE = {
 }
 """Default trace settings."""
 MIN_VALUES = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
-"""Numeric settings with their minimum."""
+"""Numeric trace setting → minimum."""
 READ_ONLY_SETTINGS = ("log_file", "trace_file", "trace_mode")
 """Settings that cannot be changed over the network, as in Triton."""
-NO_TRACES = "trace settings are kept, and have no effect: --otlp-endpoint sends traces"
+NO_TRACES = "trace settings are stored but have no effect; use --otlp-endpoint to export traces"
 
 
 class LogSettings:
-    """The log levels of this process, by Triton's switches."""
+    """The log levels of this process in terms of Triton's settings."""
 
     def __init__(self) -> None:
         files = [h.baseFilename for h in logging.root.handlers if isinstance(h, logging.FileHandler)]
         level = logging.root.level
-        self._begun: dict[str, Any] = {
+        self._initial: dict[str, Any] = {
             "log_file": next(iter(files), ""),
             **{name: level <= minimum for name, minimum in LEVELS.items()},
             "log_verbose_level": int(level <= logging.DEBUG),
@@ -47,17 +47,17 @@ class LogSettings:
 
     def current(self, changed: Mapping[str, Any]) -> dict[str, Any]:
         """The settings as ``/v2/logging`` returns them."""
-        return {**self._begun, **changed}
+        return {**self._initial, **changed}
 
     def check(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Validate changes. Raises ``PenstockError`` for an invalid one."""
         result = {}
         for name, value in changes.items():
-            _check_known(name, value, self._begun)
+            _check_known(name, value, self._initial)
             if name in LEVELS and not isinstance(value, bool):
                 raise invalid(name, "must be true or false")
             if name == "log_verbose_level" and (type(value) is not int or not 0 <= value < 2**32):
-                raise invalid(name, "must be a whole number from 0 on")
+                raise invalid(name, "must be an integer from 0 to 4294967295")
             if name == "log_format" and value not in FORMATS:
                 raise invalid(name, f"must be one of {', '.join(FORMATS)}")
             if name not in READ_ONLY_SETTINGS:
@@ -70,17 +70,17 @@ class LogSettings:
             return
         self._applied = dict(changed)
         current = self.current(changed)
-        shown = {minimum for name, minimum in LEVELS.items() if current[name]}
+        enabled = {level for name, level in LEVELS.items() if current[name]}
         if current["log_verbose_level"]:
-            shown.add(logging.DEBUG)
-        logging.root.setLevel(min(shown, default=logging.CRITICAL + 1))
+            enabled.add(logging.DEBUG)
+        logging.root.setLevel(min(enabled, default=logging.CRITICAL + 1))
         for handler in logging.root.handlers:
             handler.filters = [each for each in handler.filters if not isinstance(each, LevelFilter)]
-            handler.addFilter(LevelFilter(shown))
+            handler.addFilter(LevelFilter(enabled))
 
 
 class LevelFilter(logging.Filter):
-    """A filter that switches each level on or off."""
+    """Passes records of the enabled levels only."""
 
     def __init__(self, levels: set[int]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def check_trace(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def change_trace(trace: dict[str, dict[str, Any]], model: str, changes: Mapping[str, Any]) -> None:
-    """Apply valid changes to the settings of a model, or of all models where none is named."""
+    """Apply validated changes to the settings of a model, or to the global settings if ``model`` is empty."""
     settings = {**trace.get(model, {}), **changes}
     trace[model] = {name: value for name, value in settings.items() if value is not None}
 
@@ -129,7 +129,7 @@ def _number(name: str, value: Any) -> int:
             raise ValueError
         result = int(value)
     except ValueError as error:
-        raise invalid(name, f"{str(value)[:50]!r} is not a whole number") from error
+        raise invalid(name, f"must be an integer, is {str(value)[:50]!r}") from error
     if result < MIN_VALUES[name]:
         raise invalid(name, f"must be at least {MIN_VALUES[name]}, is {result}", MIN_VALUES[name])
     return result

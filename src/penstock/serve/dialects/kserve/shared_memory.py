@@ -1,8 +1,8 @@
-"""System shared memory: tensors in POSIX shared memory objects instead of requests and responses.
+"""System shared memory: tensors in POSIX shared memory objects instead of in requests and responses.
 
-Source: KServe's system shared memory extension, with Triton's error messages. Objects are read and written
-as the files that they are, below ``/dev/shm``, and not mapped: a client that shortens its own then gets an error,
-where a mapping would end this process (SIGBUS).
+Source: KServe's system shared memory extension, with Triton's error messages. Objects are read and written as files in
+``/dev/shm``, not mapped: a client that truncates its object gets an error, where a mapping would crash this process
+(SIGBUS).
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from .shared_state import Region, SharedState
 
 FOLDER = Path("/dev/shm")
 KEY_PATTERN = re.compile(r"/?(?!penstock-)([A-Za-z0-9_.-]{1,255})")
-"""A valid name for ``shm_open``, without slashes, and none that Penstock gives to objects of its own."""
+"""A valid name for ``shm_open``, without slashes; excludes the names of Penstock's own objects."""
 MAX_REGIONS = 1024
 MAX_NAME_LENGTH = 255
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
-"""Parameters of a tensor in a region."""
+"""Parameters of a tensor in shared memory."""
 NOT_ALLOWED = (
-    "shared memory is only for clients of this machine: the server has to listen on a loopback address, or to be "
-    "started with --allow-shared-memory"
+    "shared memory requires clients on the same machine: the server must listen on a loopback address, or be started "
+    "with --allow-shared-memory"
 )
 NO_CUDA = "CUDA shared memory is not supported; use system shared memory, or send tensors in requests"
 
 
 class SharedMemory:
-    """The regions that clients have registered. Each belongs to the API key that registered it.
+    """The regions registered by clients. Each belongs to the API key that registered it.
 
     Args:
-        max_size: returns the largest size of an input, bytes.
+        max_size: returns the maximum size of an input, bytes.
     """
 
     def __init__(self, shared: SharedState, options: ServerOptions, max_size: Callable[[], int]) -> None:
         self._shared = shared
         self._allowed = options.allow_shared_memory or is_loopback(options.host)
-        self._most = max_size
+        self._max_size = max_size
         self._tenant = ""
         self._check: Callable[[], None] = lambda: None
 
     def of_client(self, tenant: str, check: Callable[[], None]) -> SharedMemory:
-        """The regions of a client.
+        """The regions of one client.
 
         Args:
-            tenant: of the client's requests.
-            check: called before a region is used; raises ``PenstockError`` where the client may use none.
+            tenant: tenant of the client.
+            check: called before a region is used; raises ``PenstockError`` if the client may not use shared memory.
         """
         result = copy.copy(self)
         result._tenant, result._check = tenant, check
@@ -65,16 +65,16 @@ class SharedMemory:
     def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
         """Register a region of a shared memory object.
 
-        Raises ``PenstockError``: ``unsupported`` where this is not allowed, ``invalid`` where there is no such object,
-        it is too small, or the name is taken."""
+        Raises ``PenstockError``: ``unsupported`` if this is not allowed, ``invalid`` if the object does not exist or is
+        too small, or the name is taken.
+        """
         self._check()
         if not self._allowed:
             raise PenstockError(Code.UNSUPPORTED, NOT_ALLOWED, "allow_shared_memory")
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH:
             raise invalid("name", f"must have from 1 to {MAX_NAME_LENGTH} characters", MAX_NAME_LENGTH)
         if not isinstance(key, str) or not (match := KEY_PATTERN.fullmatch(key)) or match[1] in (".", ".."):
-            words = "must be the name of a POSIX shared memory object, such as /input_data, not penstock-…"
-            raise invalid("key", words)
+            raise invalid("key", "must be the name of a POSIX shared memory object, as /input_data, not penstock-…")
         region = Region(name, self._tenant, match[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
         with _opened(region, os.O_RDWR):
             pass
@@ -107,20 +107,20 @@ class SharedMemory:
         ]
 
     def read(self, tensor: str, parameters: Mapping[str, Any]) -> bytes:
-        """The bytes of an input. Raises ``PenstockError`` (``invalid``) where its region or range is wrong."""
+        """Read an input. Raises ``PenstockError`` (``invalid``) if its region or range is invalid."""
         region, offset, size = self._locate(tensor, parameters)
-        if size > (maximum := self._most()):
-            raise invalid(tensor, f"has {size} bytes of shared memory, and at most {maximum} are taken", maximum)
+        if size > (maximum := self._max_size()):
+            raise invalid(tensor, f"has {size} bytes of shared memory; the maximum is {maximum}", maximum)
         with _opened(region, os.O_RDONLY) as file:
             raw = os.pread(file, size, region.offset + offset)
         if len(raw) != size:
-            raise invalid(tensor, "the shared memory object became shorter while it was read")
+            raise invalid(tensor, "the shared memory object was truncated while it was read")
         return raw
 
     def write(self, tensor: str, parameters: Mapping[str, Any], raw: bytes) -> dict[str, Any]:
         """Write an output to its region; returns its parameters for the response.
 
-        Raises ``PenstockError`` (``invalid``) where it has no such place, or not enough of it.
+        Raises ``PenstockError`` (``invalid``) if the region or range is invalid, or too small.
         """
         region, offset, size = self._locate(tensor, parameters)
         if len(raw) > size:
@@ -136,7 +136,7 @@ class SharedMemory:
         return f"{self._tenant}\0{name}"
 
     def _regions(self, name: str) -> dict[str, Region]:
-        """The client's regions, or the one of a name, by full name."""
+        """Full name → region, for the region called ``name``, or for all of the client's regions if it is empty."""
         return {
             each: region
             for each, region in self._shared.read().regions.items()
@@ -160,14 +160,13 @@ class SharedMemory:
 
 
 def in_memory(tensor: str, parameters: Mapping[str, Any]) -> bool:
-    """Whether a tensor is in shared memory. Raises ``PenstockError`` (``invalid``) where its region is not named."""
+    """True if a tensor is in shared memory. Raises ``PenstockError`` (``invalid``) if its region is not named."""
     if REGION not in parameters and (SIZE in parameters or OFFSET in parameters):
-        raise invalid(tensor, f"has a place in shared memory and no {REGION}")
+        raise invalid(tensor, f"{SIZE} and {OFFSET} require {REGION}")
     return REGION in parameters
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is a loopback address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -176,7 +175,7 @@ def is_loopback(host: str) -> bool:
 
 @contextmanager
 def _opened(region: Region, how: int) -> Iterator[int]:
-    """Open the object. Raises ``PenstockError`` (``invalid``) where it is missing, or smaller than the region."""
+    """Open a region's object. Raises ``PenstockError`` (``invalid``) if it is missing, or smaller than the region."""
     try:
         file = os.open(FOLDER / region.key, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -185,7 +184,7 @@ def _opened(region: Region, how: int) -> Iterator[int]:
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise invalid("key", f"Unable to open shared memory region: '/{region.key}': no shared memory object")
+            raise invalid("key", f"Unable to open shared memory region: '/{region.key}': not a shared memory object")
         if region.offset + region.byte_size > status.st_size:
             message = (
                 f"Invalid offset + byte size for shared memory region '/{region.key}', which has {status.st_size} bytes"
@@ -198,5 +197,5 @@ def _opened(region: Region, how: int) -> Iterator[int]:
 
 def _count(name: str, value: Any, minimum: int) -> int:
     if type(value) is not int or not minimum <= value < 2**63:
-        raise invalid(name, f"must be a whole number of bytes from {minimum} on, is {str(value)[:50]}")
+        raise invalid(name, f"must be a number of bytes, at least {minimum}, is {str(value)[:50]}")
     return value

@@ -1,4 +1,4 @@
-"""Settings that clients change at run time, shared by all API processes."""
+"""State that clients change at run time, shared by all API processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Region(msgspec.Struct, frozen=True):
     """A registered part of a POSIX shared memory object."""
 
     name: str
-    """The client's name of the region."""
+    """Name given by the client."""
     tenant: str
-    """Whose region it is (``RequestRecord.tenant``)."""
+    """Owner (``RequestRecord.tenant``)."""
     key: str
+    """Name of the shared memory object."""
     offset: int
     byte_size: int
 
@@ -28,18 +29,18 @@ class State(msgspec.Struct):
     log: dict[str, Any] = {}
     """Changed log settings."""
     trace: dict[str, dict[str, Any]] = {}
-    """Changed trace settings, by model; the empty name is for all."""
+    """Changed trace settings by model; the empty name is the global settings."""
     regions: dict[str, Region] = {}
     """Regions of system shared memory, by tenant and name."""
     max_batch_size: dict[str, int] = {}
-    """Model name → ``max_batch_size`` set by its load request."""
+    """Model name → ``max_batch_size`` from its load request."""
 
 
 class SharedState:
-    """A file that all API processes read and write.
+    """State in a file that all API processes read and write.
 
     Args:
-        folder: a folder that only these processes use; deleted when the server ends.
+        folder: folder used only by these processes; deleted when the server stops.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +62,7 @@ class SharedState:
 
     @contextmanager
     def update(self) -> Iterator[State]:
-        """A copy to modify, which is written on exit, by one process at a time; an exception discards it."""
+        """Yield a copy to modify, under a lock; it is written on exit, or discarded on an exception."""
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = msgspec.json.decode(msgspec.json.encode(self.read()), type=State)

@@ -1,7 +1,7 @@
-"""Statistics of each model, under the names of Triton's metrics.
+"""Statistics per model, under the names of Triton's metrics.
 
-They are Prometheus gauges in the files of ``serve/metrics.py``, so that any API process can add up those of all. The
-protocol's statistics are read from these gauges, too.
+They are Prometheus gauges in the multiprocess files of ``serve/metrics.py``, so that any API process can sum those of
+all processes. The statistics of the protocol are read from these gauges, too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MICROSECONDS, MILLISECONDS = 1e6, 1e3
 NANOSECONDS_EACH = 1000
 REASONS = {Code.OVERLOADED: "REJECTED", Code.CANCELLED: "CANCELED"}
 HELP = {
-    "nv_inference_request_success": "Requests that were answered.",
-    "nv_inference_count": "Rows of requests that were answered.",
-    "nv_inference_exec_count": "Requests that were computed.",
-    "nv_inference_request_duration_us": "Time of answered requests, in microseconds.",
-    "nv_inference_queue_duration_us": "Of that, time in the queue.",
-    "nv_inference_compute_infer_duration_us": "Of that, time after the queue.",
+    "nv_inference_request_success": "Number of successful requests.",
+    "nv_inference_count": "Number of rows in successful requests.",
+    "nv_inference_exec_count": "Number of executed requests.",
+    "nv_inference_request_duration_us": "Total time of successful requests, microseconds.",
+    "nv_inference_queue_duration_us": "Total queue time of successful requests, microseconds.",
+    "nv_inference_compute_infer_duration_us": "Total time after the queue of successful requests, microseconds.",
 }
 FAILURES = "nv_inference_request_failure"
 LAST_INFERENCE = "penstock:kserve_last_inference_milliseconds"
@@ -40,12 +40,13 @@ class Statistics:
     """The statistics of one API process."""
 
     def __init__(self) -> None:
-        labels = ["model", "version"]  # gauges, since the names of counters here end in _total
+        labels = ["model", "version"]
+        # gauges, because the client library appends _total to the names of counters
         self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in HELP.items()}
-        about = "When the model answered last, in milliseconds since 1970."
+        about = "Time of the last successful request, milliseconds since 1970."
         self._last = Gauge(LAST_INFERENCE, about, labels, multiprocess_mode="max")
         self._families = SharedResult(lambda: asyncio.to_thread(process_metrics))
-        self._failures = Gauge(FAILURES, "Requests that failed.", [*labels, "reason"], multiprocess_mode="sum")
+        self._failures = Gauge(FAILURES, "Number of failed requests.", [*labels, "reason"], multiprocess_mode="sum")
 
     @contextmanager
     def count_request(self, model: Model, record: RequestRecord, call: ModelCall) -> Iterator[None]:
@@ -55,7 +56,7 @@ class Statistics:
             yield
         except BaseException as error:
             code = error.failure.code if isinstance(error, PenstockError) else None
-            if not isinstance(error, Exception):  # its client has gone
+            if not isinstance(error, Exception):  # cancelled: the client has disconnected
                 code = Code.CANCELLED
             reason = REASONS.get(code, "OTHER") if code else "OTHER"
             self._failures.labels(model=model.name, version=VERSION, reason=reason).inc()
@@ -67,7 +68,7 @@ class Statistics:
             self._sums[name].labels(model=model.name, version=VERSION).inc(value)
 
     async def statistics(self, models: Iterable[Model]) -> list[dict[str, Any]]:
-        """The statistics of models as ``/v2/models/NAME/stats`` shows them, over all API processes."""
+        """The statistics of models over all API processes, as ``/v2/models/NAME/stats`` returns them."""
         families = await self._families.get()
         return [self._statistics(model, families) for model in models]
 

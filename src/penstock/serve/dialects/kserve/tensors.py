@@ -1,4 +1,4 @@
-"""Tensors of the KServe v2 protocol: datatypes, and their encoding in JSON and in bytes.
+"""Tensors of the KServe v2 protocol: datatypes, and encoding as JSON and bytes.
 
 Source: the protocol's required API and its binary tensor data extension.
 """
@@ -30,22 +30,22 @@ INTEGER_CODES = {
 }
 FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
 STRUCT_CODES = {"BOOL": "?", **INTEGER_CODES, **FLOAT_CODES}
-"""Datatype → format of ``struct``; elements of BYTES have a length prefix."""
+"""Datatype → ``struct`` format character. BYTES is not included: its elements have a length prefix."""
 MAX_VALUES = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_info.max}
 """Largest finite number of each datatype."""
 MAX_NAME_LENGTH = 100
-"""Characters of a name."""
+"""Maximum length of a name, characters."""
 MAX_RANK, MAX_DIMENSION = 16, 2**63 - 1
-"""Dimensions of a tensor, and the size of one, which the protocol has as an INT64."""
+"""Maximum number of dimensions, and maximum size of one (INT64 in the protocol)."""
 MAX_INLINE_ELEMENTS = 65_536
-"""Elements encoded as JSON in one turn of the event loop."""
+"""Maximum number of elements encoded as JSON in one turn of the event loop."""
 LENGTH = struct.Struct("<I")
 """Length prefix of an element of BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Elements in row-major order: ``bytes``, ``bool``, ``int`` or ``float``; large FP32 ones as a memoryview."""
+    """A tensor. Elements are ``bytes``, ``bool``, ``int`` or ``float`` in row-major order, or an FP32 memoryview."""
 
     name: str
     datatype: str
@@ -65,25 +65,25 @@ class Spec:
 
 
 def kind(datatype: str) -> str:
-    """The kind of a datatype; datatypes of one kind are converted where the values fit."""
+    """The kind of a datatype. Datatypes of the same kind are converted to each other if the values fit."""
     return "whole" if datatype in INTEGER_CODES else "real" if datatype in FLOAT_CODES else datatype
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """Raises ``PenstockError`` (``invalid``) for an invalid shape."""
+    """Validate a shape. Raises ``PenstockError`` (``invalid``)."""
     if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
-        raise invalid(name, "has no shape: a list of sizes from 0 on")
+        raise invalid(name, "must have a shape: a list of integers, 0 or more")
     if len(shape) > MAX_RANK:
-        raise invalid(name, f"has a shape of {len(shape)} dimensions, and at most {MAX_RANK} are taken", MAX_RANK)
+        raise invalid(name, f"has {len(shape)} dimensions; the maximum is {MAX_RANK}", MAX_RANK)
     if shape and max(shape) > MAX_DIMENSION:
-        raise invalid(name, f"has a shape with a size above {MAX_DIMENSION}", MAX_DIMENSION)
+        raise invalid(name, f"has a dimension larger than {MAX_DIMENSION}", MAX_DIMENSION)
     return tuple(shape)
 
 
 def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
-    """A tensor from JSON, with elements nested by its shape or in one list.
+    """Make a tensor from JSON; its elements may be nested or in a flat list.
 
-    Raises ``PenstockError`` (``invalid``) where they are not of its type, or not as many as its shape has.
+    Raises ``PenstockError`` (``invalid``) if elements do not match the datatype, or their number the shape.
     """
     _check_datatype(name, datatype)
     elements = [_element(name, datatype, value) for value in _flatten(data)]
@@ -91,28 +91,25 @@ def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
 
 
 def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
-    """A tensor from bytes, little-endian.
-
-    Raises ``PenstockError`` (``invalid``) where they are not as many as its shape has.
-    """
+    """Make a tensor from little-endian bytes. Raises ``PenstockError`` (``invalid``) if they do not match the shape."""
     _check_datatype(name, datatype)
     if datatype == BYTES:
         return _checked(Tensor(name, datatype, check_shape(name, shape), _texts(name, raw)))
     size = struct.calcsize(STRUCT_CODES[datatype])
     if len(raw) % size:
-        raise invalid(name, f"has {len(raw)} bytes, which are no elements of {datatype}")
+        raise invalid(name, f"has {len(raw)} bytes, which is not a multiple of the size of {datatype}")
     elements = struct.unpack(f"<{len(raw) // size}{STRUCT_CODES[datatype]}", raw)
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
 
 def from_elements(name: str, datatype: Any, shape: Any, elements: list[Any]) -> Tensor:
-    """A tensor from elements. Raises ``PenstockError`` (``invalid``) as the others do."""
+    """Make a tensor from elements. Raises ``PenstockError`` (``invalid``) if their number does not match the shape."""
     _check_datatype(name, datatype)
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """The elements as bytes, little-endian."""
+    """The elements as little-endian bytes."""
     if isinstance(tensor.elements, memoryview):
         return tensor.elements.tobytes()
     if tensor.datatype == BYTES:
@@ -121,7 +118,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def to_json(tensor: Tensor) -> list[Any]:
-    """The elements as one list for JSON; infinities become the largest finite numbers."""
+    """The elements as a flat list for JSON; infinities are replaced by the largest finite FP32 numbers."""
     if tensor.datatype == BYTES:
         return [element.decode(errors="replace") for element in tensor.elements]
     if tensor.datatype in FLOAT_CODES:
@@ -130,19 +127,19 @@ def to_json(tensor: Tensor) -> list[Any]:
 
 
 async def in_json(tensor: Tensor) -> list[Any] | msgspec.Raw:
-    """As ``to_json``; a large tensor is encoded in pieces, with turns of other requests in between."""
+    """Like ``to_json``; large tensors are encoded in chunks, one per turn of the event loop."""
     if len(tensor.elements) <= MAX_INLINE_ELEMENTS:
         return to_json(tensor)
-    pieces = []
+    chunks = []
     for start in range(0, len(tensor.elements), MAX_INLINE_ELEMENTS):
         part = replace(tensor, elements=tensor.elements[start : start + MAX_INLINE_ELEMENTS])
-        pieces.append(msgspec.json.encode(to_json(part))[1:-1])
+        chunks.append(msgspec.json.encode(to_json(part))[1:-1])
         await asyncio.sleep(0)
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+    return msgspec.Raw(b"[" + b",".join(chunks) + b"]")
 
 
 def text(name: str, element: bytes) -> str:
-    """The text of an element. Raises ``PenstockError`` (``invalid``) for invalid UTF-8."""
+    """Decode a BYTES element. Raises ``PenstockError`` (``invalid``) for invalid UTF-8."""
     try:
         return element.decode()
     except UnicodeDecodeError as error:
@@ -151,33 +148,31 @@ def text(name: str, element: bytes) -> str:
 
 def _check_datatype(name: str, datatype: Any) -> None:
     if len(name) > MAX_NAME_LENGTH:
-        raise invalid("name", f"of {len(name)} characters is longer than {MAX_NAME_LENGTH}", MAX_NAME_LENGTH)
+        raise invalid("name", f"has {len(name)} characters; the maximum is {MAX_NAME_LENGTH}", MAX_NAME_LENGTH)
     if not isinstance(datatype, str) or (datatype != BYTES and datatype not in STRUCT_CODES):
-        raise invalid(
-            name, f"has the datatype {str(datatype)[:50]!r}, which is not one of {BYTES}, {', '.join(STRUCT_CODES)}"
-        )
+        known = f"{BYTES}, {', '.join(STRUCT_CODES)}"
+        raise invalid(name, f"has the datatype {str(datatype)[:50]!r}; must be one of {known}")
 
 
 def _checked(tensor: Tensor) -> Tensor:
     expected = math.prod(tensor.shape)
     if len(tensor.elements) != expected:
-        raise invalid(
-            tensor.name, f"has {len(tensor.elements)} elements, and its shape {list(tensor.shape)} {expected}"
-        )
+        message = f"has {len(tensor.elements)} elements; its shape {list(tensor.shape)} requires {expected}"
+        raise invalid(tensor.name, message)
     return tensor
 
 
 def _flatten(data: Any) -> Iterator[Any]:
     """The elements of nested lists."""
-    left = [iter([data])]
-    while left:
-        for value in left[-1]:
+    stack = [iter([data])]
+    while stack:
+        for value in stack[-1]:
             if isinstance(value, list):
-                left.append(iter(value))
+                stack.append(iter(value))
                 break
             yield value
         else:
-            left.pop()
+            stack.pop()
 
 
 def _element(name: str, datatype: str, value: Any) -> Any:
@@ -192,21 +187,21 @@ def _element(name: str, datatype: str, value: Any) -> Any:
         try:
             return float(value)
         except OverflowError as error:
-            raise invalid(name, f"has an integer that no {datatype} holds") from error
+            raise invalid(name, f"has an integer out of the range of {datatype}") from error
     if datatype in INTEGER_CODES and type(value) is int:
         return value
-    raise invalid(name, f"{str(value)[:50]!r} is no element of {datatype}")
+    raise invalid(name, f"must be {datatype}, has {str(value)[:50]!r}")
 
 
 def _texts(name: str, raw: bytes) -> list[bytes]:
-    result, at = [], 0
-    while at < len(raw):
-        if at + LENGTH.size > len(raw):
-            raise invalid(name, "ends within the length of an element")
-        (length,) = LENGTH.unpack_from(raw, at)
-        at += LENGTH.size
-        if at + length > len(raw):
-            raise invalid(name, f"has an element of {length} bytes where {len(raw) - at} are left")
-        result.append(raw[at : at + length])
-        at += length
+    result, offset = [], 0
+    while offset < len(raw):
+        if offset + LENGTH.size > len(raw):
+            raise invalid(name, "ends inside the length prefix of an element")
+        (length,) = LENGTH.unpack_from(raw, offset)
+        offset += LENGTH.size
+        if offset + length > len(raw):
+            raise invalid(name, f"has an element of {length} bytes, but only {len(raw) - offset} bytes are left")
+        result.append(raw[offset : offset + length])
+        offset += length
     return result

@@ -1,3 +1,3 @@
-"""The API of llama.cpp's server (``/completion``, ``/infill``, ``/props`` …), as of late 2025."""
+"""The API of llama.cpp's server of late 2025 (``/completion``, ``/infill``, ``/props`` …)."""
 
 from .routes import add_routes

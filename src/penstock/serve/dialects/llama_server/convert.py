@@ -1,4 +1,4 @@
-"""Conversion of llama-server's requests to those of OpenAI."""
+"""Conversion of llama-server's requests to OpenAI's."""
 
 from __future__ import annotations
 
@@ -27,40 +27,42 @@ NAMES = {
     "json_schema": "guided_json",
     "grammar": "guided_grammar",
 }
-"""Field → OpenAI's or vLLM's."""
-PART_SIZE = 16
-"""Characters that a part of a prompt counts for besides its own, as the shortest one takes time, too."""
+"""llama-server's field → field of OpenAI's or vLLM's completion request."""
+PART_OVERHEAD = 16
+"""Characters added to the size of each part of a prompt, to account for the time that even a short part takes."""
 UNBOUNDED = (-1, -2)
-"""Values of ``n_predict`` for as many as the context holds."""
+"""Values of ``n_predict`` that allow as many tokens as fit in the context."""
 
 
 async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dict[str, Any]:
-    """Sampling parameters and what else all requests have, for OpenAI's completions."""
+    """Convert the fields that all generation requests share to those of OpenAI's completion request."""
     fields = {to: value for name, to in NAMES.items() if (value := getattr(request, name)) is not None}
     for name in ("guided_grammar", "stop", "logprobs"):
         if not fields.get(name):
             fields.pop(name, None)
-    if fields.get("seed", 0) in (-1, 2**32 - 1):  # a random one
+    if fields.get("seed", 0) in (-1, 2**32 - 1):  # a random seed
         del fields["seed"]
     if fields.get("top_k", 0) < 0:
         fields["top_k"] = 0
-    if fields.get("temperature", 0.0) < 0:  # greedy, as there
+    if fields.get("temperature", 0.0) < 0:  # greedy, as in llama-server
         fields["temperature"] = 0.0
-    wanted = -1 if request.n_predict is None else request.n_predict
-    longest = gateway.engine_pool.require_engine().max_model_len
-    fields["max_tokens"] = longest if wanted in UNBOUNDED else max(wanted, 1)
+    n_predict = -1 if request.n_predict is None else request.n_predict
+    max_model_len = gateway.engine_pool.require_engine().max_model_len
+    fields["max_tokens"] = max_model_len if n_predict in UNBOUNDED else max(n_predict, 1)
     if request.logit_bias:
-        fields |= await _biases(request.logit_bias, gateway)
+        fields |= await _logit_bias(request.logit_bias, gateway)
     return fields | {"model": request.model, "stream": request.stream}
 
 
 async def prompts_of(given: PromptField, gateway: Gateway, field: str = "prompt") -> list[str] | list[list[int]]:
-    """The prompts: one, or with a list of texts or lists several. Texts alone stay texts.
+    """Read the prompt field: one prompt, or several if it is a list of texts or lists.
+
+    Prompts are tokenized unless all of them are plain texts.
 
     Args:
-        field: that has them, for errors.
+        field: name of the request's field, for errors.
 
-    Raises ``PenstockError`` (``invalid``) where they are too many.
+    Raises ``PenstockError`` (``invalid``) if there are too many prompts.
     """
     if isinstance(given, str):
         return [given]
@@ -69,30 +71,30 @@ async def prompts_of(given: PromptField, gateway: Gateway, field: str = "prompt"
     if any(isinstance(part, int) for part in given):
         prompts: list[Any] = [given]
     elif len(given) > MAX_PROMPTS:
-        raise invalid(field, f"holds {len(given)} prompts, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
+        raise invalid(field, f"has {len(given)} prompts; the maximum is {MAX_PROMPTS}", MAX_PROMPTS)
     else:
         prompts = [[part] if isinstance(part, str) else part for part in given]
-    size = sum(PART_SIZE + (len(part) if isinstance(part, str) else 0) for parts in prompts for part in parts)
-    longest = gateway.engine_pool.require_engine().max_model_len
+    size = sum(PART_OVERHEAD + (len(part) if isinstance(part, str) else 0) for parts in prompts for part in parts)
+    max_model_len = gateway.engine_pool.require_engine().max_model_len
     encode = gateway.input_processor.encode
-    return await gateway.prepare(size, lambda: [_encoded(parts, encode, longest) for parts in prompts])
+    return await gateway.prepare(size, lambda: [_encode_mixed(parts, encode, max_model_len) for parts in prompts])
 
 
-def _encoded(parts: list[str | int], encode: Callable[[str, bool], list[int]], longest: int) -> list[int]:
-    """One prompt of texts and token ids; a text at its beginning has the tokenizer's special tokens. No more parts are
-    encoded of one that is longer than the context, and will be refused."""
+def _encode_mixed(parts: list[str | int], encode: Callable[[str, bool], list[int]], max_model_len: int) -> list[int]:
+    """Tokenize a prompt of texts and token ids. Special tokens are added only to a text at its beginning. Texts beyond
+    ``max_model_len`` are not tokenized, as the prompt will be refused."""
     token_ids: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):
             token_ids.append(part)
-        elif len(token_ids) <= longest:
+        elif len(token_ids) <= max_model_len:
             token_ids += encode(part, i == 0)
     return token_ids
 
 
-async def _biases(given: Mapping[str, float | bool] | list[Any], gateway: Gateway) -> dict[str, Any]:
+async def _logit_bias(given: Mapping[str, float | bool] | list[Any], gateway: Gateway) -> dict[str, Any]:
     if len(given) > (limit := MAX_ENTRIES["logit_bias"]):
-        raise invalid("logit_bias", f"must hold at most {limit} entries", limit)
+        raise invalid("logit_bias", f"must have at most {limit} entries", limit)
     entries = list(given.items() if isinstance(given, Mapping) else given)
     size = sum(len(token) for token, _ in entries if isinstance(token, str))
     biases: dict[int, float] = {}

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.core import Code, PenstockError
 from penstock.frontend.outputs import Logprob, PositionLogprobs, RequestOutput, embedding_of
 from penstock.serve.chat.messages import messages_of, template_options
-from penstock.serve.dialects.dispatch import answer_by_body
+from penstock.serve.dialects.dispatch import dispatch_by_body
 from penstock.serve.dialects.endpoints import DialectRoutes
 from penstock.serve.dialects.openai import schema as openai
 from penstock.serve.dialects.openai.completions import CompletionHandler
@@ -46,15 +46,16 @@ from .state import props, settings_of, slots
 
 SCHEMAS = (CompletionRequest, InfillRequest, EmbeddingRequest, TemplateRequest, TokenizeRequest, Answer)
 PREFIX = "llama_server."
-"""Of the schemas' names in the OpenAPI document."""
+"""Prefix of schema names in the OpenAPI document."""
 
 
 class LlamaServerHandler(CompletionHandler):
-    """One request.
+    """Handles one request.
 
     Args:
-        given: the request in this dialect.
-        as_list: whether the answer is a list, as there is a list of prompts.
+        request: the request as OpenAI's completion.
+        llama_request: the request as it was sent.
+        as_list: respond with a list, as the request has a list of prompts.
     """
 
     def __init__(
@@ -62,43 +63,43 @@ class LlamaServerHandler(CompletionHandler):
         service: ServedModel,
         record: RequestRecord,
         request: openai.CompletionRequest,
-        given: GenerationRequest,
+        llama_request: GenerationRequest,
         as_list: bool,
     ) -> None:
         super().__init__(service, record, request)
-        self._given = given
+        self._llama_request = llama_request
         self._as_list = as_list
-        self._is_empty = given.n_predict == 0
-        """Whether the one token that is generated is not returned."""
+        self._is_empty = llama_request.n_predict == 0
+        """True if no output is returned. The engine still generates one token."""
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
-        answers = [self._whole(i, output) for i, output in enumerate(outputs)]
+        answers = [self._full(i, output) for i, output in enumerate(outputs)]
         return encode(answers if self._as_list else answers[0])
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
         completion, events = output.outputs[0], b""
-        piece = self.cursors[index].advance(completion)
-        if piece is not None and (piece.text or piece.positions) and not self._is_empty:
-            part = self._answer(index, output, piece.text, piece.token_ids, stop=False)
-            part.completion_probabilities = self._probabilities(piece.positions)
-            if self._given.timings_per_token:
-                part.timings = timings_of(output)
-            events += event(part)
+        delta = self.cursors[index].advance(completion)
+        if delta is not None and (delta.text or delta.positions) and not self._is_empty:
+            chunk = self._answer(index, output, delta.text, delta.token_ids, stop=False)
+            chunk.completion_probabilities = self._probabilities(delta.positions)
+            if self._llama_request.timings_per_token:
+                chunk.timings = timings_of(output)
+            events += event(chunk)
         if completion.finished:
-            events += event(self._ended(self._answer(index, output, "", [], stop=True), output))
+            events += event(self._finish_answer(self._answer(index, output, "", [], stop=True), output))
         return events
 
     def format_end(self) -> bytes:
         return b""
 
-    def _whole(self, i: int, output: RequestOutput) -> Answer:
+    def _full(self, i: int, output: RequestOutput) -> Answer:
         completion = output.outputs[0]
         if self._is_empty:
-            return self._ended(self._answer(i, output, "", [], stop=True), output)
-        token_ids = completion.token_ids if self._given.return_tokens else []
+            return self._finish_answer(self._answer(i, output, "", [], stop=True), output)
+        token_ids = completion.token_ids if self._llama_request.return_tokens else []
         answer = self._answer(i, output, completion.text, token_ids, stop=True)
         answer.completion_probabilities = self._probabilities(completion.logprobs or [])
-        return self._ended(answer, output)
+        return self._finish_answer(answer, output)
 
     def _answer(self, i: int, output: RequestOutput, text: str, token_ids: list[int], stop: bool) -> Answer:
         return Answer(
@@ -110,8 +111,8 @@ class LlamaServerHandler(CompletionHandler):
             tokens_evaluated=len(output.prompt_token_ids),
         )
 
-    def _ended(self, answer: Answer, output: RequestOutput) -> Answer:
-        """Add what the end of an answer has."""
+    def _finish_answer(self, answer: Answer, output: RequestOutput) -> Answer:
+        """Set the fields of a full response or last chunk: settings, stop reason, timings."""
         completion = output.outputs[0]
         answer.model, answer.prompt = self.service.name, self.prompt_text(output)
         answer.generation_settings = self._settings()
@@ -123,32 +124,32 @@ class LlamaServerHandler(CompletionHandler):
 
     def _settings(self) -> dict[str, Any]:
         return settings_of(self.sampling) | {
-            "n_predict": self._given.n_predict if self._given.n_predict is not None else -1,
-            "stream": bool(self._given.stream),
-            "grammar": self._given.grammar or "",
-            "timings_per_token": bool(self._given.timings_per_token),
+            "n_predict": self._llama_request.n_predict if self._llama_request.n_predict is not None else -1,
+            "stream": bool(self._llama_request.stream),
+            "grammar": self._llama_request.grammar or "",
+            "timings_per_token": bool(self._llama_request.timings_per_token),
         }
 
     def _probabilities(self, positions: list[PositionLogprobs]) -> Any:
-        if not self._given.n_probs or not positions:
+        if not self._llama_request.n_probs or not positions:
             return UNSET
         return [self._position(position) for position in positions]
 
     def _position(self, position: PositionLogprobs) -> TokenProbability:
         chosen = self._token(*next(iter(position.items())))
-        top = [self._token(*entry) for entry in likeliest(position, self._given.n_probs or 0)]
+        top = [self._token(*entry) for entry in likeliest(position, self._llama_request.n_probs or 0)]
         return TokenProbability(
             id=chosen.id, token=chosen.token, bytes=chosen.bytes, logprob=chosen.logprob, top_logprobs=top
         )
 
-    def _token(self, token_id: int, given: Logprob) -> TopProbability:
-        vocabulary, logprob = self.tokenizer.vocabulary, max(given.logprob, openai.MIN_LOGPROB)
+    def _token(self, token_id: int, entry: Logprob) -> TopProbability:
+        vocabulary, logprob = self.tokenizer.vocabulary, max(entry.logprob, openai.MIN_LOGPROB)
         token_bytes = [*vocabulary[token_id]] if token_id < len(vocabulary) else []
-        return TopProbability(id=token_id, token=given.decoded_token, bytes=token_bytes, logprob=logprob)
+        return TopProbability(id=token_id, token=entry.decoded_token, bytes=token_bytes, logprob=logprob)
 
 
 class LlamaServerEmbeddingHandler(EmbeddingHandler):
-    """One request for vectors: each text has a list of one, that of the whole text."""
+    """Handles an embedding request. Each text has a list of one embedding, that of the whole text."""
 
     field = "content"
 
@@ -157,43 +158,43 @@ class LlamaServerEmbeddingHandler(EmbeddingHandler):
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add them; those of vLLM with the same paths are there already."""
+    """Add the routes. vLLM's routes with the same paths must have been added before."""
     routes.error_formats.add(ERROR_FORMAT, *ERROR_PATHS)
-    added = DialectRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
+    api = DialectRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
 
-    async def answer(
+    async def reply(
         raw_request: Request,
         request: GenerationRequest,
         prompts: list[str] | list[list[int]],
         as_list: bool,
-        ends: tuple[int, ...] = (),
+        stop_token_ids: tuple[int, ...] = (),
     ) -> Response:
         service, record = served_models.find(request.model), record_of(raw_request.scope)
         fields = await generation_fields(request, service.gateway) | {"prompt": prompts}
-        if ends:
-            fields["stop_token_ids"] = [*ends]
-        given = {name: value for name, value in fields.items() if value is not None}
-        completion = convert(given, openai.CompletionRequest, record.unknown, "numbers")
+        if stop_token_ids:
+            fields["stop_token_ids"] = [*stop_token_ids]
+        fields = {name: value for name, value in fields.items() if value is not None}
+        completion = convert(fields, openai.CompletionRequest, record.unknown, "numbers")
         handler = LlamaServerHandler(service, record, completion, request, as_list)
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 
     async def completion(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, CompletionRequest)
+        request, _ = await api.read(raw_request, CompletionRequest)
         prompts = await prompts_of(request.prompt, served_models.find(request.model).gateway)
         several = isinstance(request.prompt, list) and not any(isinstance(part, int) for part in request.prompt)
-        return await answer(raw_request, request, prompts, several)
+        return await reply(raw_request, request, prompts, several)
 
     async def infill(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, InfillRequest)
+        request, _ = await api.read(raw_request, InfillRequest)
         gateway = served_models.find(request.model).gateway
         ends = infill_format(gateway.input_processor.tokenizer).ends
         files = [(file.filename, file.text) for file in request.input_extra]
         token_ids = await gateway.encode_infill(request.input_prefix, request.input_suffix, files=files)
         token_ids += await gateway.encode(request.prompt, False)
-        return await answer(raw_request, request, [token_ids], False, ends)
+        return await reply(raw_request, request, [token_ids], False, ends)
 
     async def embedding(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, EmbeddingRequest)
+        request, _ = await api.read(raw_request, EmbeddingRequest)
         service = served_models.find(request.model)
         prompts: Any = await prompts_of(request.content, service.gateway, "content")
         converted = OpenAIEmbeddingRequest(input=prompts, model=request.model)
@@ -201,7 +202,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Reply.of(service, handler, ERROR_FORMAT, False)
 
     async def apply_template(raw_request: Request) -> Response:
-        request, size = await added.read(raw_request, TemplateRequest, media=True)
+        request, size = await api.read(raw_request, TemplateRequest, media=True)
         service = served_models.find(request.model)
         gateway = service.gateway
         options = template_options(
@@ -212,40 +213,41 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"prompt": conversation.text})
 
     async def tokenize(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, TokenizeRequest)
+        request, _ = await api.read(raw_request, TokenizeRequest)
         gateway = served_models.find(request.model).gateway
         tokens: list[Any] = [*await gateway.encode(request.content, bool(request.add_special))]
         if request.with_pieces:
             vocabulary = gateway.input_processor.tokenizer.vocabulary
-            tokens = [{"id": token_id, "piece": _piece(vocabulary[token_id])} for token_id in tokens]
+            tokens = [{"id": token_id, "piece": _text_or_bytes(vocabulary[token_id])} for token_id in tokens]
         return JSONResponse({"tokens": tokens})
 
     async def get_props(raw_request: Request) -> Response:
         return JSONResponse(props(served_models.find(raw_request.query_params.get("model"))))
 
     async def change_props(_: Request) -> Response:
-        message = "/props: options are chosen where the server is started (penstock serve --help)"
+        message = "/props: options are set when the server starts (penstock serve --help)"
         raise PenstockError(Code.UNSUPPORTED, message)
 
     async def get_slots(raw_request: Request) -> Response:
         return JSONResponse(slots(served_models.find(raw_request.query_params.get("model"))))
 
-    one = reference(Answer, PREFIX)
-    whole = {"anyOf": [one, {"type": "array", "items": one}]}
+    answer = reference(Answer, PREFIX)
+    answer_or_list = {"anyOf": [answer, {"type": "array", "items": answer}]}
     objects = {"type": "array", "items": OBJECT}
     for path in ("/completion", "/completions"):
-        added.post(path, completion, "llama-server's completion", CompletionRequest, answer=whole)
-    added.post("/infill", infill, "llama-server's code between a prefix and a suffix", InfillRequest, answer=Answer)
-    added.post("/embedding", embedding, "llama-server's embeddings", EmbeddingRequest, answer=objects)
-    added.post("/apply-template", apply_template, "llama-server's prompt of a chat", TemplateRequest)
-    added.add("/props", get_props, "llama-server's properties of a model", query=("model",))
-    added.add("/slots", get_slots, "llama-server's slots", objects, query=("model",))
-    added.post("/props", change_props, "llama-server's change of options, which is refused")
-    answer_by_body(routes, served_models, "/tokenize", lambda fields: "content" in fields, tokenize)
+        api.post(path, completion, "Complete prompts (llama-server)", CompletionRequest, answer=answer_or_list)
+    summary = "Infill code between a prefix and a suffix (llama-server)"
+    api.post("/infill", infill, summary, InfillRequest, answer=Answer)
+    api.post("/embedding", embedding, "Embed texts (llama-server)", EmbeddingRequest, answer=objects)
+    api.post("/apply-template", apply_template, "Render a chat as a prompt (llama-server)", TemplateRequest)
+    api.add("/props", get_props, "Properties of a model (llama-server)", query=("model",))
+    api.add("/slots", get_slots, "Slots (llama-server)", objects, query=("model",))
+    api.post("/props", change_props, "Change properties (llama-server); not supported")
+    dispatch_by_body(routes, served_models, "/tokenize", lambda fields: "content" in fields, tokenize)
 
 
-def _piece(token: bytes) -> str | list[int]:
-    """A token's text, or its bytes where they are none."""
+def _text_or_bytes(token: bytes) -> str | list[int]:
+    """The text of a token, or its bytes if they are not valid UTF-8."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,4 @@
-"""llama-server's requests and answers: documents, and events of their parts.
-
-A field of a request that is null is taken as absent.
-"""
+"""llama-server's requests and responses. Null fields of requests are dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ WITHOUT_EFFECT = frozenset(
     "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta xtc_threshold "
     "dynatemp_exponent t_max_prompt_ms embd_normalize".split()
 )
-"""Fields of how a model is run, which the server decides, and those that only others, which are refused, use."""
+"""Ignored fields: how the model runs (set when the server starts), and parameters of unsupported samplers, which are
+refused when they are enabled."""
 UNSUPPORTED = unsupported(
     {
         "mirostat": (0,),
@@ -39,7 +37,7 @@ UNSUPPORTED = unsupported(
     },
     "is not supported",
 )
-"""Fields that are not supported, with the values that have no effect."""
+"""Unsupported fields, with the values that have no effect and are accepted."""
 ERROR_PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/embedding")
 ERROR_TYPES = {
     Code.INVALID: "invalid_request_error",
@@ -80,19 +78,19 @@ class LlamaRequest(RequestBody, kw_only=True):
 
 
 Mixed = list[str | TokenId]
-"""One prompt of texts and token ids."""
+"""A prompt that mixes texts and token ids."""
 PromptField = str | Annotated[list[str | TokenId | Mixed], msgspec.Meta(min_length=1)]
-"""A text; token ids, perhaps mixed with texts; or several of these."""
+"""A text, token ids (which may be mixed with texts), or a list of these."""
 
 
 class GenerationRequest(LlamaRequest, kw_only=True):
-    """Fields of all requests that generate."""
+    """Fields of completion and infill requests."""
 
     model: str | None = None
-    """By default the first one."""
+    """Default: the first model."""
     stream: bool | None = None
     n_predict: Annotated[int, msgspec.Meta(ge=-2)] | None = None
-    """-1, the default, and -2 are as many as the context holds; 0 reads the prompt only."""
+    """Maximum number of tokens; -1 (default) and -2: as many as fit in the context; 0: only process the prompt."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -104,11 +102,11 @@ class GenerationRequest(LlamaRequest, kw_only=True):
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float | bool] | list[tuple[TokenId | str, float | bool]] | None = None
-    """Of tokens, or of all tokens of texts; false forbids them."""
+    """Bias by token id, or by text for all of its tokens; false forbids the tokens."""
     n_probs: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Number of likeliest tokens to return with each token."""
+    """Number of most likely tokens to return with each token."""
     grammar: str | None = None
-    """In GBNF."""
+    """Grammar in GBNF."""
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
@@ -129,7 +127,7 @@ class InfillRequest(GenerationRequest, kw_only=True):
     input_extra: list[InfillFile] = msgspec.field(default_factory=list)
     """Other files, before the prefix."""
     prompt: str = ""
-    """Begins the answer."""
+    """Text with which the infilled code begins."""
 
 
 class EmbeddingRequest(LlamaRequest, kw_only=True):
@@ -150,9 +148,9 @@ class TokenizeRequest(LlamaRequest, kw_only=True):
     content: str
     model: str | None = None
     add_special: bool | None = None
-    """Add the tokenizer's special tokens; false by default."""
+    """Add the tokenizer's special tokens. Default: false."""
     with_pieces: bool | None = None
-    """Return each token's text, too, or its bytes where they are no text."""
+    """Also return each token's text, or its bytes if they are not valid UTF-8."""
 
 
 class TopProbability(msgspec.Struct, kw_only=True, gc=False):
@@ -168,9 +166,9 @@ class TokenProbability(TopProbability, kw_only=True, gc=False):
 
 class Timings(msgspec.Struct, kw_only=True):
     cache_n: int
-    """Tokens of the prompt that were in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     prompt_n: int
-    """Those that were computed."""
+    """Number of prompt tokens computed."""
     prompt_ms: float
     prompt_per_token_ms: float
     prompt_per_second: float
@@ -181,16 +179,16 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """A whole answer, or a part of one."""
+    """A full response, or one event of a stream."""
 
     index: int
-    """Of the prompt."""
+    """Index of the prompt."""
     content: str
     tokens: list[int] = []
-    """With ``return_tokens``, and in parts."""
+    """Token ids; in full responses only with ``return_tokens``."""
     id_slot: int = -1
     stop: bool
-    """Whether it is whole, or the last part."""
+    """True in a full response and in the last event."""
     model: str | UnsetType = UNSET
     tokens_predicted: int
     tokens_evaluated: int

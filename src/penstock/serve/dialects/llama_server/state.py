@@ -1,4 +1,4 @@
-"""``/props`` and ``/slots``: the model and the server as llama-server describes them."""
+"""``/props`` and ``/slots``: properties of the model and the server in llama-server's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.text.side_files import TOOL_USE
 from penstock.version import __version__
 
 RANDOM_SEED = 2**32 - 1
-"""Stands for a seed that is drawn."""
+"""Seed that llama-server reports for random seeds."""
 
 
 def settings_of(sampling: Any) -> dict[str, Any]:
@@ -56,7 +56,8 @@ def props(service: ServedModel) -> dict[str, Any]:
 
 
 def slots(service: ServedModel) -> list[dict[str, Any]]:
-    """One for each sequence that may run: so many are busy as there are running, in no order of their own."""
+    """One slot per sequence that may run. The number of busy slots is that of running sequences; which ones is
+    arbitrary."""
     running = service.gateway.engine_pool.stats.running
     length = service.gateway.engine_pool.require_engine().max_model_len
     return [

@@ -1,3 +1,3 @@
-"""Ollama's API (``/api/chat``, ``/api/generate``, ``/api/embed`` …), as its clients of version 0.12 use it."""
+"""Ollama's API (``/api/chat``, ``/api/generate``, ``/api/embed`` …), for clients of version 0.12."""
 
 from .routes import add_routes

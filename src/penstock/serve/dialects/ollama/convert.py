@@ -1,4 +1,4 @@
-"""Conversion of Ollama's requests to those of OpenAI."""
+"""Conversion of Ollama's requests to OpenAI's."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ OPTIONS = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-"""Name in ``options`` → OpenAI's or vLLM's."""
+"""Name in ``options`` → name in OpenAI's or vLLM's API."""
 WITHOUT_EFFECT = frozenset(
     "num_ctx num_batch num_gpu main_gpu num_thread num_keep use_mmap use_mlock low_vram vocab_only numa f16_kv "
     "repeat_last_n penalize_newline draft_num_predict".split()
 )
-"""Options of how a model is loaded, which the server decides, and of penalties, which see all tokens here."""
+"""Ignored options: how the model is loaded (set when the server starts), and the range of penalties, which apply to all
+tokens here."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1, 1.0), "typical_p": (1, 1.0)}
-"""Options that are not supported, with the values that have no effect."""
+"""Unsupported options → values that have no effect and are accepted."""
 
 
 def chat_fields(request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
-    """A chat as OpenAI's request."""
+    """Convert a chat request to the fields of OpenAI's chat request. Raises ``PenstockError``."""
     fields = generation_fields(request, unknown)
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
     if request.tools:
@@ -42,13 +43,13 @@ def chat_fields(request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
 
 
 def generate_fields(request: GenerateRequest, unknown: UnknownFields) -> dict[str, Any]:
-    """A prompt as OpenAI's chat of one turn, or, with ``raw`` or a suffix, as its completion.
+    """Convert a prompt to the fields of OpenAI's chat request, or with ``raw`` or ``suffix`` of its completion request.
 
     Raises ``PenstockError``.
     """
     for name in ("template", "context"):
         if getattr(request, name):
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported; use raw, or messages of /api/chat", name)
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported; use raw, or /api/chat", name)
     fields = generation_fields(request, unknown)
     if request.raw or request.suffix:
         logprobs = fields.pop("top_logprobs", 0)
@@ -63,7 +64,7 @@ def generate_fields(request: GenerateRequest, unknown: UnknownFields) -> dict[st
 
 
 def generation_fields(request: OllamaGeneration, unknown: UnknownFields) -> dict[str, Any]:
-    """Sampling parameters and what else all requests have. Raises ``PenstockError``."""
+    """Convert the fields that chat and generate requests share. Raises ``PenstockError``."""
     fields = sampling_fields(request.options or {}, unknown)
     if request.format == "json":
         fields["response_format"] = {"type": "json_object"}
@@ -79,7 +80,7 @@ def generation_fields(request: OllamaGeneration, unknown: UnknownFields) -> dict
 
 
 def sampling_fields(options: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
-    """``options`` under OpenAI's and vLLM's names. Raises ``PenstockError`` for those that are not supported."""
+    """Convert ``options`` to OpenAI's and vLLM's names. Raises ``PenstockError`` for unsupported ones."""
     fields: dict[str, Any] = {}
     for name, value in options.items():
         if value is None or name in WITHOUT_EFFECT:
@@ -88,8 +89,8 @@ def sampling_fields(options: Mapping[str, Any], unknown: UnknownFields) -> dict[
             fields[OPTIONS[name]] = value
         elif name == "num_predict":
             if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-                raise invalid("num_predict", f"{value!r} is not a whole number")
-            if value > 0:  # -1 is any number, and so is -2, as many as the context holds
+                raise invalid("num_predict", f"must be an integer, is {value!r}")
+            if value > 0:  # -1 (unlimited) and -2 (fill the context) set no limit
                 fields["max_tokens"] = int(value)
         elif name in NEUTRAL:
             if value not in NEUTRAL[name]:
@@ -118,14 +119,14 @@ def _message(message: OllamaMessage, where: str) -> dict[str, Any]:
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(where, "needs a function with a name")
-    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return named | {
+        raise invalid(where, "must have a function with a name")
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return call_id | {
         "type": "function",
         "function": {"name": function["name"], "arguments": function.get("arguments") or {}},
     }
 
 
 def _data_url(image: str) -> str:
-    """What ``image_url`` takes; Pillow finds the format out."""
+    """The ``image_url`` of a base64 image. Its media type does not matter: Pillow detects the format."""
     return image if image.startswith("data:") else f"data:image/png;base64,{image}"

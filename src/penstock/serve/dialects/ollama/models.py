@@ -1,4 +1,4 @@
-"""The served models as Ollama lists them."""
+"""The served models in Ollama's format."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ class OllamaModels:
         self._served_models = served_models
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a name, which may end in ``:latest``. Raises ``PenstockError`` (``not_found``)."""
+        """Find a model by name, with or without ``:latest``. Raises ``PenstockError``: ``not_found``, or ``invalid``
+        without a name."""
         if not name:
             raise PenstockError(Code.INVALID, "model is required", "model")
         return self._served_models.find(self.name_of(name))
 
     def name_of(self, name: str) -> str:
-        """The name under which a model is served that a client names."""
+        """Remove ``:latest`` from a name, unless a model is served under the full name."""
         known = any(service.has(name) for service in self._served_models)
         return name if known else name.removesuffix(LATEST)
 
     def listed(self) -> list[dict[str, Any]]:
-        """All names that requests may have."""
+        """Entries of all names of models and adapters."""
         return [self._entry(service, name) for service in self._served_models for name in service.all_names]
 
     def running(self) -> list[dict[str, Any]]:
-        """Those that are in memory, which all are."""
+        """Entries of the loaded models: all of them."""
         return [
             {**one, "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": self._context(one["name"])}
             for one in self.listed()
         ]
 
     def shown(self, name: str | None) -> dict[str, Any]:
-        """What ``/api/show`` tells of a model."""
+        """The response of ``/api/show``."""
         service = self.find(name)
         config, entry = self._config(service), self._entry(service, service.name)
         family = entry["details"]["family"]
         processor = service.gateway.input_processor
-        tools, reasoning = processor.chats.response_formats()
+        tools_format, reasoning_format = processor.chats.response_formats()
         capabilities = {
             "completion": True,
             "insert": find_infill_format(processor.tokenizer) is not None,
             "vision": service.sees_images,
-            "tools": tools is not None,
-            "thinking": reasoning is not None,
+            "tools": tools_format is not None,
+            "thinking": reasoning_format is not None,
         }
         info = {
             "general.architecture": family,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,33 +48,33 @@ from .schema import (
 
 SCHEMAS = (ChatRequest, GenerateRequest, EmbedRequest, EmbeddingsRequest, ShowRequest, Answer)
 VERSION = "0.12.6"
-"""Version of Ollama whose API this is: clients ask for it to know what they may use."""
+"""Version that ``/api/version`` returns; clients use it to choose features."""
 UNSUPPORTED = ("create", "copy", "delete", "push")
 PREFIX = "ollama."
-"""Of the schemas' names in the OpenAPI document."""
-WHOLE_CONTEXT = -1
-"""Value of ``truncate_prompt_tokens``: what the model takes."""
+"""Prefix of schema names in the OpenAPI document."""
+TRUNCATE_TO_CONTEXT = -1
+"""Value of ``truncate_prompt_tokens``: the context length."""
 
 
-class Piece(NamedTuple):
-    """What a step added to the answer."""
+class Delta(NamedTuple):
+    """Output of one step."""
 
     text: str = ""
     thinking: str = ""
     logprobs: list[TokenLogprob] | None = None
 
 
-class _OllamaHandler(GenerationHandler):
-    """One chat or generation."""
+class _OllamaHandler(GenerationHandler, ABC):
+    """Base of the handlers."""
 
     is_chat = False
-    """Whether the text is a message's content, or else ``response``."""
-    asked = ""
-    """The model as the request names it."""
+    """True for ``/api/chat``, whose text is in ``message.content``; False for ``/api/generate`` (``response``)."""
+    requested_model = ""
+    """Model name in the request."""
 
-    def pieces(self, completion: CompletionOutput) -> list[Piece]:
-        """What a step added."""
-        raise NotImplementedError
+    @abstractmethod
+    def deltas(self, completion: CompletionOutput) -> list[Delta]:
+        """The output since the last call."""
 
     def calls(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         """The tool calls of a finished chat."""
@@ -81,78 +82,77 @@ class _OllamaHandler(GenerationHandler):
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         output = outputs[0]
-        pieces = self.pieces(output.outputs[0])
-        whole = Piece(
-            "".join([piece.text for piece in pieces]),
-            "".join([piece.thinking for piece in pieces]),
-            [token for piece in pieces for token in piece.logprobs or ()],
+        deltas = self.deltas(output.outputs[0])
+        full = Delta(
+            "".join([delta.text for delta in deltas]),
+            "".join([delta.thinking for delta in deltas]),
+            [token for delta in deltas for token in delta.logprobs or ()],
         )
-        return encode(finish(self._answer(whole, self.calls(output.outputs[0])), output))
+        return encode(finish(self._answer(full, self.calls(output.outputs[0])), output))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
         completion = output.outputs[0]
-        lines = [self._answer(piece) for piece in self.pieces(completion) if any(piece)]
+        lines = [self._answer(delta) for delta in self.deltas(completion) if any(delta)]
         if completion.finished:
             if calls := self.calls(completion):
-                lines.append(self._answer(Piece(), calls))
-            lines.append(finish(self._answer(Piece()), output))
+                lines.append(self._answer(Delta(), calls))
+            lines.append(finish(self._answer(Delta()), output))
         return b"".join([encode(line) + b"\n" for line in lines])
 
     def format_end(self) -> bytes:
         return b""
 
-    def _answer(self, piece: Piece, calls: list[dict[str, Any]] | None = None) -> Answer:
-        answer = Answer(model=self.asked, created_at=now(), logprobs=piece.logprobs or UNSET)
-        thinking = piece.thinking or UNSET
+    def _answer(self, delta: Delta, calls: list[dict[str, Any]] | None = None) -> Answer:
+        answer = Answer(model=self.requested_model, created_at=now(), logprobs=delta.logprobs or UNSET)
+        thinking = delta.thinking or UNSET
         if self.is_chat:
-            answer.message = AnswerMessage(content=piece.text, thinking=thinking, tool_calls=calls or UNSET)
+            answer.message = AnswerMessage(content=delta.text, thinking=thinking, tool_calls=calls or UNSET)
         else:
-            answer.response, answer.thinking = piece.text, thinking
+            answer.response, answer.thinking = delta.text, thinking
         return answer
 
 
 class OllamaChatHandler(_OllamaHandler, ChatHandler):
-    """A chat, or a prompt that the chat template renders."""
+    """Handles a chat, or a prompt that is rendered with the chat template."""
 
-    def pieces(self, completion: CompletionOutput) -> list[Piece]:
+    def deltas(self, completion: CompletionOutput) -> list[Delta]:
         return [
-            Piece(
+            Delta(
                 chunk.delta.content or "",
                 chunk.delta.reasoning or "",
                 chunk.logprobs.content if chunk.logprobs else None,
             )
-            for chunk in self.added(completion)
+            for chunk in self.delta_choices(completion)
         ]
 
     def calls(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        found = self.message(completion).tool_calls if self.is_chat else []
+        calls = self.message(completion).tool_calls if self.is_chat else []
         return [
-            {"function": {"index": i, "name": one.name, "arguments": _object(one.arguments)}}
-            for i, one in enumerate(found)
+            {"function": {"index": i, "name": call.name, "arguments": _object(call.arguments)}}
+            for i, call in enumerate(calls)
         ]
 
 
 class OllamaPromptHandler(_OllamaHandler, CompletionHandler):
-    """A prompt that is continued as it is."""
+    """Handles a prompt that is completed without the chat template."""
 
-    def pieces(self, completion: CompletionOutput) -> list[Piece]:
-        if (piece := self.cursors[completion.index].advance(completion)) is None:
+    def deltas(self, completion: CompletionOutput) -> list[Delta]:
+        if (delta := self.cursors[completion.index].advance(completion)) is None:
             return []
         logprobs = None
         if self.sampling.logprobs is not None:
-            given = self.logprobs_of(completion.index, piece.positions)
-            likeliest = zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True)
-            logprobs = [_token(*each) for each in likeliest]
-        return [Piece(piece.text, "", logprobs)]
+            lists = self.logprobs_of(completion.index, delta.positions)
+            logprobs = [
+                _token(*each) for each in zip(lists.tokens, lists.token_logprobs, lists.top_logprobs, strict=True)
+            ]
+        return [Delta(delta.text, "", logprobs)]
 
 
 class OllamaEmbeddingHandler(EmbeddingHandler):
-    """One request for vectors."""
-
     def __init__(
         self, service: ServedModel, record: RequestRecord, request: EmbedRequest | EmbeddingsRequest, model: str
     ) -> None:
-        converted = EmbeddingRequest(input="", model=model, truncate_prompt_tokens=WHOLE_CONTEXT)
+        converted = EmbeddingRequest(input="", model=model, truncate_prompt_tokens=TRUNCATE_TO_CONTEXT)
         if isinstance(request, EmbedRequest):
             converted.input = request.input if isinstance(request.input, str) else [*request.input]
             converted.dimensions = request.dimensions
@@ -161,18 +161,16 @@ class OllamaEmbeddingHandler(EmbeddingHandler):
         else:
             converted.input = request.prompt
         super().__init__(service, record, converted)
-        self._asked, self._is_list, self._started = (
-            request.model or model,
-            isinstance(request, EmbedRequest),
-            time.monotonic(),
-        )
+        self._requested_model = request.model or model
+        self._is_list = isinstance(request, EmbedRequest)
+        self._started = time.monotonic()
         self.field = "input" if self._is_list else "prompt"
 
     def response(self, outputs: list[RequestOutput]) -> object:
         if not self._is_list:
             return OneEmbedding(embedding=embedding_of(outputs[0]))
         return Embeddings(
-            model=self._asked,
+            model=self._requested_model,
             embeddings=[embedding_of(output) for output in outputs],
             total_duration=int((time.monotonic() - self._started) * NANOSECONDS),
             prompt_eval_count=sum(len(output.prompt_token_ids) for output in outputs),
@@ -180,9 +178,9 @@ class OllamaEmbeddingHandler(EmbeddingHandler):
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add the paths below ``/api``."""
+    """Add the routes under ``/api``."""
     routes.error_formats.add(ERROR_FORMAT, "/api/")
-    added = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=PREFIX)
+    api = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=PREFIX)
     models = OllamaModels(served_models)
 
     def chat(request: ChatRequest, record: RequestRecord, size: int) -> Response:
@@ -198,8 +196,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         fields = generate_fields(request, record.unknown)
         if not (request.raw or request.suffix):
             return reply_chat(service, record, request, fields, size, is_chat=False)
-        longest = service.gateway.engine_pool.require_engine().max_model_len
-        fields = {"max_tokens": longest} | fields | {"model": models.name_of(request.model or "")}
+        max_model_len = service.gateway.engine_pool.require_engine().max_model_len
+        fields = {"max_tokens": max_model_len} | fields | {"model": models.name_of(request.model or "")}
         converted = convert(fields, CompletionRequest, record.unknown, "numbers")
         return reply(OllamaPromptHandler(service, record, converted), request)
 
@@ -218,12 +216,12 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return reply(handler, request)
 
     def reply(handler: _OllamaHandler, request: ChatRequest | GenerateRequest) -> Response:
-        handler.asked = request.model or ""
+        handler.requested_model = request.model or ""
         return Reply.of(handler.service, handler, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
 
     def embedding(schema: type[EmbedRequest] | type[EmbeddingsRequest]) -> Endpoint:
         async def endpoint(raw_request: Request) -> Response:
-            request, _ = await added.read(raw_request, schema)
+            request, _ = await api.read(raw_request, schema)
             service, name = models.find(request.model), models.name_of(request.model or "")
             if isinstance(request, EmbedRequest) and not request.input and isinstance(request.input, list):
                 return Json(
@@ -241,41 +239,39 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"models": await asyncio.to_thread(models.running)})
 
     async def show(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, ShowRequest)
+        request, _ = await api.read(raw_request, ShowRequest)
         return JSONResponse(await asyncio.to_thread(models.shown, request.model or request.name))
 
     async def pull(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, ShowRequest)
-        models.find(request.model or request.name)  # what is served is there already
+        request, _ = await api.read(raw_request, ShowRequest)
+        models.find(request.model or request.name)  # served models need no download
         return Response(encode({"status": "success"}) + b"\n", media_type=MEDIA_TYPE.decode())
 
     async def version(_: Request) -> Response:
         return JSONResponse({"version": VERSION})
 
     async def unsupported(raw_request: Request) -> Response:
-        message = f"{raw_request.url.path}: models are chosen where the server is started (penstock serve --model)"
+        message = f"{raw_request.url.path}: models are set when the server starts (penstock serve --model)"
         raise PenstockError(Code.UNSUPPORTED, message)
 
-    chat_endpoint = added.answering(ChatRequest, chat, media=True)
-    added.post("/api/chat", chat_endpoint, "Ollama's chat", ChatRequest, answer=Answer)
-    generate_endpoint = added.answering(GenerateRequest, generate, media=True)
-    continuation = "Ollama's continuation of a prompt"
-    added.post("/api/generate", generate_endpoint, continuation, GenerateRequest, answer=Answer)
-    added.post("/api/embed", embedding(EmbedRequest), "Ollama's embeddings of texts", EmbedRequest)
-    one = "Ollama's embedding of one text"
-    added.post("/api/embeddings", embedding(EmbeddingsRequest), one, EmbeddingsRequest)
-    added.post("/api/show", show, "Ollama's description of a model", ShowRequest)
-    added.post("/api/pull", pull, "Ollama's download, which finds models that are served", ShowRequest)
-    added.add("/api/tags", tags, "Ollama's list of models")
-    added.add("/api/ps", running, "Ollama's list of loaded models")
-    added.add("/api/version", version, "The version of Ollama's API")
+    chat_endpoint = api.endpoint(ChatRequest, chat, media=True)
+    api.post("/api/chat", chat_endpoint, "Create a chat response (Ollama)", ChatRequest, answer=Answer)
+    generate_endpoint = api.endpoint(GenerateRequest, generate, media=True)
+    api.post("/api/generate", generate_endpoint, "Complete a prompt (Ollama)", GenerateRequest, answer=Answer)
+    api.post("/api/embed", embedding(EmbedRequest), "Embed texts (Ollama)", EmbedRequest)
+    api.post("/api/embeddings", embedding(EmbeddingsRequest), "Embed one text (Ollama)", EmbeddingsRequest)
+    api.post("/api/show", show, "Show a model (Ollama)", ShowRequest)
+    api.post("/api/pull", pull, "Pull a model (Ollama); succeeds for served models", ShowRequest)
+    api.add("/api/tags", tags, "List models (Ollama)")
+    api.add("/api/ps", running, "List loaded models (Ollama)")
+    api.add("/api/version", version, "Version of Ollama's API")
     for name in UNSUPPORTED:
         method = "DELETE" if name == "delete" else "POST"
-        added.add(f"/api/{name}", unsupported, f"Ollama's {name}, which is refused", method=method)
+        api.add(f"/api/{name}", unsupported, f"Ollama's {name}; not supported", method=method)
 
 
 def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
-    """The answer to a request without a prompt, with which clients load a model, or unload it."""
+    """Respond to a request without a prompt, by which clients load or unload a model."""
     reason = "unload" if request.keep_alive in (0, "0") else "load"
     answer = Answer(model=request.model or "", created_at=now(), done=True, done_reason=reason)
     if is_chat:
@@ -288,7 +284,7 @@ def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
 def _object(arguments: str) -> Any:
     try:
         return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:  # the answer ended within them
+    except msgspec.DecodeError:  # generation ended inside the arguments
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Ollama's requests and answers: documents, or lines of JSON. A field that is null is taken as absent."""
+"""Ollama's requests and responses: JSON objects, one per line in a stream. Null fields of requests are dropped."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    """In base64."""
+    """Images in base64."""
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    """Of the call whose result this is, as clients have named it there."""
+    """Id of the tool call that this message is the result of."""
 
 
 class OllamaRequest(RequestBody, kw_only=True):
@@ -39,48 +39,48 @@ class OllamaRequest(RequestBody, kw_only=True):
     reading: ClassVar = Reading(lax="", drops_null=True)
 
     model: str | None = None
-    """One of the served models, with or without ``:latest``."""
+    """Name of a served model, with or without ``:latest``."""
     options: dict[str, Any] | None = None
     """Sampling parameters under Ollama's names."""
     keep_alive: KeepAlive | None = None
-    """No effect: models stay loaded."""
+    """Ignored: models stay loaded."""
 
 
 class ShowRequest(OllamaRequest, kw_only=True):
     name: str | None = None
     """Older name of ``model``."""
     verbose: bool | None = None
-    """No effect."""
+    """Ignored."""
 
 
 class OllamaGeneration(OllamaRequest, kw_only=True):
-    """Fields of all requests that generate."""
+    """Fields of chat and generate requests."""
 
     stream: bool | None = None
-    """True by default."""
+    """Default: true."""
     format: Format | None = None
-    """``json``, or a JSON Schema of the answer."""
+    """``json``, or a JSON Schema of the output."""
     think: Think | None = None
-    """Whether the model reasons; a word is passed to the chat template as ``reasoning_effort``."""
+    """Enable or disable thinking; a string is passed to the chat template as ``reasoning_effort``."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
 
 class ChatRequest(OllamaGeneration, kw_only=True):
     messages: list[OllamaMessage] = msgspec.field(default_factory=list)
-    """Without any, the answer is that the model is loaded."""
+    """If empty, the response says that the model is loaded."""
     tools: list[dict[str, Any]] | None = None
 
 
 class GenerateRequest(OllamaGeneration, kw_only=True):
     prompt: str = ""
-    """Without one, the answer is that the model is loaded."""
+    """If empty, the response says that the model is loaded."""
     system: str | None = None
     images: list[str] | None = None
     raw: bool | None = None
-    """Continue the prompt as it is, without the chat template."""
+    """Complete the prompt without the chat template."""
     suffix: str | None = None
-    """Text after the answer, which fills in the middle."""
+    """Text after the completion (fill-in-the-middle)."""
     template: str | None = None
     context: list[int] | None = None
 
@@ -88,7 +88,7 @@ class GenerateRequest(OllamaGeneration, kw_only=True):
 class EmbedRequest(OllamaRequest, kw_only=True):
     input: str | list[str]
     truncate: bool | None = None
-    """Whether texts that are too long are cut, true by default; otherwise they are refused."""
+    """Truncate too long texts instead of refusing them. Default: true."""
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
@@ -115,20 +115,20 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """A whole answer, or a line of one."""
+    """A full response, or one line of a stream."""
 
     model: str
     created_at: str
     message: AnswerMessage | UnsetType = UNSET
-    """Of a chat."""
+    """Output of a chat."""
     response: str | UnsetType = UNSET
-    """Of a generation."""
+    """Output of a generate request."""
     thinking: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
-    """Nanoseconds, as all durations."""
+    """Nanoseconds, like all durations."""
     load_duration: int | UnsetType = UNSET
     """Time in the queue."""
     prompt_eval_count: int | UnsetType = UNSET
@@ -150,12 +150,12 @@ class Embeddings(msgspec.Struct, kw_only=True):
 
 
 def now() -> str:
-    """The time in RFC 3339."""
+    """The current time in RFC 3339."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def finish(answer: Answer, output: RequestOutput) -> Answer:
-    """Add what the end of an answer has."""
+    """Set the fields of the last line: finish reason, token counts and durations."""
     times, completion = output.times, output.outputs[0]
     answer.done, answer.done_reason = True, completion.finish_reason or "stop"
     answer.prompt_eval_count = len(output.prompt_token_ids)

@@ -35,24 +35,25 @@ LISTS = (
     "keywords",
     "languages",
 )
-"""Fields that may come several times, also with ``[]`` at the end."""
+"""Form fields that may be repeated, with or without ``[]`` after the name."""
 UNSUPPORTED = {
     "include": Unsupported("log probabilities of audio are not supported", ([],)),
-    "chunking_strategy": Unsupported("windows are chosen by the model's own time stamps; leave it out"),
-    "known_speaker_names": Unsupported("speakers are not told apart", ([],)),
-    "known_speaker_references": Unsupported("speakers are not told apart", ([],)),
-    "keywords": Unsupported("give them as prompt", ([],)),
-    "languages": Unsupported("give one as language, or leave it out", ([],)),
+    "chunking_strategy": Unsupported("audio is split at the model's timestamps; leave it out"),
+    "known_speaker_names": Unsupported("speakers are not distinguished", ([],)),
+    "known_speaker_references": Unsupported("speakers are not distinguished", ([],)),
+    "keywords": Unsupported("put them in prompt", ([],)),
+    "languages": Unsupported("set one in language, or leave it out", ([],)),
 }
 UNFINISHED = "\ufffd "
-"""What a text may end with whose last bytes are not all there yet, and spaces, which another text may end with."""
+"""Characters removed from the end of unfinished text: the replacement character for incomplete UTF-8, and spaces, which
+the final text may not have there."""
 TOKEN_TIMES = PoolingParams(pooling_type="last", normalize=False)
-"""The pooling of requests with ``AudioInput.alignment``."""
-NOT_A_TRANSCRIBER = "this model does not transcribe audio; Whisper's do"
+"""Pooling parameters of requests with ``AudioInput.alignment``, which return token times."""
+NOT_A_TRANSCRIBER = "this model does not transcribe audio; Whisper models do"
 
 
 class TranscriptionRequest(RequestBody, kw_only=True):
-    """The fields of the form, besides its file."""
+    """The fields of the form, without the file."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
@@ -96,7 +97,7 @@ class TranscriptionWord(msgspec.Struct, kw_only=True):
 
 
 class TranscriptionResponse(msgspec.Struct, kw_only=True):
-    """A transcript; the fields from ``task`` on are those of ``verbose_json``."""
+    """A transcript. ``task`` to ``words`` are set with the response format ``verbose_json``."""
 
     text: str
     task: Literal["transcribe", "translate"] | UnsetType = UNSET
@@ -117,7 +118,7 @@ class TranscriptionEvent(msgspec.Struct, kw_only=True):
 
 
 def fields_of(form: FormData) -> dict[str, Any]:
-    """A form's fields but the file, as texts."""
+    """The fields of a form without the file."""
     fields: dict[str, Any] = {}
     for key, value in form.multi_items():
         name = key.removesuffix("[]")
@@ -131,25 +132,25 @@ def fields_of(form: FormData) -> dict[str, Any]:
 
 
 def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool = False) -> TranscriptionRequest:
-    """Convert a form's fields. Raises ``PenstockError`` for wrong values, and for what is not supported."""
+    """Convert a form's fields. Raises ``PenstockError`` for invalid or unsupported values."""
     if translate and "language" in fields:
-        raise invalid("language", "is English for translations; leave it out")
+        raise invalid("language", "is always English for translations; leave it out")
     if fields.get("response_format") == "diarized_json":
-        raise PenstockError(Code.UNSUPPORTED, "response_format: speakers are not told apart", "response_format")
+        raise PenstockError(Code.UNSUPPORTED, "response_format: speakers are not distinguished", "response_format")
     request = convert(fields, TranscriptionRequest, record.unknown)
     if translate and "word" in (request.timestamp_granularities or ()):
-        words = "timestamp_granularities: words are timed in transcriptions, not in translations"
-        raise PenstockError(Code.UNSUPPORTED, words, "timestamp_granularities")
+        message = "timestamp_granularities: word timestamps are supported for transcriptions, not for translations"
+        raise PenstockError(Code.UNSUPPORTED, message, "timestamp_granularities")
     if request.timestamp_granularities and request.response_format != "verbose_json":
-        raise invalid("timestamp_granularities", "is for the response_format verbose_json")
+        raise invalid("timestamp_granularities", "requires the response_format verbose_json")
     if request.stream and request.response_format not in ("json", "text"):
-        words = f"stream: the response_format {request.response_format} is not streamed"
-        raise PenstockError(Code.UNSUPPORTED, words, "stream")
+        message = f"stream: the response_format {request.response_format} cannot be streamed; use json or text"
+        raise PenstockError(Code.UNSUPPORTED, message, "stream")
     return request
 
 
 class TranscriptionHandler:
-    """One request: a file, and its transcript or translation."""
+    """Transcribes or translates one file."""
 
     def __init__(
         self,
@@ -164,15 +165,15 @@ class TranscriptionHandler:
         if speech is None:
             raise PenstockError(Code.UNSUPPORTED, NOT_A_TRANSCRIBER, "model")
         if len(file) > speech.max_file_size:
-            words = f"file: must have at most {speech.max_file_size} bytes (max_audio_size)"
-            raise PenstockError(Code.TOO_LARGE, words, "file", speech.max_file_size)
+            message = f"file: must have at most {speech.max_file_size} bytes (max_audio_size)"
+            raise PenstockError(Code.TOO_LARGE, message, "file", speech.max_file_size)
         service.adapter_of(request.model)
         self._speech: SpeechProcessor = speech
         self._translate = translate
         verbose = request.response_format in ("srt", "verbose_json", "vtt")
         self._granularities = set(request.timestamp_granularities or ["segment"])
-        times_words = "word" in self._granularities
-        self._task: SpeechTask = speech.task(translate, request.language, request.prompt, verbose, times_words)
+        word_times = "word" in self._granularities
+        self._task: SpeechTask = speech.task(translate, request.language, request.prompt, verbose, word_times)
         self._with_logprobs = (
             request.response_format == "verbose_json" and service.gateway.input_processor.gives_logprobs
         )
@@ -201,7 +202,7 @@ class TranscriptionHandler:
         return await gateway.in_media_thread(lambda: self._speech.open(file, self._task, max_len))
 
     async def _texts(self, transcription: Transcription) -> AsyncGenerator[str, None]:
-        """The text so far: of a stream as it is generated, otherwise after each window."""
+        """The text so far: after each step if the request is streamed, otherwise after each window."""
         gateway = self._service.gateway
         while window := await gateway.in_media_thread(transcription.next_window):
             prompt, audio, max_tokens = window
@@ -211,8 +212,8 @@ class TranscriptionHandler:
                 logprobs=0 if self._with_logprobs else None,
                 detokenize=False,
             )
-            given = TokenizedPrompt(prompt, audio=audio)
-            async with aclosing(generate(self._service, self._record, given, sampling)) as outputs:
+            tokenized = TokenizedPrompt(prompt, audio=audio)
+            async with aclosing(generate(self._service, self._record, tokenized, sampling)) as outputs:
                 async for _, output in outputs:
                     completion = output.outputs[0]
                     if self._request.stream and not completion.finished:
@@ -225,9 +226,9 @@ class TranscriptionHandler:
             yield transcription.text()
 
     async def _times(self, prompt: list[int], audio: AudioInput) -> list[float]:
-        """Times of tokens (``Alignment``)."""
-        given = TokenizedPrompt(prompt, audio=audio)
-        stream = generate(self._service, self._record, given, NO_GENERATION, pooling=TOKEN_TIMES)
+        """The times of tokens in the audio (``AudioInput.alignment``)."""
+        tokenized = TokenizedPrompt(prompt, audio=audio)
+        stream = generate(self._service, self._record, tokenized, NO_GENERATION, pooling=TOKEN_TIMES)
         async with aclosing(stream) as outputs:
             return [time async for _, output in outputs if output.finished for time in embedding_of(output)]
 
@@ -279,7 +280,7 @@ class TranscriptionHandler:
 
     @property
     def is_json(self) -> bool:
-        """Whether the whole answer is JSON, and not text."""
+        """True if the response is JSON, not plain text."""
         return self._request.response_format in ("json", "verbose_json")
 
 
@@ -292,7 +293,7 @@ def _usage(transcription: Transcription) -> AudioUsage:
 
 
 def _time(seconds: float, separator: str) -> str:
-    """Hours, minutes, seconds and milliseconds."""
+    """Format as hours, minutes, seconds and milliseconds."""
     whole, milliseconds = divmod(round(seconds * 1000), 1000)
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{separator}{milliseconds:03}"
 

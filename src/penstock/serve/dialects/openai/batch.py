@@ -1,8 +1,7 @@
-"""OpenAI's batch format: a request a line in, a result a line out, answered as over HTTP."""
+"""OpenAI's batch format: one request per input line, one result per output line, with responses as over HTTP."""
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,20 +22,18 @@ from .completions import CompletionHandler
 from .embeddings import EmbeddingHandler, EmbeddingRequest
 from .schema import CHAT_FIELD_NAMES, FIELD_NAMES, CompletionRequest, error_of
 
-logger = logging.getLogger(__name__)
-
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A request."""
+    """A request: one line of an input file."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
-    """The client's id of the request."""
+    """Request id of the client."""
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
-    """JSON, read only when it is answered."""
+    """JSON of the request; parsed only when it is processed."""
 
 
 class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +43,7 @@ class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a line is not a valid request."""
+    """Error of a line that is not a valid request."""
 
     code: str
     message: str
@@ -55,7 +52,7 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a line: the response, which may be an error response, or why the line is invalid."""
+    """The result of a line: a response, which may be an error response, or the error of an invalid line."""
 
     id: str
     custom_id: str | None
@@ -65,13 +62,14 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def answer(service: ServedModel, record: RequestRecord, url: str, body: bytes) -> tuple[int, bytes]:
-    """Answer a request whole.
+    """Process a request without streaming.
 
     Args:
-        record: learns the counts of tokens, or the failure.
-        url: the path alone.
+        record: receives the token counts, or the failure.
+        url: path of the endpoint.
 
-    Returns the status and the body that the server would send.
+    Returns:
+        HTTP status and body of the response.
     """
     try:
         handler = await service.parser.parse(record.sender, len(body), lambda: _handler(service, record, url, body))
@@ -98,9 +96,9 @@ def _handler(service: ServedModel, record: RequestRecord, url: str, body: bytes)
         texts = convert(read_object(body), EmbeddingRequest, record.unknown)
         return EmbeddingHandler(service, record, texts)
     known = ", ".join((CHAT, COMPLETIONS, EMBEDDINGS))
-    raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {known} do", "url")
+    raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} does not support batches; use one of {known}", "url")
 
 
 def _refuse_stream(request: GenerationRequest) -> None:
     if request.stream:
-        raise PenstockError(Code.UNSUPPORTED, "stream: a batch is answered whole; leave it out", "stream")
+        raise PenstockError(Code.UNSUPPORTED, "stream: is not supported in batches; leave it out", "stream")

@@ -32,7 +32,7 @@ from .schema import (
     TokenLogprob,
     ToolCallDelta,
     TopLogprob,
-    encode_in_pieces,
+    encode_in_chunks,
     prompt_logprobs_of,
     token_of,
 )
@@ -41,24 +41,24 @@ Reason = Literal["stop", "length", "tool_calls"] | None
 
 
 class ChatHandler(ChoiceHandler, ChatGeneration):
-    """One request, from its messages to its choices."""
+    """Handles one request."""
 
     request: ChatRequest
     top_logprob = TopLogprob
-    """Schema of alternatives in logprobs."""
+    """Struct of an entry of ``top_logprobs``."""
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: ChatRequest, size: int) -> None:
         super().__init__(service, record, request, size)
         self._vocabulary = service.gateway.input_processor.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}
-        """Cache of token id → bytes as a list of integers, for logprobs."""
-        self._begun = False
-        """Whether the stream has an event."""
+        """Cache of token id → list of bytes, for logprobs."""
+        self._has_begun = False
+        """True after the first event of a stream."""
         self.id = f"chatcmpl-{record.request_id}"
         self.created = int(time.time())
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
-        return await self.whole(output, completion)
+        return await self.full_choice(output, completion)
 
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
         chunks, with_ids = [], self.request.return_token_ids
@@ -68,10 +68,10 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
                 chunks[0].token_ids = []
             if self.prompt.echoed:
                 chunks.append(ChunkChoice(index=completion.index, delta=ChatDelta(content=self.prompt.echoed)))
-        chunks += self.added(completion)
+        chunks += self.delta_choices(completion)
         for chunk in chunks:
             if chunk.delta == ChatDelta():
-                chunk.delta.content = ""  # as vLLM has it: documents print what comes, and none would be null
+                chunk.delta.content = ""  # as in vLLM: example clients print the content, which must not be null
             if with_ids:
                 chunk.delta.completion_token_ids = chunk.token_ids
         return chunks
@@ -81,8 +81,8 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
 
     async def chunk(self, choice: Any, output: RequestOutput) -> msgspec.Struct:
         answer = await super().chunk(choice, output)
-        if not self._begun:
-            self._begun = True
+        if not self._has_begun:
+            self._has_begun = True
             await self.add_prompt(answer, output)
         return answer
 
@@ -93,20 +93,20 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         await self.add_prompt(answer, outputs[0])
         return answer
 
-    def added(self, completion: CompletionOutput) -> list[ChunkChoice]:
-        """The chunks of what a step added to a sequence: one for each part, and one that ends it, as OpenAI sends them.
+    def delta_choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+        """The choices for the output of one step: one per part, and one with the finish reason, as OpenAI sends them.
 
         Logprobs and token ids of the step are in the first one.
         """
         cursor = self.cursors[completion.index]
-        piece = cursor.advance(completion)
-        if piece is None:
+        new = cursor.advance(completion)
+        if new is None:
             return []
-        with_ids, positions = bool(self.request.return_token_ids), piece.positions
+        with_ids, positions = bool(self.request.return_token_ids), new.positions
         if self.sampling.logprobs is None:
             positions = []
         deltas = [_delta(part) for part in cursor.delta(self.message(completion))]
-        if not deltas and (positions or (with_ids and piece.token_ids)):
+        if not deltas and (positions or (with_ids and new.token_ids)):
             deltas.append(ChatDelta())
         if completion.finished:
             deltas.append(ChatDelta())
@@ -115,32 +115,32 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
             chunks[0].logprobs = self._logprobs(positions)
         if with_ids:
             for i, chunk in enumerate(chunks):
-                chunk.token_ids = piece.token_ids if i == 0 else []
+                chunk.token_ids = new.token_ids if i == 0 else []
         if completion.finished:
             chunks[-1].finish_reason = self._reason(completion, cursor.num_tool_calls > 0)
             chunks[-1].stop_reason = completion.stop_reason
         return chunks
 
-    async def whole(self, output: RequestOutput, completion: CompletionOutput) -> ChatChoice:
+    async def full_choice(self, output: RequestOutput, completion: CompletionOutput) -> ChatChoice:
         """The choice of a finished sequence."""
-        read = self.message(completion)
-        only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
-        message = ChatMessage(content=self.prompt.echoed or None if only_else else self.prompt.echoed + read.content)
-        if read.reasoning_content:
-            message.reasoning = message.reasoning_content = read.reasoning_content
-        if read.tool_calls:
-            message.tool_calls = [_call(call) for call in read.tool_calls]
+        parsed = self.message(completion)
+        no_content = not parsed.content and bool(parsed.tool_calls or parsed.reasoning_content)
+        message = ChatMessage(content=self.prompt.echoed or None if no_content else self.prompt.echoed + parsed.content)
+        if parsed.reasoning_content:
+            message.reasoning = message.reasoning_content = parsed.reasoning_content
+        if parsed.tool_calls:
+            message.tool_calls = [_call(call) for call in parsed.tool_calls]
         choice = ChatChoice(
             index=completion.index,
             message=message,
-            finish_reason=self._reason(completion, bool(read.tool_calls)),
+            finish_reason=self._reason(completion, bool(parsed.tool_calls)),
             stop_reason=completion.stop_reason,
         )
         if completion.logprobs is not None:
             fair_queue = self.service.gateway.fair_queue
             await fair_queue.wait_turn()
             choice.logprobs = ChatLogprobs(
-                content=await encode_in_pieces(completion.logprobs, self._position, fair_queue)
+                content=await encode_in_chunks(completion.logprobs, self._position, fair_queue)
             )
         if self.request.return_token_ids:
             choice.token_ids = message.completion_token_ids = completion.token_ids
@@ -148,13 +148,13 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         return choice
 
     def _reason(self, completion: CompletionOutput, called: bool) -> Reason:
-        """``finish_reason`` as in OpenAI's API: ``stop`` where ``tool_choice`` named the tool."""
+        """``finish_reason`` as in OpenAI's API: ``stop``, not ``tool_calls``, if ``tool_choice`` names a tool."""
         if completion.finish_reason == "stop":
             return "tool_calls" if called and not isinstance(self.request.tool_choice, NamedTool) else "stop"
         return "length"
 
     async def add_prompt(self, answer: msgspec.Struct, output: RequestOutput) -> None:
-        """Add the requested fields of the prompt; in a stream to the first chunk."""
+        """Add the requested fields about the prompt to a response, or to the first chunk of a stream."""
         assert isinstance(answer, ChatCompletion | ChatCompletionChunk)
         if output.prompt_logprobs is not None:
             answer.prompt_logprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)

@@ -1,7 +1,8 @@
-"""Answers that consist of choices, as OpenAI's completions and chats and those of servers like it."""
+"""Base of handlers whose responses consist of choices, as in OpenAI's completions and chats."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,31 +17,31 @@ from penstock.serve.http.reply import DONE, encode, event
 from .schema import usage_of
 
 
-class ChoiceHandler(GenerationHandler):
-    """Base of the handlers: a choice for each sequence, the usage, and ``DONE``."""
+class ChoiceHandler(GenerationHandler, ABC):
+    """Formats one choice per sequence, the usage, and ``DONE`` at the end of streams."""
 
     request: GenerationRequest
     id: str
     created: int
 
+    @abstractmethod
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
-        """The whole choice of a sequence of prompt ``i``."""
-        raise NotImplementedError
+        """The choice of a finished sequence of prompt ``i``."""
 
+    @abstractmethod
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
-        """The choices that a step adds to the stream of a sequence, each for one event."""
-        raise NotImplementedError
+        """The choices for the output of one step of a sequence, one per event."""
 
+    @abstractmethod
     def response(self, choices: Any, usage: Any) -> msgspec.Struct:
-        """An event's document."""
-        raise NotImplementedError
+        """The object of an event."""
 
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
-        """The whole answer."""
+        """The object of a response that is not streamed."""
         return self.response(choices, self.usage(outputs))
 
     async def chunk(self, choice: Any, output: RequestOutput) -> msgspec.Struct:
-        """The document of an event with one choice."""
+        """The object of an event with one choice."""
         return self.response([choice], self.step_usage(output))
 
     def usage(self, outputs: list[RequestOutput]) -> Any:
@@ -48,7 +49,7 @@ class ChoiceHandler(GenerationHandler):
         return usage_of(outputs)
 
     def step_usage(self, output: RequestOutput) -> Any:
-        """The usage in the events of a step."""
+        """The ``usage`` field of the events of a step."""
         options = self.request.stream_options
         if not (options and options.include_usage):
             return UNSET
@@ -76,7 +77,7 @@ class ChoiceHandler(GenerationHandler):
         return event(self.response([], self.usage([*self.last.values()]))) + DONE
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """The prompt, decoded where it was given in token ids."""
+        """The prompt as text; decoded if it was given as token ids."""
         if output.prompt is not None:
             return output.prompt
         tokenizer = self.service.gateway.input_processor.tokenizer

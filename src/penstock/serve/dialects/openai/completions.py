@@ -24,8 +24,8 @@ from penstock.text.infill import infill_format
 
 from .choices import ChoiceHandler
 from .schema import (
+    CHUNK_SIZE,
     MIN_LOGPROB,
-    PIECE_SIZE,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -39,7 +39,7 @@ from .schema import (
 
 
 class CompletionHandler(ChoiceHandler):
-    """One request of this kind, from its prompts to its choices."""
+    """Handles one request."""
 
     request: CompletionRequest
 
@@ -55,14 +55,14 @@ class CompletionHandler(ChoiceHandler):
             ends = infill_format(self.tokenizer).ends
             self.sampling = sampling.replace(stop_token_ids=(*sampling.stop_token_ids, *ends))
         self.num_hidden_tokens = 1 if request.max_tokens == 0 else 0
-        """Generated tokens per sequence that are not returned (1 with ``max_tokens`` 0)."""
+        """Number of generated tokens per sequence that are not returned (1 with ``max_tokens`` 0)."""
         field = "prompt" if request.prompt_token_ids is None else "prompt_token_ids"
         self._prompts = one_or_several(getattr(request, field), field, "prompts")
         self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
         self._offsets: defaultdict[int, int] = defaultdict(int)
-        """Characters of the tokens in logprobs so far, by choice."""
+        """Number of characters of the tokens in logprobs so far, by choice."""
         self.cursors: defaultdict[int, SequenceCursor] = defaultdict(SequenceCursor)
-        """How far the answer has been formatted, by choice."""
+        """Position up to which the output has been formatted, by choice."""
         self.id = f"cmpl-{record.request_id}"
         self.created = int(time.time())
 
@@ -71,10 +71,10 @@ class CompletionHandler(ChoiceHandler):
         return merge_streams([self.generate(prompt, i) for i, prompt in enumerate(prompts)])
 
     async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> msgspec.Struct:
-        return await self.whole(i, output, completion)
+        return await self.full_choice(i, output, completion)
 
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
-        choice = await self.added(i, output, completion)
+        choice = await self.delta_choice(i, output, completion)
         return choice.chunks() if choice else ()
 
     def response(self, choices: Any, usage: Any) -> msgspec.Struct:
@@ -98,38 +98,40 @@ class CompletionHandler(ChoiceHandler):
         """The index of a sequence's choice."""
         return i * self.sampling.n + completion.index
 
-    async def whole(self, i: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    async def full_choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
         """The choice of a finished sequence."""
-        choice = await self.added(i, output, completion)
+        choice = await self.delta_choice(i, output, completion)
         assert choice is not None
         return choice
 
-    async def added(self, i: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice | None:
-        """What a step added to a sequence; None where there is nothing to send."""
+    async def delta_choice(
+        self, i: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice | None:
+        """The choice for the output of one step of a sequence; None if there is nothing to send."""
         number, request = self.number(i, completion), self.request
         cursor = self.cursors[number]
         first = not cursor.tokens
-        piece = cursor.advance(completion)
-        if piece is None:
+        delta = cursor.advance(completion)
+        if delta is None:
             return None
-        text, ids, positions = ("", [], []) if self.num_hidden_tokens else piece
-        ids_wanted = bool(request.return_token_ids)
+        text, ids, positions = ("", [], []) if self.num_hidden_tokens else delta
+        with_ids = bool(request.return_token_ids)
         choice = CompletionChoice(index=number, text=text)
         echoed: list[PositionLogprobs | None] = []
         if first and request.echo:
             choice.text = self.prompt_text(output) + text
             echoed = output.prompt_logprobs or []
-        if first and ids_wanted:
+        if first and with_ids:
             choice.prompt_token_ids = output.prompt_token_ids
         if first and request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice.prompt_logprobs = await prompt_logprobs_of(output, self.service.gateway.fair_queue)
         if self.sampling.logprobs is not None:
             choice.logprobs = await self._logprobs(number, [*echoed, *positions], output if echoed else None)
-        if ids_wanted:
+        if with_ids:
             choice.token_ids = choice.completion_token_ids = ids
         if cursor.finished:
             self._finish(choice, completion)
-        elif not choice.text and choice.logprobs is None and not ids_wanted and choice.prompt_logprobs is UNSET:
+        elif not choice.text and choice.logprobs is None and not with_ids and choice.prompt_logprobs is UNSET:
             return None
         return choice
 
@@ -142,23 +144,27 @@ class CompletionHandler(ChoiceHandler):
     async def _logprobs(
         self, number: int, positions: list[PositionLogprobs | None], prompt: RequestOutput | None
     ) -> CompletionLogprobs:
-        """The logprobs of consecutive tokens; long ones are built in pieces, one per turn of the event loop."""
-        if len(positions) <= PIECE_SIZE:
+        """The logprobs of consecutive tokens; long lists are built in chunks, one per turn of the event loop."""
+        if len(positions) <= CHUNK_SIZE:
             return self.logprobs_of(number, positions, prompt)
         parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
-        for start in range(0, len(positions), PIECE_SIZE):
+        for start in range(0, len(positions), CHUNK_SIZE):
             await self.service.gateway.fair_queue.wait_turn()
-            piece = self.logprobs_of(number, positions[start : start + PIECE_SIZE], prompt)
-            for name, pieces in parts.items():
-                pieces.append(encode(getattr(piece, name))[1:-1])
-        encoded: dict[str, Any] = {name: join_json(pieces) for name, pieces in parts.items()}
+            chunk = self.logprobs_of(number, positions[start : start + CHUNK_SIZE], prompt)
+            for name, encoded_chunks in parts.items():
+                encoded_chunks.append(encode(getattr(chunk, name))[1:-1])
+        encoded: dict[str, Any] = {name: join_json(encoded_chunks) for name, encoded_chunks in parts.items()}
         return CompletionLogprobs(**encoded)
 
     def logprobs_of(
         self, number: int, positions: Sequence[PositionLogprobs | None], prompt: RequestOutput | None = None
     ) -> CompletionLogprobs:
-        """The logprobs of consecutive prompt and output tokens of a choice. None stands for the prompt's first token,
-        which has none; ``prompt`` has its id."""
+        """The logprobs of consecutive prompt and output tokens of a choice.
+
+        Args:
+            positions: logprobs of each token; None for the first token of the prompt, which has none.
+            prompt: output with the prompt's token ids; required if ``positions`` has a None.
+        """
         as_ids = self.request.return_tokens_as_token_ids
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for position in positions:
@@ -192,6 +198,6 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingParams) ->
         overrides["max_tokens"] = max(request.max_tokens, 1)
     if request.echo and request.logprobs is not None:
         if request.prompt_logprobs is not None:
-            raise invalid("prompt_logprobs", "logprobs with echo gives them already")
+            raise invalid("prompt_logprobs", "cannot be combined with logprobs and echo, which return them already")
         overrides["prompt_logprobs"] = request.logprobs
     return sampling_of(request, defaults, **overrides)

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``, and vLLM's ``/pooling``: texts as vectors."""
+"""``/v1/embeddings``, and vLLM's ``/pooling``."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .schema import one_or_several
 
 
 class VectorRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
-    """Fields of requests for vectors."""
+    """Fields of embedding and pooling requests."""
 
     encoding_format: Literal["float", "base64"] | None = None
-    """Numbers, or float32 in base64."""
+    """JSON numbers (default), or float32 in base64."""
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """Number of leading elements of a vector to keep, before it is normalized."""
+    """Number of leading dimensions to keep, before normalization."""
     normalize: bool | None = None
-    """Whether vectors have length 1; by default as the checkpoint says."""
+    """Normalize vectors to length 1. Default: from the checkpoint."""
 
 
 class EmbeddingRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     prompt_name: str | None = None
-    """What texts begin with, of the checkpoint's prompts; by default as it says, and empty is nothing."""
+    """Name of the checkpoint's prompt that is prepended to texts. Default: its default prompt; empty: none."""
 
 
 class PoolRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
-    """Those of tokens give a vector for each token; by default what the checkpoint is for."""
+    """Tasks with the prefix ``token_`` return a vector per token. Default: the task of the checkpoint."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -72,36 +72,36 @@ class EmbeddingHandler(PoolingHandler):
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: EmbeddingRequest) -> None:
         super().__init__(service, record, request)
-        self._as_text = request.encoding_format == "base64"
+        self._as_base64 = request.encoding_format == "base64"
         self._prompts = [
             self._pooler.with_prompt(prompt, request.prompt_name) if isinstance(prompt, str) else prompt
             for prompt in one_or_several(request.input, "input", "inputs")
         ]
-        self.pooling = self._pooler.embedding_params(_wanted(request))
+        self.pooling = self._pooler.embedding_params(_pooling_params(request))
 
     def response(self, outputs: list[RequestOutput]) -> object:
-        vectors = [_base64(output) if self._as_text else embedding_of(output) for output in outputs]
+        vectors = [_base64(output) if self._as_base64 else embedding_of(output) for output in outputs]
         data = [Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]
         return self.answer(EmbeddingResponse, data, outputs)
 
 
 class PoolHandler(PoolingHandler):
-    """Vectors of any task, a list of numbers each, or for tasks of tokens a list for each token."""
+    """Handles a request for any task. The data is a list of numbers per text, or for ``token_`` tasks per token."""
 
     kind = "pool"
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: PoolRequest) -> None:
         super().__init__(service, record, request)
-        self._as_text = request.encoding_format == "base64"
+        self._as_base64 = request.encoding_format == "base64"
         self._prompts = one_or_several(request.input, "input", "inputs")
-        self.pooling = self._pooler.params(request.task, _wanted(request))
+        self.pooling = self._pooler.params(request.task, _pooling_params(request))
 
     def response(self, outputs: list[RequestOutput]) -> object:
         data = [Pooled(index=i, data=self._data(output)) for i, output in enumerate(outputs)]
         return self.answer(PoolResponse, data, outputs)
 
     def _data(self, output: RequestOutput) -> list[float | list[float]] | str:
-        if self._as_text:
+        if self._as_base64:
             return _base64(output)
         return [*vectors_of(output)] if self.pooling.pooling_type == "all" else [*embedding_of(output)]
 
@@ -110,7 +110,7 @@ def _base64(output: RequestOutput) -> str:
     return base64.b64encode(output.embedding or b"").decode()
 
 
-def _wanted(request: VectorRequest) -> PoolingParams:
-    """What a request asks for. ``use_activation`` of an embedding is whether it has length 1."""
+def _pooling_params(request: VectorRequest) -> PoolingParams:
+    """The pooling parameters of a request. For embeddings, ``use_activation`` is another name of ``normalize``."""
     normalize = request.use_activation if request.normalize is None else request.normalize
     return PoolingParams(dimensions=request.dimensions, normalize=normalize, use_activation=request.use_activation)

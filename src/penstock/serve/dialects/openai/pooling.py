@@ -1,9 +1,10 @@
-"""What requests for embeddings, scores and classes share: prompts to vectors."""
+"""Base of embedding, score and classification requests and their handlers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, ClassVar
@@ -30,7 +31,7 @@ Input = str | list[int] | Texts
 
 
 class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
-    """Fields of all embedding and score requests. A field that is null is taken as absent."""
+    """Fields of all embedding, score and classification requests. Null fields are dropped."""
 
     reading: ClassVar = Reading(
         unsupported=unsupported(
@@ -48,15 +49,15 @@ class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     )
 
     model: str | None = None
-    """Absent or "default": the one that is served."""
+    """Absent or "default": the served model."""
     add_special_tokens: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Lower runs first, where the server's scheduling_policy is priority."""
+    """Lower values run first, with the scheduling policy ``priority``."""
     cache_salt: str | None = None
-    """Share cached prefixes only with requests of the same salt."""
+    """Share cached prefixes only with requests with the same salt."""
     user: str | None = None
     use_activation: bool | None = None
-    """Whether classes and scores are probabilities, and embeddings have length 1; by default as the checkpoint says."""
+    """Return classes and scores as probabilities, and normalize embeddings. Default: from the checkpoint."""
 
 
 class InputRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
@@ -68,13 +69,13 @@ class EmbeddingUsage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
-class PoolingHandler(GenerationHandler):
+class PoolingHandler(GenerationHandler, ABC):
     """Base of the handlers: computes one vector per prompt."""
 
     kind = ""
-    """Prefix of the answers' ids."""
+    """Prefix of response ids."""
     field = "input"
-    """The request's field that has the prompts, for errors."""
+    """Name of the request's field with the prompts, for errors."""
     pooling: PoolingParams
     _prompts: Sequence[Input] = ()
 
@@ -87,15 +88,15 @@ class PoolingHandler(GenerationHandler):
         self._created = int(time.time())
 
     async def prompts(self) -> list[tuple[str, Input]]:
-        """Each prompt, and the field that it is from."""
+        """The name of each prompt's field, and the prompt."""
         return [(self.field, prompt) for prompt in self._prompts]
 
+    @abstractmethod
     def response(self, outputs: list[RequestOutput]) -> object:
-        """The answer, from the finished outputs in the order of the prompts."""
-        raise NotImplementedError
+        """The response, from the finished outputs in the order of the prompts."""
 
     def answer(self, schema: Callable[..., object], data: Sequence[object], outputs: list[RequestOutput]) -> object:
-        """The answer with a list of results."""
+        """Make a response with a list of results."""
         return schema(id=self.id, created=self._created, model=self.model, data=data, usage=usage(outputs))
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
@@ -104,19 +105,19 @@ class PoolingHandler(GenerationHandler):
         return merge_streams([self._vector(i, field, prompt, size) for i, (field, prompt) in enumerate(prompts)])
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
-        return await asyncio.to_thread(lambda: encode(self.response(outputs)))  # there may be many numbers
+        return await asyncio.to_thread(lambda: encode(self.response(outputs)))  # slow for many long vectors
 
     def _classifier(self) -> PoolingParams:
-        """Parameters of classes and scores, by the checkpoint and the request."""
+        """Pooling parameters for classification and scoring, from the checkpoint and the request."""
         return self._pooler.classifier_params(PoolingParams(use_activation=self._request.use_activation))
 
     async def _vector(self, index: int, field: str, prompt: Input, size: int) -> AsyncGenerator[Output, None]:
-        """The output stream of one prompt; ``size`` is the number of characters of all prompts together."""
+        """The output stream of one prompt; ``size`` is the total number of characters of all prompts."""
         try:
             if isinstance(prompt, str):
                 prompt = Texts(prompt, add_special_tokens=self._special)
             if isinstance(prompt, Texts):
-                tokenized = await self.service.gateway.encode_texts(self._limited(prompt), size)
+                tokenized = await self.service.gateway.encode_texts(self._with_limit(prompt), size)
             else:
                 tokenized = TokenizedPrompt(truncate(prompt, self._request, self.max_model_len, "right"))
             async with aclosing(self.generate(tokenized, index, pooling=self.pooling)) as outputs:
@@ -129,13 +130,13 @@ class PoolingHandler(GenerationHandler):
             message = failure.message.removeprefix("prompt: ")
             raise PenstockError(failure.code, f"{field}: {message}", field, failure.limit, failure.value) from error
 
-    def _limited(self, texts: Texts) -> Texts:
-        """Texts with the request's ``truncate_prompt_tokens``."""
+    def _with_limit(self, texts: Texts) -> Texts:
+        """Texts with the limit from the request's ``truncate_prompt_tokens``."""
         limit = self._request.truncate_prompt_tokens
         if limit is None:
             return texts
         if limit == 0:
-            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what there is room for", 1)
+            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the context length", 1)
         side = self._request.truncation_side or "right"
         return msgspec.structs.replace(texts, max_len=self.max_model_len if limit == -1 else limit, side=side)
 

@@ -75,7 +75,7 @@ POOLING: dict[str, tuple[type[RequestBody], type[PoolingHandler], type, str]] = 
     "/classify": (ClassifyRequest, ClassifyHandler, ClassifyResponse, "Classify texts"),
     "/pooling": (PoolRequest, PoolHandler, PoolResponse, "Pooled hidden states of texts"),
 }
-"""By path: request, handler, answer and summary."""
+"""Path → request schema, handler, response schema and summary."""
 REQUESTS = (
     CompletionRequest,
     ChatRequest,
@@ -109,7 +109,7 @@ class OpenAI(SharedPathDialect):
     """The default dialect of the shared paths.
 
     Args:
-        check: a further check of sampling parameters, which raises ``PenstockError``.
+        check: additional check of the sampling parameters, which raises ``PenstockError``.
     """
 
     error_format = ERROR_FORMAT
@@ -126,7 +126,7 @@ class OpenAI(SharedPathDialect):
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         if fields.get("prompt_token_ids"):
-            fields.setdefault("prompt", "")  # required by the schema, and not used
+            fields.setdefault("prompt", "")  # required by the schema, but not used
         request = parse_request(self._served_models, fields, CompletionRequest, raw_request)
         service = self._served_models.find(request.model)
         handler = self.completion_handler(service, record_of(raw_request.scope), request)
@@ -144,9 +144,9 @@ class OpenAI(SharedPathDialect):
 
 
 def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
-    """``convert`` with the checks of ``require_model``, and the request's own ``request_id``."""
+    """Convert the JSON object of a request; checks ``require_model``, and applies ``request_id`` if it has one."""
     if served_models.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
-        raise invalid("model", f"is missing; it is {' or '.join(service.name for service in served_models)}")
+        raise invalid("model", f"is missing; must be {' or '.join(service.name for service in served_models)}")
     record = record_of(raw_request.scope)
     request = convert(fields, schema, record.unknown)
     if (
@@ -159,24 +159,24 @@ def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: t
 
 
 class OpenAIRoutes(DialectRoutes):
-    """Reads bodies as ``parse_request`` does."""
+    """Converts requests with ``parse_request``."""
 
     def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
         return parse_request(self.served_models, fields, schema, raw_request)
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add all routes but completions and chats."""
-    routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # as vLLM; /v2 is KServe's
+    """Add all routes except completions and chats."""
+    routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # other paths under /v2 are KServe's
     schemas = (*REQUESTS, *RESPONSES, *AUDIO_SCHEMAS)
-    added = OpenAIRoutes(routes, served_models, schemas=schemas, failure=ErrorResponse)
+    api = OpenAIRoutes(routes, served_models, schemas=schemas, failure=ErrorResponse)
 
     def pooling(schema: type[T], handler: type[PoolingHandler]) -> Endpoint:
         def endpoint(request: Any, record: RequestRecord, size: int) -> Response:
             service = served_models.find(request.model)
             return Reply.of(service, handler(service, record, request), ERROR_FORMAT, False)
 
-        return added.answering(schema, endpoint)
+        return api.endpoint(schema, endpoint)
 
     def model(service: ServedModel, name: str) -> Model:
         adapter = None if name in service.names else service.gateway.engine_pool.adapters.get(name)
@@ -198,22 +198,22 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Json(model(service, service.name if name == DEFAULT_NAME else name))
 
     async def load_lora_adapter(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, LoadAdapterRequest)
+        request, _ = await api.read(raw_request, LoadAdapterRequest)
         service = served_models.find(request.base_model_name)
         if request.lora_name == DEFAULT_NAME or any(request.lora_name in each.names for each in served_models.models):
-            raise invalid("lora_name", f"{request.lora_name!r} is a model's own name")
+            raise invalid("lora_name", f"{request.lora_name!r} is the name of a model; choose another")
         if any(request.lora_name in each.gateway.engine_pool.adapters for each in served_models):
-            raise invalid("lora_name", f"{request.lora_name!r} is loaded already; unload it first")
+            raise invalid("lora_name", f"{request.lora_name!r} is already loaded; unload it first")
         await service.gateway.engine_pool.load_adapter(request.lora_name, request.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
     async def unload_lora_adapter(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, UnloadAdapterRequest)
+        request, _ = await api.read(raw_request, UnloadAdapterRequest)
         await served_models.find(request.lora_name).gateway.engine_pool.unload_adapter(request.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
     async def tokenize(raw_request: Request) -> Response:
-        request, size = await added.read(raw_request, TokenizeRequest, media=True)
+        request, size = await api.read(raw_request, TokenizeRequest, media=True)
         service = served_models.find(request.model)
         gateway = service.gateway
         tokenizer = gateway.input_processor.tokenizer
@@ -228,15 +228,15 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             tokens = conversation.token_ids
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
-        spelled = [tokenizer.id_to_token(token_id) for token_id in tokens] if request.return_token_strs else None
+        strings = [tokenizer.id_to_token(token_id) for token_id in tokens] if request.return_token_strs else None
         maximum = gateway.engine_pool.require_engine().max_model_len
-        return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=spelled))
+        return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=strings))
 
     async def detokenize(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, DetokenizeRequest)
+        request, _ = await api.read(raw_request, DetokenizeRequest)
         gateway = served_models.find(request.model).gateway
         if len(request.tokens) > (maximum := gateway.engine_pool.require_engine().max_model_len):
-            raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
+            raise invalid("tokens", f"{len(request.tokens)} tokens exceed the context length of {maximum}", maximum)
         text = gateway.input_processor.tokenizer.decode(request.tokens, False)
         return Json(DetokenizeResponse(prompt=text, content=text))
 
@@ -244,9 +244,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         async def endpoint(raw_request: Request) -> Response:
             options, record = served_models.options, record_of(raw_request.scope)
             record.error_format = AUDIO_ERROR_FORMAT
-            sizes = [each.gateway.input_processor.speech for each in served_models]
-            largest = max([speech.max_file_size for speech in sizes if speech], default=served_models.max_body_size)
-            async with read_form(raw_request, largest, options.client_timeout) as form:
+            processors = [each.gateway.input_processor.speech for each in served_models]
+            max_size = max([each.max_file_size for each in processors if each], default=served_models.max_body_size)
+            async with read_form(raw_request, max_size, options.client_timeout) as form:
                 fields = fields_of(form.fields)
                 record.memory = await served_models.body_memory.reserve(
                     record.sender, form.size, options.client_timeout
@@ -264,26 +264,25 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return endpoint
 
     for path, (schema, handler, answer, summary) in POOLING.items():
-        added.post(path, pooling(schema, handler), summary, schema, answer=answer)
+        api.post(path, pooling(schema, handler), summary, schema, answer=answer)
     transcript = {"answer": TranscriptionResponse}
-    added.post("/v1/audio/transcriptions", audio(False), "Transcribe an audio file", **transcript)
-    added.post("/v1/audio/translations", audio(True), "Translate an audio file into English", **transcript)
-    text, tokens = "The text of token ids", "Token ids of a text or a chat"
-    added.post("/tokenize", tokenize, tokens, TokenizeRequest, answer=TokenizeResponse)
-    added.post("/detokenize", detokenize, text, DetokenizeRequest, answer=DetokenizeResponse)
+    api.post("/v1/audio/transcriptions", audio(False), "Transcribe an audio file", **transcript)
+    api.post("/v1/audio/translations", audio(True), "Translate an audio file into English", **transcript)
+    api.post("/tokenize", tokenize, "Tokenize a text or a chat", TokenizeRequest, answer=TokenizeResponse)
+    api.post("/detokenize", detokenize, "Detokenize token ids", DetokenizeRequest, answer=DetokenizeResponse)
     if served_models.options.allow_runtime_lora_updating:
-        for path, update, named, summary in (
+        for path, update, schema, summary in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest, "Load a LoRA adapter"),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest, "Unload a LoRA adapter"),
         ):
-            described = added.add(path, update, summary, None, named, method="POST", access=Access.CONTROL)
+            described = api.add(path, update, summary, None, schema, method="POST", access=Access.CONTROL)
             described["responses"]["200"]["content"] = {"text/plain": {"schema": STRING}}
-    added.add("/v1/models", list_models, "The models and adapters", ModelList)
-    added.add("/v1/models/{name:path}", retrieve_model, "A model or adapter", Model)
+    api.add("/v1/models", list_models, "List models and adapters", ModelList)
+    api.add("/v1/models/{name:path}", retrieve_model, "Retrieve a model or adapter", Model)
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:
-    """Operations of the OpenAPI document for the paths that other dialects share."""
+    """OpenAPI operations of the paths that several dialects share, by path."""
     return {
         path: operation(reference(answer), reference(ErrorResponse), reference(request), streamed=True)
         for path, answer, request in (

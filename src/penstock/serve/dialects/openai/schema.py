@@ -1,5 +1,5 @@
-"""Requests and answers of OpenAI's API, with the fields that vLLM and FastDeploy add. ``serve/chat/request.py`` has the
-chat's request; embeddings, scores and audio have theirs in their own modules."""
+"""Requests and responses of OpenAI's API, with the fields that vLLM and FastDeploy add. Chat requests are in
+``serve/chat/request.py``; embeddings, scores and audio have their schemas in their modules."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ Prompts = Annotated[
     str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
     msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
 ]
-"""One or several texts, or lists of token ids."""
-PIECE_SIZE = 32
-"""Positions whose logprobs are encoded in one turn of the event loop."""
+"""One or several prompts, as texts or lists of token ids."""
+CHUNK_SIZE = 32
+"""Number of positions whose logprobs are encoded in one turn of the event loop."""
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON cannot represent."""
 ERROR_TYPES = {
     Code.UNAUTHORIZED: "authentication_error",
     Code.NOT_FOUND: "not_found_error",
@@ -67,25 +67,25 @@ ERROR_CODES = {
     Code.TOO_LONG: "context_length_exceeded",
 }
 FIELD_NAMES = {"bad_word_ids": "bad_words_token_ids"}
-"""Internal field names → OpenAI's, for errors."""
+"""Internal field name → OpenAI's, for errors."""
 CHAT_FIELD_NAMES = FIELD_NAMES | {"prompt": "messages"}
 Metadata = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
     msgspec.Meta(max_length=16),
 ]
-"""Metadata that clients attach to stored objects, within the limits of OpenAI's API."""
+"""Metadata of stored objects, within the limits of OpenAI's API."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     prompt: Prompts
     prompt_token_ids: Annotated[list[TokenId | TokenIds], msgspec.Meta(min_length=1)] | None = None
-    """FastDeploy's: taken in place of prompt."""
+    """Replaces ``prompt`` (FastDeploy)."""
     max_tokens: Count | None = None
-    """16 by default; 0 goes with echo."""
+    """Default: 16. 0 requires ``echo``."""
     echo: bool | None = None
-    """Return the prompt before the answer."""
+    """Return the prompt before the completion."""
     suffix: str | Annotated[dict[str, Any], msgspec.Meta(max_length=0)] | None = None
-    """Text after the answer, which fills in the middle; FastDeploy's clients send an empty object."""
+    """Text after the completion (fill-in-the-middle). FastDeploy's clients send an empty object for none."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
@@ -124,14 +124,14 @@ class DetokenizeRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadAdapterRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """A LoRA adapter as PEFT saves it."""
+    """Load a LoRA adapter in PEFT's format."""
 
     lora_name: NonEmptyText
-    """Name under which requests select the adapter, in ``model``."""
+    """Name by which requests select the adapter (``model``)."""
     lora_path: NonEmptyText
-    """A folder of the server."""
+    """Folder on the server."""
     base_model_name: str | None = None
-    """The adapter's base model; by default the first one."""
+    """Base model of the adapter; default: the first model."""
 
 
 class UnloadAdapterRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
@@ -181,12 +181,12 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     completion_token_ids: list[int] | UnsetType = UNSET
-    """The same, as FastDeploy calls them."""
+    """Same as ``token_ids``, for FastDeploy's clients."""
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
     def chunks(self) -> list[CompletionChoice]:
-        """The choice in a stream: the finish reason follows the text in a chunk of its own, as OpenAI sends it."""
+        """Split for a stream: the finish reason is in a separate chunk after the text, as OpenAI sends it."""
         if self.finish_reason is None or not (self.text or self.logprobs or self.token_ids):
             return [self]
         end = CompletionChoice(
@@ -238,7 +238,7 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The first delta of a call has its id, type and name; each has a piece of its arguments."""
+    """The first delta of a call has its id, type and name; each delta has a part of its arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -250,7 +250,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     reasoning: str | UnsetType | None = None
-    """The reasoning, under vLLM's present name and its older one (``reasoning_content``)."""
+    """Reasoning, under vLLM's current name; ``reasoning_content`` is its older name."""
     reasoning_content: str | UnsetType | None = None
     tool_calls: list[ResponseToolCall] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -263,7 +263,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """Absent where there is none, as in vLLM."""
+    """Omitted if there is none, as in vLLM."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -319,7 +319,7 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str = "penstock"
     root: str
     parent: str | None = None
-    """The base model of an adapter."""
+    """Base model of an adapter."""
     max_model_len: int | None
 
 
@@ -338,7 +338,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
     content: str
-    """The same, as llama-server calls it."""
+    """Same as ``prompt``, for llama-server's clients."""
 
 
 class OpenAIErrorFormat(ErrorFormat):
@@ -348,20 +348,20 @@ class OpenAIErrorFormat(ErrorFormat):
         return error_of(failure)
 
 
-async def encode_in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
-    """A list of ``make(item)`` for msgspec to encode; a long one is encoded in pieces, with turns of other requests in
-    between."""
-    if len(items) <= PIECE_SIZE:
+async def encode_in_chunks(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
+    """Make a list of ``make(item)`` for msgspec to encode. Long lists are encoded in chunks, one per turn of the event
+    loop."""
+    if len(items) <= CHUNK_SIZE:
         return list(map(make, items))
     parts = []
-    for start in range(0, len(items), PIECE_SIZE):
+    for start in range(0, len(items), CHUNK_SIZE):
         await fair_queue.wait_turn()
-        parts.append(encode(list(map(make, items[start : start + PIECE_SIZE])))[1:-1])
+        parts.append(encode(list(map(make, items[start : start + CHUNK_SIZE])))[1:-1])
     return join_json(parts)
 
 
 def join_json(parts: Sequence[bytes]) -> msgspec.Raw:
-    """A JSON list of parts that hold encoded elements."""
+    """Join encoded list elements to a JSON list."""
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
@@ -369,7 +369,7 @@ def error_of(failure: Failure) -> ErrorResponse:
     """A failure in OpenAI's format."""
     no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
     message = failure.message
-    if failure.code is Code.TOO_LONG:  # LiteLLM and LangChain look for this message
+    if failure.code is Code.TOO_LONG:  # LiteLLM and LangChain match this message
         longest = f"This model's maximum context length is {failure.limit:.0f} tokens."
         requested = f"However, your {failure.field} resulted in {failure.value:.0f} tokens."
         message = f"{longest} {requested} Please reduce the length of the {failure.field}."
@@ -384,49 +384,47 @@ def error_of(failure: Failure) -> ErrorResponse:
 
 
 def usage_of(outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Usage:
-    """Token counts of a request's prompts and all their sequences, less ``num_hidden_tokens`` per sequence."""
+    """Token counts of a request's prompts and all their sequences, minus ``num_hidden_tokens`` per sequence."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(max(len(m.token_ids) - num_hidden_tokens, 0) for output in outputs for m in output.outputs)
     completion_tokens += sum(output.num_discarded_tokens for output in outputs)  # OpenAI counts them, too
     cached = sum(output.num_cached_tokens for output in outputs)
-    thought = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
+    reasoning = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion_tokens,
         total_tokens=prompt + completion_tokens,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
-        completion_tokens_details=CompletionDetails(reasoning_tokens=thought),
+        completion_tokens_details=CompletionDetails(reasoning_tokens=reasoning),
     )
 
 
 def token_of(token_id: int, logprob: Logprob, as_id: bool | None) -> str:
-    """A token's name among logprobs: its text, or with ``return_tokens_as_token_ids`` its id."""
+    """A token in logprobs: its text, or with ``return_tokens_as_token_ids`` its id."""
     return f"token_id:{token_id}" if as_id else logprob.decoded_token
 
 
 async def prompt_logprobs_of(output: RequestOutput, fair_queue: FairQueue) -> Any:
-    """``prompt_logprobs`` as in vLLM."""
-    return await encode_in_pieces(output.prompt_logprobs or [], _by_id, fair_queue)
+    """``prompt_logprobs`` in vLLM's format."""
+    return await encode_in_chunks(output.prompt_logprobs or [], _by_id, fair_queue)
 
 
 def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | None:
-    return (
-        None
-        if position is None
-        else {
-            token_id: {"logprob": max(p.logprob, MIN_LOGPROB), "rank": p.rank, "decoded_token": p.decoded_token}
-            for token_id, p in position.items()
-        }
-    )
+    if position is None:
+        return None
+    return {
+        token_id: {"logprob": max(p.logprob, MIN_LOGPROB), "rank": p.rank, "decoded_token": p.decoded_token}
+        for token_id, p in position.items()
+    }
 
 
 def one_or_several(given: str | Sequence[str | int | list[int]], field: str, what: str) -> list[str] | list[list[int]]:
-    """The prompts of a field: texts, or lists of token ids.
+    """The prompts in a field: texts, or lists of token ids.
 
     Args:
-        what: the prompts' name in the error where there are too many.
+        what: plural noun for the prompts in error messages.
 
-    Raises ``PenstockError`` (``invalid``) where these are mixed, or too many.
+    Raises ``PenstockError`` (``invalid``) if texts and token ids are mixed, or there are too many prompts.
     """
     if isinstance(given, str):
         return [given]
@@ -435,5 +433,5 @@ def one_or_several(given: str | Sequence[str | int | list[int]], field: str, wha
     if isinstance(given[0], int):
         return [cast(list[int], given)]
     if len(given) > MAX_PROMPTS:
-        raise invalid(field, f"holds {len(given)} {what}, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
+        raise invalid(field, f"has {len(given)} {what}; the maximum is {MAX_PROMPTS}", MAX_PROMPTS)
     return cast(list[str], given)

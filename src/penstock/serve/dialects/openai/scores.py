@@ -1,4 +1,4 @@
-"""vLLM's ``/score`` and ``/classify``, and ``/rerank`` as Cohere and Jina have it."""
+"""vLLM's ``/score`` and ``/classify``, and Cohere's and Jina's ``/rerank``."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from .schema import MAX_PROMPTS, one_or_several
 
 TextOrList = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""Pairs of field names for the two sides of a score request."""
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Pairs of texts, or one text and several. The two fields have one of several pairs of names (``TEXT_PAIRS``)."""
+    """Pairs of texts, or one text and several others, in one of the pairs of fields in ``TEXT_PAIRS``."""
 
     text_1: TextOrList | None = None
     text_2: TextOrList | None = None
     queries: TextOrList | None = None
     documents: TextOrList | None = None
     items: TextOrList | None = None
-    """With queries, too."""
+    """Alternative to ``documents``."""
     data_1: TextOrList | None = None
     data_2: TextOrList | None = None
 
 
 class RerankText(msgspec.Struct, kw_only=True):
-    """A document as an object, as Jina and Cohere's older clients send it."""
+    """A document as an object, as Jina's and older Cohere clients send it."""
 
     text: str
 
@@ -43,11 +44,11 @@ class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     query: str
     documents: Annotated[list[str | RerankText], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    """Number of documents to return; 0 and by default all."""
+    """Number of documents to return. Default and 0: all."""
     return_documents: bool | None = None
-    """Whether the answer repeats the documents' texts; true by default."""
+    """Return the texts of the documents. Default: true."""
     max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    """Tokens of a document that are read; 0 and by default all."""
+    """Maximum number of tokens per document; longer ones are truncated. Default and 0: no limit."""
 
 
 RerankRequest.reading = RerankRequest.reading.accepting(RerankRequest)
@@ -78,7 +79,7 @@ class RerankDocument(msgspec.Struct, kw_only=True):
 
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int
-    """Of the document in the request."""
+    """Index of the document in the request."""
     relevance_score: float
     document: RerankDocument | None = None
 
@@ -93,7 +94,7 @@ class RerankResponse(msgspec.Struct, kw_only=True):
 class Classified(msgspec.Struct, kw_only=True):
     index: int
     label: str
-    """The likeliest class."""
+    """Most likely class."""
     probs: list[float]
     num_classes: int
 
@@ -108,7 +109,14 @@ class ClassifyResponse(msgspec.Struct, kw_only=True):
 
 
 class _PairHandler(PoolingHandler):
-    """Base of scores: pairs of texts to a number each, by a cross-encoder or as the cosine of two embeddings."""
+    """Scores pairs of texts, with a cross-encoder or by the cosine similarity of their embeddings.
+
+    Args:
+        names: names of the two fields, for errors.
+        first: texts of the first field; one, or as many as ``second`` has.
+        second: texts of the second field.
+        max_second_len: maximum number of tokens of a second text; None: no limit.
+    """
 
     def __init__(
         self,
@@ -125,11 +133,10 @@ class _PairHandler(PoolingHandler):
         self._first, self._second = first, second
         self._max_second_len = max_second_len
         if max_second_len is not None and not self._pooler.scores_pairs:
-            raise invalid("max_tokens_per_doc", "is for models that read pairs of texts; give truncate_prompt_tokens")
+            raise invalid("max_tokens_per_doc", "requires a cross-encoder; use truncate_prompt_tokens")
         self.pooling = self._classifier() if self._pooler.scores_pairs else self._pooler.embedding_params()
 
     async def prompts(self) -> list[tuple[str, Input]]:
-        """Each prompt and the field that it is from."""
         pooler, limit = self._pooler, self._max_second_len
         if not pooler.scores_pairs:
             sides = zip(self._names, (self._first, self._second), strict=True)
@@ -138,7 +145,7 @@ class _PairHandler(PoolingHandler):
         pairs, client = zip(first, self._second, strict=True), self.record.sender
         texts = [await self.service.gateway.pair(a, b, client) for a, b in pairs]
         if limit is not None and any(each.pair is None for each in texts):
-            raise invalid("max_tokens_per_doc", "is for models that read pairs of texts, without a chat template")
+            raise invalid("max_tokens_per_doc", "is not supported for cross-encoders with a chat template")
         options = {"add_special_tokens": self._special, "max_second_len": limit}
         return [(self._names[1], msgspec.structs.replace(each, **options)) for each in texts]
 
@@ -161,7 +168,7 @@ class ScoreHandler(_PairHandler):
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
         )
         if len(first) not in (1, len(second)):
-            message = f"{len(second)} texts for {len(first)} of {names[0]}; give one, or as many"
+            message = f"has {len(second)} texts, and {names[0]} has {len(first)}; {names[0]} must have one, or as many"
             raise invalid(names[1], message, len(first))
         super().__init__(service, record, request, names, first, second)
 
@@ -181,7 +188,7 @@ class RerankHandler(_PairHandler):
         self._with_documents = request.return_documents is not False
 
     def response(self, outputs: list[RequestOutput]) -> RerankResponse:
-        """The likeliest documents first, equal ones in their order."""
+        """Documents by descending score; equal scores keep the order of the request."""
         ranked = sorted(enumerate(self._scores(outputs)), key=lambda entry: -entry[1])
         results = [
             RerankResult(
@@ -214,12 +221,9 @@ class ClassifyHandler(PoolingHandler):
 
 
 def _text_fields(request: ScoreRequest) -> tuple[str, str]:
-    """The names of both sides.
-
-    Raises ``PenstockError`` (``invalid``) where there are more than two.
-    """
+    """The pair of fields that a request uses. Raises ``PenstockError`` (``invalid``) if it uses other fields, too."""
     given_fields = {name for sides in TEXT_PAIRS for name in sides if getattr(request, name) is not None}
     result = next((sides for sides in TEXT_PAIRS if given_fields.issubset(sides)), None)
     if result is None:
-        raise invalid(max(given_fields), "give text_1 and text_2, or queries and documents, and no others")
+        raise invalid(max(given_fields), "use either text_1 and text_2, or queries and documents")
     return result

@@ -1,4 +1,4 @@
-"""PaddleNLP's dialect: its own fields on the shared paths, and its gRPC model."""
+"""PaddleNLP's API: its request format on OpenAI's paths, and its gRPC model."""
 
 from .kserve_model import PaddleNLPModel
 from .routes import PaddleNLP

@@ -1,4 +1,4 @@
-"""PaddleNLP's dialect on the shared paths."""
+"""PaddleNLP's requests on the shared paths."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from .schema import (
 )
 
 NAME = "paddlenlp"
-"""Name of the profile."""
+"""Name of the compatibility profile."""
 PROMPTS = frozenset(("prompt", "prompt_token_ids"))
 """Prompt fields of OpenAI's completions."""
 
 
 class PaddleNLPHandler(GenerationHandler):
-    """One request, over HTTP or gRPC.
+    """Handles one request, over HTTP or gRPC.
 
     Args:
-        size: of the request, about as many characters.
+        size: approximate number of characters of the request.
 
-    Raises ``PenstockError`` where it is wrong.
+    Raises ``PenstockError`` if the request is invalid.
     """
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: Request, size: int) -> None:
@@ -71,8 +71,8 @@ class PaddleNLPHandler(GenerationHandler):
             self._messages = [{"role": "user", "content": request.text}]
         if request.system is not None:
             if not self._messages:
-                given = "input_ids" if request.text is None else "text that is not put into the chat template"
-                raise invalid("system", f"cannot be combined with {given}")
+                other = "input_ids" if request.text is None else "text that is not rendered with the chat template"
+                raise invalid("system", f"cannot be combined with {other}")
             self._messages.insert(0, {"role": "system", "content": request.system})
         self._req_id = request.req_id or uuid4().hex
         record.log_fields["req_id"] = self._req_id
@@ -86,17 +86,17 @@ class PaddleNLPHandler(GenerationHandler):
         return encode(chunk) + b"\n" if chunk else b""
 
     def chunk(self, output: RequestOutput) -> StreamChunk | None:
-        """What a step has added; the last chunk has ``is_end`` 1."""
+        """The chunk of a step, or None if it has no output. The last chunk has ``is_end`` 1."""
         completion = output.outputs[0]
         if self._request.return_all_tokens and not completion.finished:
             return None
-        if (new := self._cursor.advance(completion)) is None:
+        if (delta := self._cursor.advance(completion)) is None:
             return None
         self._num_chunks += 1
         return StreamChunk(
             req_id=self._req_id,
-            token=new.text,
-            token_ids=new.token_ids[:-1] if completion.finish_reason == FinishReason.STOP else new.token_ids,
+            token=delta.text,
+            token_ids=delta.token_ids[:-1] if completion.finish_reason == FinishReason.STOP else delta.token_ids,
             send_idx=self._num_chunks - 1,
             is_end=int(completion.finished),
             usage=self._usage(output) if completion.finished else UNSET,
@@ -109,27 +109,27 @@ class PaddleNLPHandler(GenerationHandler):
         return Usage(prompt_tokens=prompt, completion_tokens=num_output, total_tokens=prompt + num_output)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        async with self._limited():
+        async with self._before_deadline():
             prompt = await self._prompt()
-        return self._timed(self.generate(prompt, external_id=self._request.req_id or ""))
+        return self._with_deadline(self.generate(prompt, external_id=self._request.req_id or ""))
 
-    async def _timed(self, stream: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
-        """The outputs. Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has waited too
-        long for a piece of a stream or, with ``timeout``, for an answer in one piece."""
+    async def _with_deadline(self, stream: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
+        """Pass on the outputs. Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has
+        waited too long for a chunk of a stream or, with ``timeout``, for a response that is not streamed."""
         request = self._request
-        in_pieces = request.stream and not request.return_all_tokens and not self.service.options.disable_streaming
+        in_chunks = request.stream and not request.return_all_tokens and not self.service.options.disable_streaming
         async with aclosing(stream):
             while True:
-                async with self._limited():
+                async with self._before_deadline():
                     output = await anext(stream, None)
                 if output is None:
                     return
                 yield output
-                if in_pieces or field_value(request, "timeout") is None:
+                if in_chunks or field_value(request, "timeout") is None:
                     self._deadline = time.monotonic() + self._limit
 
     @asynccontextmanager
-    async def _limited(self) -> AsyncIterator[None]:
+    async def _before_deadline(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 yield
@@ -138,7 +138,7 @@ class PaddleNLPHandler(GenerationHandler):
             raise PenstockError(Code.TIMEOUT, message, "timeout", self._limit) from error
 
     async def _prompt(self) -> TokenizedPrompt:
-        """The prompt in token ids; refused where prompt and ``max_dec_len`` exceed the context."""
+        """Tokenize the prompt. Raises ``PenstockError`` (``invalid``) if it and ``max_dec_len`` exceed the context."""
         request, gateway = self._request, self.service.gateway
         if self._messages:
             prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self.record.sender)
@@ -149,15 +149,15 @@ class PaddleNLPHandler(GenerationHandler):
         count, max_dec_len = len(prompt.token_ids), field_value(request, "max_dec_len") or 0
         maximum = self.max_model_len
         if max_dec_len and count + max_dec_len > maximum:
-            message = f"{count} tokens of input and {max_dec_len} of output are more than the {maximum} of the context"
+            message = f"{count} input tokens and {max_dec_len} output tokens exceed the context length of {maximum}"
             raise invalid("max_tokens", message, maximum)
         return prompt
 
 
 class PaddleNLP(SharedPathDialect):
-    """Spoken where a request has a field that only PaddleNLP has, and not all that OpenAI's have: a prompt, or messages
-    and a model. So whatever an OpenAI client adds, it gets an answer that it can read. Under PaddleNLP's profile a
-    request that names no model is PaddleNLP's, too."""
+    """Selected by a field that only PaddleNLP has, unless the request is a complete OpenAI request (has a prompt, or
+    messages and a model): OpenAI clients that send extra fields always get a response they can read. Under PaddleNLP's
+    profile, requests without a model are PaddleNLP's, too."""
 
     error_format = PaddleNLPErrorFormat()
 
@@ -173,7 +173,7 @@ class PaddleNLP(SharedPathDialect):
         return not dialect_fields.isdisjoint(fields) or (self._preferred and "model" not in fields)
 
     def error_format_of(self, scope: Scope) -> ErrorFormat | None:
-        """The error format for a request that is not read yet: PaddleNLP's under its profile, else None."""
+        """The error format of a request that has not been read yet: PaddleNLP's under its profile, otherwise None."""
         return self.error_format if self._preferred and scope["path"] in (*COMPLETIONS, *CHATS) else None
 
     def completion(self, raw_request: HttpRequest, fields: dict[str, Any], size: int) -> Response:

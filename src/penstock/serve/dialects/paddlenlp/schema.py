@@ -1,4 +1,4 @@
-"""PaddleNLP's requests and answers: JSON objects, one per line in a stream."""
+"""PaddleNLP's requests and responses: JSON objects, one per line in a stream."""
 
 from __future__ import annotations
 
@@ -18,55 +18,54 @@ from penstock.serve.http.status import STATUS
 from penstock.serve.http.unknown_fields import UnknownFields
 
 LIMIT_NAMES = {"max_prompt_len": "MAX_SEQ_LEN", "max_output_len": "MAX_DEC_LEN"}
-"""Options in error messages → PaddleNLP's names."""
+"""Option in error messages → PaddleNLP's name."""
 Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Request(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """A field that is null is taken as absent."""
+    """A request. Null fields are dropped."""
 
     req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$(?!\n)")] | None = None
-    """The client's id of the request; refused while another request with it is open."""
+    """Request id of the client; refused while another request with this id is open."""
     model: str | None = None
-    """An adapter; any other name is the model that is served."""
+    """Name of an adapter; any other name selects the served model."""
     text: NonEmptyText | None = None
-    """One user turn, rendered by the chat template (or continued as it is: option ``template_text``, or a model without
-    a template). A request has this, or messages, or input_ids."""
+    """One user turn, rendered with the chat template, or used unmodified (option ``template_text``, or no template). A
+    request has exactly one of text, messages and input_ids."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
     input_ids: TokenIds | None = None
     system: str | None = None
-    """A system message before the others."""
+    """System message, put before the other messages."""
 
     max_dec_len: Length | None = None
-    """By default what is left of the context, at most MAX_DEC_LEN."""
+    """Maximum number of output tokens. Default: the rest of the context, at most MAX_DEC_LEN."""
     seq_len: Length | None = None
     max_tokens: Length | None = None
     """Other names of ``max_dec_len``."""
     min_dec_len: Length | None = None
-    """1 by default."""
+    """Minimum number of output tokens. Default: 1."""
     topp: Share | None = None
-    """0.7 by default; 0 is greedy."""
+    """Default: 0.7; 0 is greedy."""
     top_p: Share | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """0.95 by default; 0 is greedy."""
+    """Default: 0.95; 0 is greedy."""
     penalty_score: Annotated[float, msgspec.Meta(gt=0)] | None = None
     frequency_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     presence_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     eos_token_ids: TokenId | Annotated[list[TokenId], msgspec.Meta(max_length=1)] | None = None
-    """One token that ends the answer, besides the model's own."""
+    """A token that ends generation, in addition to the model's EOS tokens."""
     infer_seed: Seed | None = None
     seed: Seed | None = None
 
     stream: bool | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Seconds in which each piece of a stream must come, or all of an answer in one piece. By default 300 seconds in
-    which another token must be made."""
+    """Maximum time until each chunk of a stream, or until the full response, seconds. Default: 300 until each token."""
     response_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """The name of ``timeout`` in PaddleNLP's gRPC client."""
+    """Name of ``timeout`` in PaddleNLP's gRPC client."""
     return_usage: bool | None = None
     return_all_tokens: bool | None = None
-    """Stream all in one piece."""
+    """Stream the whole output in one chunk."""
 
 
 PADDLENLP_FIELDS = frozenset(Request.__struct_fields__).difference(
@@ -76,14 +75,14 @@ PADDLENLP_FIELDS = frozenset(Request.__struct_fields__).difference(
 SELECTING_FIELDS = PADDLENLP_FIELDS.difference(
     ("text", "input_ids", "system", "timeout", "response_timeout", "eos_token_ids", "return_usage")
 )
-"""Fields that select this dialect even where the request has ``messages``."""
+"""Fields that select this dialect even if the request has ``messages``."""
 FIELD_ALIASES = {
     "max_dec_len": ("max_dec_len", "seq_len", "max_tokens"),
     "topp": ("topp", "top_p"),
     "infer_seed": ("infer_seed", "seed"),
     "timeout": ("timeout", "response_timeout"),
 }
-"""Fields with several names, of which a request may use one."""
+"""Field → all of its names; a request may use one of them."""
 PROMPTS = ("text", "messages", "input_ids")
 FIELD_NAMES = {
     "external_id": "req_id",
@@ -101,13 +100,13 @@ DEFAULT_TIMEOUT = 300.0
 
 
 def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
-    """A request from its JSON.
+    """Convert the JSON object of a request.
 
     Args:
         unknown: collects unknown fields.
 
-    Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
-    together, and for unknown fields where requests are read strictly.
+    Raises ``PenstockError`` (``invalid``) for wrong types, values out of range, fields that exclude each other, and
+    unknown fields if ``unknown`` is strict.
     """
     request = convert(fields, Request, unknown)
     given = [name for name in PROMPTS if getattr(request, name) is not None]
@@ -118,18 +117,18 @@ def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     for names in FIELD_ALIASES.values():
         given = [name for name in names if getattr(request, name) is not None]
         if len(given) > 1:
-            raise invalid(given[1], f"is {given[0]} by another name; give one of them")
+            raise invalid(given[1], f"is another name of {given[0]}; give only one of them")
     return request
 
 
 def field_value(request: Request, name: str) -> Any:
-    """The value of a field, given by any of its names."""
+    """The value of a field under any of its names; None if it is absent."""
     values = [getattr(request, same) for same in FIELD_ALIASES.get(name, (name,))]
     return next((value for value in values if value is not None), None)
 
 
 def sampling_of(request: Request) -> SamplingParams:
-    """The sampling parameters, with PaddleNLP's defaults instead of the checkpoint's."""
+    """The sampling parameters, with PaddleNLP's defaults instead of the checkpoint's ``generation_config.json``."""
 
     def value_or(name: str, default: Any) -> Any:
         value = field_value(request, name)
@@ -150,7 +149,7 @@ def sampling_of(request: Request) -> SamplingParams:
 
 
 def field_names(fields: dict[str, Any]) -> dict[str, str]:
-    """Internal field name → the name that this request uses."""
+    """Internal field name → name that the request uses."""
     names = {}
     for ours, theirs in FIELD_NAMES.items():
         if ours not in fields:
@@ -163,7 +162,7 @@ def field_names(fields: dict[str, Any]) -> dict[str, str]:
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
-    """Stop token included."""
+    """Number of output tokens, including the stop token."""
     total_tokens: int
 
 
@@ -172,27 +171,27 @@ class StreamChunk(msgspec.Struct, kw_only=True):
 
     req_id: str
     token: str
-    """Text, of one token or several."""
+    """Text of one or several tokens."""
     token_ids: list[int]
-    """Without the stop token."""
+    """Token ids without the stop token."""
     send_idx: int
-    """Index of the piece, from 0."""
+    """Index of the chunk, from 0."""
     is_end: int
-    """1 in the last one."""
+    """1 in the last chunk, otherwise 0."""
     error_msg: str = ""
     error_code: int = 0
     usage: Usage | UnsetType = UNSET
-    """In the last piece, with ``return_usage``."""
+    """Set in the last chunk, with ``return_usage``."""
 
 
 class FullResponse(msgspec.Struct, kw_only=True):
-    """An answer that is not streamed."""
+    """A response that is not streamed."""
 
     req_id: str
     tokens_all: str
-    """The text."""
+    """Generated text."""
     result: str
-    """The text again: PaddleNLP's documentation has ``tokens_all``, its server sends ``result``."""
+    """The same text: PaddleNLP documents ``tokens_all``, but its server sends ``result``."""
     is_end: int = 1
     error_msg: str = ""
     error_code: int = 0
@@ -203,15 +202,15 @@ class ErrorResponse(msgspec.Struct, kw_only=True):
     req_id: str
     error_msg: str
     error_code: int
-    """The HTTP status that would fit; the response's own is 200."""
+    """HTTP status of the error; the actual status of the response is 200."""
 
 
 class PaddleNLPErrorFormat(ErrorFormat):
     """PaddleNLP's error format.
 
     Args:
-        req_id: the request's.
-        names: its fields, by the names under which the engine knows them.
+        req_id: request id of the client.
+        names: internal field name → name that the request uses.
     """
 
     dialect = "paddlenlp"
@@ -222,7 +221,7 @@ class PaddleNLPErrorFormat(ErrorFormat):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """The format for a request's JSON."""
+        """The error format for the JSON object of a request."""
         req_id = fields.get("req_id")
         return cls(req_id if isinstance(req_id, str) else "", field_names(fields))
 
@@ -238,5 +237,5 @@ class PaddleNLPErrorFormat(ErrorFormat):
     stream_error = error
 
     def status(self, failure: Failure) -> int:
-        """200, as in PaddleNLP: its clients read ``error_code``. Paths that are not served keep their status."""
+        """200, as in PaddleNLP: its clients read ``error_code``. Unknown paths and methods keep their status."""
         return STATUS[failure.code] if failure.code in (Code.NOT_FOUND, Code.NOT_ALLOWED) else 200

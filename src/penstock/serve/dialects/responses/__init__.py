@@ -1,4 +1,4 @@
-"""OpenAI's Responses: ``/v1/responses``. Responses and conversations are kept with ``storage_dir``."""
+"""OpenAI's Responses and Conversations APIs. Responses and conversations are stored if ``storage_dir`` is set."""
 
 from .routes import add_routes
 from .stored import Stores

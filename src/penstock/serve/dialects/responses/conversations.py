@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.serve.dialects.endpoints import DialectRoutes
+from penstock.serve.dialects.endpoints import DialectRoutes, tenant_of
 from penstock.serve.http.access import Access
 from penstock.serve.http.paging import page_document, page_query
 from penstock.serve.http.reply import Json
@@ -22,88 +22,84 @@ from .schema import ConversationRequest, ConversationUpdate, Item, ItemsRequest
 from .stored import Stores, conversation_items
 
 MAX_LISTED = 100
-"""Items of a page."""
+"""Maximum number of items in a page."""
 
 
 class ConversationRoutes:
     """The endpoints of conversations."""
 
-    def __init__(self, added: DialectRoutes, stores: Stores) -> None:
-        self._added = added
+    def __init__(self, api: DialectRoutes, stores: Stores) -> None:
+        self._api = api
         self._stores = stores
         self._store = stores.conversations
 
     async def create(self, raw_request: Request) -> Response:
-        request, size = await self._added.read(raw_request, ConversationRequest, media=True, optional=True)
+        request, size = await self._api.read(raw_request, ConversationRequest, media=True, optional=True)
         items = await self._items(raw_request, request.items or [], size)
-        return Json(await self._store.add(_tenant(raw_request), request.metadata or {}, items))
+        return Json(await self._store.add(tenant_of(raw_request), request.metadata or {}, items))
 
     async def retrieve(self, raw_request: Request) -> Response:
-        return Json(await self._store.get(_tenant(raw_request), _name(raw_request)))
+        return Json(await self._store.get(tenant_of(raw_request), _name(raw_request)))
 
     async def update(self, raw_request: Request) -> Response:
-        request, _ = await self._added.read(raw_request, ConversationUpdate, media=True, optional=True)
-        return Json(await self._store.update(_tenant(raw_request), _name(raw_request), request.metadata or {}))
+        request, _ = await self._api.read(raw_request, ConversationUpdate, media=True, optional=True)
+        return Json(await self._store.update(tenant_of(raw_request), _name(raw_request), request.metadata or {}))
 
     async def delete(self, raw_request: Request) -> Response:
         name = _name(raw_request)
-        await self._store.delete(_tenant(raw_request), name)
+        await self._store.delete(tenant_of(raw_request), name)
         return Json({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def list_items(self, raw_request: Request) -> Response:
         query = page_query(raw_request, MAX_LISTED)
-        return Json(page_document(await self._store.page(_tenant(raw_request), _name(raw_request), query)))
+        return Json(page_document(await self._store.page(tenant_of(raw_request), _name(raw_request), query)))
 
     async def create_items(self, raw_request: Request) -> Response:
-        request, size = await self._added.read(raw_request, ItemsRequest, media=True, optional=True)
+        request, size = await self._api.read(raw_request, ItemsRequest, media=True, optional=True)
         items = await self._items(raw_request, request.items, size)
-        await self._store.append(_tenant(raw_request), _name(raw_request), items)
+        await self._store.append(tenant_of(raw_request), _name(raw_request), items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
         return Json({"object": "list", "data": items, **ends, "has_more": False})
 
     async def retrieve_item(self, raw_request: Request) -> Response:
         item = raw_request.path_params["item"]
-        return Json(await self._store.item(_tenant(raw_request), _name(raw_request), item))
+        return Json(await self._store.item(tenant_of(raw_request), _name(raw_request), item))
 
     async def delete_item(self, raw_request: Request) -> Response:
         item = raw_request.path_params["item"]
-        return Json(await self._store.delete_item(_tenant(raw_request), _name(raw_request), item))
+        return Json(await self._store.delete_item(tenant_of(raw_request), _name(raw_request), item))
 
     async def _items(self, raw_request: Request, given: list[Item], size: int) -> list[dict[str, Any]]:
-        """Items to store of a body of ``size`` bytes. Raises ``PenstockError`` where no request could have
-        them."""
-        models, record = self._added.served_models, record_of(raw_request.scope)
+        """The items to store, from a body of ``size`` bytes. Raises ``PenstockError`` for items that are not valid in a
+        Responses request."""
+        models, record = self._api.served_models, record_of(raw_request.scope)
         resolved, _ = await resolve_references(
             given, self._stores, record.tenant, "items", size, models.max_body_size, partial(models.reserve, record)
         )
 
-        def kept() -> list[dict[str, Any]]:
+        def prepare() -> list[dict[str, Any]]:
             check_items(resolved)
             documents: list[dict[str, Any]] = msgspec.to_builtins(resolved)
             return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
 
-        return await asyncio.to_thread(kept)  # many items would hold up others
+        return await asyncio.to_thread(prepare)  # slow for many items
 
 
-def add_routes(added: DialectRoutes, stores: Stores) -> None:
-    """Add the routes of OpenAI's conversations."""
-    endpoints, add = ConversationRoutes(added, stores), partial(added.add, access=Access.PRIVATE)
+def add_routes(api: DialectRoutes, stores: Stores) -> None:
+    """Add the routes of OpenAI's Conversations API."""
+    endpoints, add = ConversationRoutes(api, stores), partial(api.add, access=Access.PRIVATE)
     post = partial(add, method="POST")
-    whole, items = "/v1/conversations/{name}", "/v1/conversations/{name}/items"
-    post("/v1/conversations", endpoints.create, "Begin a conversation", request=ConversationRequest)
-    add(whole, endpoints.retrieve, "A conversation")
-    post(whole, endpoints.update, "Replace the metadata of a conversation", request=ConversationUpdate)
-    add(whole, endpoints.delete, "Delete a conversation", method="DELETE")
-    add(items, endpoints.list_items, "The items of a conversation")
+    path, items = "/v1/conversations/{name}", "/v1/conversations/{name}/items"
+    post("/v1/conversations", endpoints.create, "Create a conversation", request=ConversationRequest)
+    add(path, endpoints.retrieve, "Retrieve a conversation")
+    post(path, endpoints.update, "Replace the metadata of a conversation", request=ConversationUpdate)
+    add(path, endpoints.delete, "Delete a conversation", method="DELETE")
+    add(items, endpoints.list_items, "List the items of a conversation")
     post(items, endpoints.create_items, "Add items to a conversation", request=ItemsRequest)
-    add(f"{items}/{{item}}", endpoints.retrieve_item, "An item of a conversation")
+    add(f"{items}/{{item}}", endpoints.retrieve_item, "Retrieve an item of a conversation")
     add(f"{items}/{{item}}", endpoints.delete_item, "Delete an item of a conversation", method="DELETE")
 
 
 def _name(raw_request: Request) -> str:
     name: str = raw_request.path_params["name"]
     return name
-
-
-def _tenant(raw_request: Request) -> str:
-    return record_of(raw_request.scope).tenant

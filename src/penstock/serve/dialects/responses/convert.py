@@ -37,29 +37,34 @@ from .schema import (
 T = TypeVar("T", bound=CountTokensRequest)
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Content parts that hold text, each with the field that has it."""
+"""Type of a text part → its field with the text."""
 CHAT_FIELDS = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
-"""Fields that have the same name in chats."""
-LEFT_OUT = ("web_search", "web_search_preview")
-"""Tools of OpenAI's servers that agents name in every request, whatever the server: beside others they are left out."""
+"""Fields with the same name in chat requests."""
+BUILT_IN_TOOLS = ("web_search", "web_search_preview")
+"""OpenAI's built-in tools that agents list in every request, whatever the server. Dropped if there are other tools."""
 
 
 def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool) -> T:
-    """Parse a request; ``stores``: whether responses are stored. Raises ``PenstockError``: ``unsupported`` or
-    ``invalid``."""
+    """Convert the JSON object of a request.
+
+    Args:
+        stores: the server stores responses.
+
+    Raises ``PenstockError``: ``unsupported`` or ``invalid``.
+    """
     if not stores:
         check_supported(fields, STORED_FIELDS)
     request = convert(fields, schema, unknown)
-    if request.tools and any(tool.type not in LEFT_OUT for tool in request.tools):
+    if request.tools and any(tool.type not in BUILT_IN_TOOLS for tool in request.tools):
         for i, tool in enumerate(request.tools):
-            if tool.type in LEFT_OUT:
+            if tool.type in BUILT_IN_TOOLS:
                 unknown.ignore(f"tools[{i}].", tool.type, ("function", "namespace"), "tools[].")
-        request.tools = [tool for tool in request.tools if tool.type not in LEFT_OUT]
+        request.tools = [tool for tool in request.tools if tool.type not in BUILT_IN_TOOLS]
     return request
 
 
 def num_characters(request: CountTokensRequest) -> int:
-    """Characters of a request's input, images left out."""
+    """Number of characters of the messages in a request's input, without images."""
     if not isinstance(request.input, list):
         return len(request.input or "")
     contents = [item.content for item in request.input]
@@ -71,12 +76,12 @@ def num_characters(request: CountTokensRequest) -> int:
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """The name by which the model knows a function."""
+    """The name of a function that the model sees."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def namespaces(tools: list[Tool] | None) -> dict[str, tuple[str, str]]:
-    """Namespace and name of each function in a namespace, by the name that the model knows."""
+    """Name that the model sees → namespace and name, for all functions in namespaces."""
     return {
         qualified(tool.name, function.name): (tool.name, function.name)
         for tool in tools or []
@@ -87,13 +92,13 @@ def namespaces(tools: list[Tool] | None) -> dict[str, tuple[str, str]]:
 
 
 def to_chat_request(request: CountTokensRequest, variables: Collection[str], images: bool = False) -> ChatRequest:
-    """The chat request for a Responses request.
+    """Convert a Responses request to a chat request.
 
     Args:
-        variables: names that the model's chat template reads.
-        images: whether messages and outputs of functions may have images.
+        variables: variables that the model's chat template reads.
+        images: allow images in messages and function call outputs.
 
-    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text, or an image.
+    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content other than text and images.
     """
     messages: list[dict[str, Any]] = []
     if request.instructions:
@@ -110,8 +115,8 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         result["tool_choice"] = named_tool(request.tool_choice.name)
     else:
         result["tool_choice"] = request.tool_choice
-    called = result["tool_choice"] not in (None, "auto", "none")  # a forced call has no text to constrain
-    if request.text and request.text.format and not called:
+    forced_call = result["tool_choice"] not in (None, "auto", "none")  # has no text to constrain
+    if request.text and request.text.format and not forced_call:
         result["response_format"] = _format(request.text.format)
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning and (effort := request.reasoning.effort):
@@ -124,7 +129,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
 
 
 def check_items(items: list[Item]) -> None:
-    """Check items that are to be kept for later requests. Raises as ``to_chat_request``."""
+    """Validate items for storage. Raises as ``to_chat_request`` does."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         _add(messages, item, f"items[{i}]", images=True)
@@ -140,7 +145,7 @@ def _messages(items: str | list[Item], images: bool) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) -> None:
-    """Append an item as a message, or to the assistant's message before it."""
+    """Append an item as a message, or merge it into the preceding assistant message."""
     if item.type == "message":
         if item.role not in ROLES:
             raise invalid(f"{path}.role", f"{item.role!r:.50} is not one of {', '.join(ROLES)}")
@@ -151,12 +156,12 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
     elif item.type == "reasoning":
         parts = item.content if isinstance(item.content, list) else []
         thought = "".join(part.text or "" for part in parts)
-        if thought and _open(messages) and messages[-1].get("tool_calls"):
+        if thought and _ends_with_assistant(messages) and messages[-1].get("tool_calls"):
             messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
         elif thought:
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     elif item.type == "function_call":
-        if not _open(messages):
+        if not _ends_with_assistant(messages):
             messages.append({"role": "assistant", "content": ""})
         name, arguments = require(item.name, f"{path}.name"), require(item.arguments, f"{path}.arguments")
         call = function_call(require(item.call_id, f"{path}.call_id"), qualified(item.namespace, name), arguments)
@@ -169,9 +174,9 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
 
 
 def _add_answer(messages: list[dict[str, Any]], text: str) -> None:
-    """Append the assistant's text. Text after reasoning or a call belongs to their message: results of the calls
-    follow it."""
-    last = messages[-1] if _open(messages) else None
+    """Append assistant text. Text after reasoning or a tool call is merged into their message, so that tool results
+    follow that message directly."""
+    last = messages[-1] if _ends_with_assistant(messages) else None
     if last and not last["content"]:
         last["content"] = text
     elif last and last.get("tool_calls"):
@@ -180,8 +185,7 @@ def _add_answer(messages: list[dict[str, Any]], text: str) -> None:
         messages.append({"role": "assistant", "content": text})
 
 
-def _open(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last message is the assistant's, so that further items may belong to it."""
+def _ends_with_assistant(messages: list[dict[str, Any]]) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant"
 
 
@@ -202,18 +206,18 @@ def _image(part: Part, path: str) -> dict[str, Any] | None:
         return None
     if part.file_id is not None:
         raise PenstockError(
-            Code.UNSUPPORTED, f"{path}.file_id: no files are kept here; send image_url", f"{path}.file_id"
+            Code.UNSUPPORTED, f"{path}.file_id: the server stores no images; send image_url", f"{path}.file_id"
         )
     return {"type": "image_url", "image_url": {"url": require(part.image_url, f"{path}.image_url")}}
 
 
 def _functions(tool: Tool, path: str, namespace: str | None = None) -> list[dict[str, Any]]:
-    """A chat's tools: one, or those of a namespace."""
+    """Convert a tool to the tools of a chat request: one, or all functions of a namespace."""
     if tool.type == "namespace" and namespace is None:
         name, functions = require(tool.name, f"{path}.name"), require(tool.tools, f"{path}.tools")
         return [one for i, each in enumerate(functions) for one in _functions(each, f"{path}.tools[{i}]", name)]
     if tool.type != "function":
-        message = f"{path}.type: {tool.type[:50]} is not supported, only function is"
+        message = f"{path}.type: {tool.type[:50]} is not supported; use function"
         raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")
     name = qualified(namespace, require(tool.name, f"{path}.name"))
     return [function_tool(name, tool.description, tool.parameters, tool.strict)]

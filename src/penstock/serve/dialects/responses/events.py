@@ -1,4 +1,4 @@
-"""The items of a response, and the events of a streamed one."""
+"""The output items of a response, and the events of a streamed response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Item = dict[str, Any]
 
 
 class Events:
-    """Numbered server-sent events."""
+    """Encodes server-sent events with consecutive sequence numbers."""
 
     def __init__(self) -> None:
         self._number = -1
@@ -30,19 +30,19 @@ class OutputItemStream:
     Args:
         name: id of the response, from which the ids of its items are derived.
         event: encodes an event from its type and fields.
-        namespaces: namespace and name of the functions that are in one, by the name that the model calls.
+        namespaces: name that the model calls → namespace and name of the function, for functions in namespaces.
     """
 
     def __init__(
         self, name: str, event: Callable[..., bytes], namespaces: Mapping[str, tuple[str, str]] | None = None
     ) -> None:
         self.items: list[Item] = []
-        """Items that have begun."""
+        """Output items; the last one may be in progress."""
         self._name = name
         self._event = event
         self._namespaces = namespaces or {}
         self._open = False
-        """Whether the last item is in progress."""
+        """True if the last item is in progress."""
 
     def add(self, delta: Delta) -> bytes:
         """Add a delta to the items; returns its events."""
@@ -87,7 +87,7 @@ class OutputItemStream:
         return events + self._item_event("response.output_text.delta", content_index=0, delta=part.text, logprobs=[])
 
     def _ensure_open(self, kind: str) -> bytes:
-        """Begin an item of this kind, unless it goes on."""
+        """Begin an item of this type, unless the item in progress has it."""
         if self._open and self.items[-1]["type"] == kind:
             return b""
         if kind == "reasoning":

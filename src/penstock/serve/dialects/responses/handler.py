@@ -1,4 +1,4 @@
-"""One request of the Responses API, from its input to a response."""
+"""Handler of one request of the Responses API."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ ECHOED_FIELDS = (
 
 
 class ResponseHandler(ChatGeneration):
-    """One request.
+    """Handles one request.
 
     Args:
-        keep: keeps what is to be kept of the finished response, and returns whether the response itself is stored; None
-            where nothing is.
-        stores: whether the response itself is to be stored.
+        save: stores the finished response (a ``ResponseSaver``); returns True if the response itself is stored.
+        stores: the response itself will be stored.
     """
 
     def __init__(
@@ -45,37 +44,37 @@ class ResponseHandler(ChatGeneration):
         request: ResponsesRequest,
         size: int,
         events: Events,
-        keep: Callable[[Document], Awaitable[bool]] | None = None,
+        save: Callable[[Document], Awaitable[bool]] | None = None,
         stores: bool = False,
     ) -> None:
         chat = to_chat_request(request, service.template_variables, service.sees_images)
-        super().__init__(service, record, chat, size, keeps_body=keep is not None)
+        super().__init__(service, record, chat, size, keeps_body=save is not None)
         self._events = events
-        self._given = msgspec.structs.replace(request, input="")
-        self._name = record.request_id if keep is None else uuid4().hex  # a client may send an id twice
+        self._request = msgspec.structs.replace(request, input="")
+        self._name = record.request_id if save is None else uuid4().hex  # a client may send an id twice
         self._created = int(time.time())
-        self._keep = keep
+        self._save = save
         self._stores = stores
         self._items = OutputItemStream(self._name, events.event, namespaces(request.tools))
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
-        return encode(await self._kept(self._finished_response(outputs[0])))
+        return encode(await self._store(self._finished_response(outputs[0])))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
-        completion, event, begun = output.outputs[0], self._events.event, b""
+        completion, event, events = output.outputs[0], self._events.event, b""
         if completion.index not in self.cursors:
             empty = self._response([], "in_progress")
-            begun = event("response.created", response=empty) + event("response.in_progress", response=empty)
-        events = begun + self._items.add(self.delta(completion))
+            events = event("response.created", response=empty) + event("response.in_progress", response=empty)
+        events += self._items.add(self.delta(completion))
         if not completion.finished:
             return events
         status = self._status(output)
         events += self._items.end(status)
-        document = await self._kept(self._response(self._items.items, status, output))
+        document = await self._store(self._response(self._items.items, status, output))
         return events + event(f"response.{status}", response=document)
 
     async def computed(self) -> Document:
-        """The finished response. Raises ``PenstockError`` where the request fails."""
+        """Compute the finished response. Raises ``PenstockError`` if the request fails."""
         (output,) = await self.finished()
         return self._finished_response(output)
 
@@ -93,19 +92,19 @@ class ResponseHandler(ChatGeneration):
         """The response of a request that has failed."""
         return self._response([], "failed") | {"error": {"code": "server_error", "message": failure.message}}
 
-    async def _kept(self, document: Document) -> Document:
-        """The finished response, which is stored if it is to be."""
-        if self._keep:
-            document["store"] = await self._keep(document)
+    async def _store(self, document: Document) -> Document:
+        """Store the finished response if requested; returns it with ``store`` set."""
+        if self._save:
+            document["store"] = await self._save(document)
         return document
 
     def _status(self, output: RequestOutput) -> str:
         return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
     def _response(self, items: list[Document], status: str, output: RequestOutput | None = None) -> Document:
-        """The response object; ``output`` is the final output, None before it."""
-        request = self._given
-        given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
+        """The response object; ``output`` is the final output, None until then."""
+        request = self._request
+        echoed = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
         return {
             "id": f"resp_{self._name}",
             "object": "response",
@@ -117,11 +116,11 @@ class ResponseHandler(ChatGeneration):
             "model": self.model,
             "output": items,
             "usage": usage_of(output) if output else None,
-            **given,
+            **echoed,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "tool_choice": given["tool_choice"] or "auto",
-            "tools": given["tools"] or [],
-            "text": given["text"] or {"format": {"type": "text"}},
+            "tool_choice": echoed["tool_choice"] or "auto",
+            "tools": echoed["tools"] or [],
+            "text": echoed["text"] or {"format": {"type": "text"}},
             "store": self._stores,
             "conversation": {"id": conversation} if (conversation := conversation_of(request)) else None,
             "truncation": "disabled",

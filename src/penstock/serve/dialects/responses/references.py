@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .stored import Stores
 
 MAX_REFERENCES = 1000
-"""Item references in one request."""
+"""Maximum number of item references in a request."""
 REASONING = "rs_"
 """Prefix of the ids of reasoning items."""
 
@@ -31,34 +31,36 @@ async def resolve_references(
     max_size: int,
     reserve: Callable[[int], Awaitable[None]],
 ) -> tuple[list[Item], int]:
-    """Replace item references by the stored items, each at its first reference; returns the size of the request then,
-    too.
+    """Replace item references with the stored items. Repeated references to an item are dropped.
 
-    A reference to a reasoning item that is not stored is left out: clients send it in every request that follows, and
-    the conversation can go on without it.
+    References to reasoning items that are not stored are dropped, too: clients repeat them in all following requests,
+    and the conversation can continue without them.
 
     Args:
-        stores: where responses and conversations are kept; None where they are not.
-        field: of the items in the request, for errors.
-        size: bytes of the request.
-        max_size: bytes of the largest request, stored items included.
-        reserve: waits until there is memory for so many bytes; called before the items are loaded.
+        stores: storage of responses and conversations; None: nothing is stored.
+        field: name of the request's field with the items, for errors.
+        size: size of the request, bytes.
+        max_size: maximum size of a request with its stored items, bytes.
+        reserve: waits until memory for a number of bytes is free; called before the items are loaded.
 
-    Raises ``PenstockError``: ``not_found`` for an item that the owner does not have, ``unsupported`` where nothing is
-    stored, ``invalid`` for too many references and for one without an id, ``too_large`` where the request has more than
-    ``max_size`` bytes with the stored items; as ``reserve``.
+    Returns:
+        The items, and the size of the request with the stored items.
+
+    Raises ``PenstockError``: ``not_found`` for an item that the owner does not have, ``unsupported`` if nothing is
+    stored, ``invalid`` for too many references or one without an id, ``too_large`` if the request with the stored items
+    exceeds ``max_size``; and as ``reserve`` does.
     """
     names: dict[str, str] = {}
-    """Id → path of the first reference to it."""
+    """Id → path of its first reference."""
     for i, item in enumerate(items):
         if _is_reference(item):
             if not item.id:
-                raise invalid(f"{field}[{i}].id", "is missing: an item_reference names an item by its id")
+                raise invalid(f"{field}[{i}].id", "is missing; an item_reference must have the id of an item")
             names.setdefault(item.id, f"{field}[{i}]")
     if not names:
         return items, size
     if len(names) > MAX_REFERENCES:
-        raise invalid(field, f"has {len(names)} item references, at most {MAX_REFERENCES} are resolved", MAX_REFERENCES)
+        raise invalid(field, f"has {len(names)} item references; the maximum is {MAX_REFERENCES}", MAX_REFERENCES)
     found: dict[str, Any] = {}
     if stores:
         expected = await stores.responses.items_size(owner, list(names))
@@ -72,24 +74,23 @@ async def resolve_references(
     for name, path in names.items():
         if name not in found and not name.startswith(REASONING):
             _refuse(name, path, stores is not None)
-    known = await asyncio.to_thread(msgspec.convert, found, dict[str, Item])  # large items would hold up others
+    known = await asyncio.to_thread(msgspec.convert, found, dict[str, Item])  # slow for large items
     resolved = [known.pop(item.id or "", None) if _is_reference(item) else item for item in items]
     return [item for item in resolved if item is not None], size
 
 
 def _is_reference(item: Item) -> bool:
-    """Whether an item is a reference; the type may be left out."""
+    """True for a reference, whose type may be omitted."""
     by_id = item.type == "message" and item.id is not None and item.role is None and item.content is None
     return item.type == "item_reference" or by_id
 
 
 def _refuse(name: str, path: str, stored: bool) -> NoReturn:
     if stored:
-        message = f"there is no item {name[:160]!r}; send the item itself (items of responses with store: false, and "
-        raise PenstockError(Code.NOT_FOUND, f"{path}: {message}expired ones, are not kept)", path)
-    message = f"the item {name[:160]!r} cannot be looked up, as nothing is stored here; send the item itself "
-    raise PenstockError(
-        Code.UNSUPPORTED,
-        f"{path}: {message}(AI SDK does with store: false), or start the server with --storage-dir",
-        path,
+        message = f"item {name[:160]!r} is not stored (expired, or from a response with store: false); send it instead"
+        raise PenstockError(Code.NOT_FOUND, f"{path}: {message}", path)
+    message = (
+        f"{path}: the server stores no items; send item {name[:160]!r} itself "
+        "(the AI SDK does with store: false), or start the server with --storage-dir"
     )
+    raise PenstockError(Code.UNSUPPORTED, message, path)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.core import Failure
 from penstock.core.errors import invalid
 from penstock.serve.chat.prompt import ChatPrompt
-from penstock.serve.dialects.endpoints import DialectRoutes
+from penstock.serve.dialects.endpoints import DialectRoutes, tenant_of
 from penstock.serve.dialects.openai.schema import ErrorResponse, error_of
 from penstock.serve.http.access import Access
 from penstock.serve.http.body import read_object
@@ -38,9 +38,9 @@ from .schema import (
     ResponsesRequest,
     conversation_of,
 )
-from .stored import Background, Keeper, Stores, input_items, with_conversation
+from .stored import Background, ResponseSaver, Stores, input_items, with_conversation
 
-if TYPE_CHECKING:  # what it imports may not be installed
+if TYPE_CHECKING:  # its imports are optional dependencies
     from penstock.serve.storage.responses import ResponseStore
 
 T = TypeVar("T", bound=CountTokensRequest)
@@ -54,17 +54,17 @@ FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-"""Field names of chats → those of responses, for errors."""
+"""Field name of chat requests → of Responses requests, for errors."""
 MAX_LISTED = 100
-"""Items of a page of a response's input."""
+"""Maximum number of items in a page of a response's input."""
 
 
 class ResponsesErrorFormat(ErrorFormat):
-    """OpenAI's error format, with field names of responses.
+    """OpenAI's error format, with the field names of Responses requests.
 
     Args:
-        names: field names of chats → those of responses.
-        events: the stream's event counter, which an error continues.
+        names: field name of chat requests → of Responses requests.
+        events: numbers the events of the stream; an error gets the next number.
     """
 
     dialect = "responses"
@@ -82,14 +82,14 @@ class ResponsesErrorFormat(ErrorFormat):
 
 
 ERROR_FORMAT = ResponsesErrorFormat({}, Events())
-"""Until a request has been read."""
+"""Error format until the request has been read."""
 
 
 class ResponsesRoutes:
-    """The endpoints that compute.
+    """The endpoints that create responses and count tokens.
 
     Args:
-        stores: where responses and conversations are kept; None where they are not.
+        stores: storage of responses and conversations; None: nothing is stored.
     """
 
     def __init__(self, served_models: ServedModels, stores: Stores | None) -> None:
@@ -101,31 +101,31 @@ class ResponsesRoutes:
         record, events, stores = record_of(raw_request.scope), Events(), self._stores
         error_format = ResponsesErrorFormat(FIELD_NAMES, events)
         request, service, size = await self._read(raw_request, ResponsesRequest, error_format)
-        keeper = await self._served_models.parse(record, size, lambda: (0, self._keeper(record, request)))
-        stored = keeper is not None and keeper.stores_response
-        if stores and stored and (request.store or request.background):  # others have the answer anyway
+        saver = await self._served_models.parse(record, size, lambda: (0, self._saver(record, request)))
+        stored = saver is not None and saver.stores_response
+        if stores and stored and (request.store or request.background):  # others are sent even if they cannot be stored
             await stores.responses.check_room(record.tenant)
-        whole, size = await self._with_conversation(request, size, record)
+        full_request, size = await self._with_conversation(request, size, record)
 
         def handle() -> tuple[int, ResponseHandler]:
-            return 0, ResponseHandler(service, record, whole, size, events, keeper, stored)
+            return 0, ResponseHandler(service, record, full_request, size, events, saver, stored)
 
         handler = await self._served_models.parse(record, size, handle)
         if not request.background:
             return Reply.of(service, handler, error_format, request.stream)
         if request.stream:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
-        if keeper is None or not stored:
-            raise invalid("background", "needs a response that is stored; leave store out")
-        return Json(await self.background.start(service, handler, keeper))
+        if saver is None or not stored:
+            raise invalid("background", "requires a stored response; leave store out, or set it to true")
+        return Json(await self.background.start(service, handler, saver))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
         record = record_of(raw_request.scope)
         request, service, size = await self._read(raw_request, CountTokensRequest)
-        whole, size = await self._with_conversation(request, size, record)
+        full_request, size = await self._with_conversation(request, size, record)
 
         def prompt_of() -> tuple[int, ChatPrompt]:
-            chat = to_chat_request(whole, service.template_variables, service.sees_images)
+            chat = to_chat_request(full_request, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
             return 0, ChatPrompt(service, chat, size, record)
 
@@ -135,10 +135,13 @@ class ResponsesRoutes:
     async def _read(
         self, raw_request: Request, schema: type[T], error_format: ErrorFormat | None = None
     ) -> tuple[T, ServedModel, int]:
-        """A request with the items that its input refers to, its model, and about how many characters it has.
+        """Read a request and resolve the item references in its input.
 
         Args:
-            error_format: that of the request once its body has been converted.
+            error_format: error format of the request after its body has been converted.
+
+        Returns:
+            The request, its model, and its approximate number of characters.
         """
         record = record_of(raw_request.scope)
 
@@ -160,7 +163,7 @@ class ResponsesRoutes:
         return msgspec.structs.replace(request, input=items), service, size
 
     async def _with_conversation(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
-        """The request with the items of its conversation, and about how many characters it has then."""
+        """Add the items of the conversation to a request; also returns the new approximate number of characters."""
         if self._stores is None:
             return request, size
         models = self._served_models
@@ -168,13 +171,13 @@ class ResponsesRoutes:
             request, size, self._stores, record.tenant, models.max_body_size, partial(models.reserve, record)
         )
 
-    def _keeper(self, record: RequestRecord, request: ResponsesRequest) -> Keeper | None:
-        """Keeps the response of a request, or adds it to a conversation; None where neither is asked for."""
+    def _saver(self, record: RequestRecord, request: ResponsesRequest) -> ResponseSaver | None:
+        """The ``ResponseSaver`` of a request; None if neither its response is stored nor it has a conversation."""
         conversation, stores_response = conversation_of(request), request.store is not False
         if self._stores is None or not (stores_response or conversation):
             return None
         items = input_items(request)
-        return Keeper(self._stores, record.tenant, items, stores_response, conversation)
+        return ResponseSaver(self._stores, record.tenant, items, stores_response, conversation)
 
 
 class StoredRoutes:
@@ -186,25 +189,25 @@ class StoredRoutes:
 
     async def retrieve(self, raw_request: Request) -> Response:
         if raw_request.query_params.get("stream") == "true":
-            raise invalid("stream", "a stored response is returned whole; leave it out")
-        stored = await self._store.get(_tenant(raw_request), raw_request.path_params["name"])
+            raise invalid("stream", "stored responses cannot be streamed; leave it out")
+        stored = await self._store.get(tenant_of(raw_request), raw_request.path_params["name"])
         return Json(stored)
 
     async def delete(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
-        await self._store.delete(_tenant(raw_request), name)
+        await self._store.delete(tenant_of(raw_request), name)
         self._background.cancel(name)
         return Json({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
-        stored = await self._store.cancel(_tenant(raw_request), name)
+        stored = await self._store.cancel(tenant_of(raw_request), name)
         self._background.cancel(name)
         return Json(stored)
 
     async def list_input(self, raw_request: Request) -> Response:
         query = page_query(raw_request, MAX_LISTED)
-        found = await self._store.input_page(_tenant(raw_request), raw_request.path_params["name"], query)
+        found = await self._store.input_page(tenant_of(raw_request), raw_request.path_params["name"], query)
         return Json(page_document(found))
 
 
@@ -212,25 +215,21 @@ def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | Non
     """Add the routes of OpenAI's Responses and Conversations APIs.
 
     Args:
-        stores: where responses and conversations are kept; None where they are not.
+        stores: storage of responses and conversations; None: nothing is stored.
     """
     routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
     failure = reference(ErrorResponse)
-    added = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=SCHEMA_PREFIX, failure=failure)
+    api = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=SCHEMA_PREFIX, failure=failure)
     endpoints = ResponsesRoutes(served_models, stores)
     access, path = Access.PRIVATE if stores else Access.INFERENCE, "/v1/responses"
-    added.post(path, endpoints.create, "Create a response", ResponsesRequest, access=access, streamed=True)
-    count = "Count a response's input tokens"
-    added.post(f"{path}/input_tokens", endpoints.count_input_tokens, count, CountTokensRequest, access=access)
+    api.post(path, endpoints.create, "Create a response", ResponsesRequest, access=access, streamed=True)
+    summary = "Count the input tokens of a response"
+    api.post(f"{path}/input_tokens", endpoints.count_input_tokens, summary, CountTokensRequest, access=access)
     if stores is None:
         return
-    conversations.add_routes(added, stores)
-    stored, add = StoredRoutes(stores.responses, endpoints.background), partial(added.add, access=Access.PRIVATE)
-    add("/v1/responses/{name}", stored.retrieve, "A stored response")
+    conversations.add_routes(api, stores)
+    stored, add = StoredRoutes(stores.responses, endpoints.background), partial(api.add, access=Access.PRIVATE)
+    add("/v1/responses/{name}", stored.retrieve, "Retrieve a stored response")
     add("/v1/responses/{name}", stored.delete, "Delete a stored response", method="DELETE")
     add("/v1/responses/{name}/cancel", stored.cancel, "Cancel a background response", method="POST")
-    add("/v1/responses/{name}/input_items", stored.list_input, "The input of a stored response")
-
-
-def _tenant(raw_request: Request) -> str:
-    return record_of(raw_request.scope).tenant
+    add("/v1/responses/{name}/input_items", stored.list_input, "List the input items of a stored response")

@@ -12,25 +12,25 @@ from penstock.serve.http.body import Reading, RequestBody, Unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 STATELESS = "the server keeps no state between requests: send the conversation as input, or start it with --storage-dir"
-KEEPS_NOTHING = "nothing is kept here; send false, or start the server with --storage-dir"
+NO_STORAGE = "the server stores no responses: send false, or start it with --storage-dir"
 STORED_FIELDS = {
     "previous_response_id": Unsupported(STATELESS),
     "conversation": Unsupported(STATELESS),
-    "store": Unsupported(KEEPS_NOTHING, (False,)),
-    "background": Unsupported(KEEPS_NOTHING, (False,)),
+    "store": Unsupported(NO_STORAGE, (False,)),
+    "background": Unsupported(NO_STORAGE, (False,)),
 }
-"""Fields that are refused where nothing is stored."""
+"""Fields that are refused if nothing is stored."""
 UNSUPPORTED = {
-    "prompt": Unsupported("no prompts are kept here: send instructions and input"),
-    "truncation": Unsupported("no input is cut; send disabled, and less input", ("disabled",)),
-    "context_management": Unsupported("no input is made shorter; send less of it"),
-    "moderation": Unsupported("nothing is moderated here"),
-    "top_logprobs": Unsupported("is not supported yet; /v1/chat/completions has it", (0,)),
+    "prompt": Unsupported("the server stores no prompts: send instructions and input"),
+    "truncation": Unsupported("the server does not truncate input: send disabled, and less input", ("disabled",)),
+    "context_management": Unsupported("the server does not compact input: send less input"),
+    "moderation": Unsupported("the server does not moderate content"),
+    "top_logprobs": Unsupported("is not supported yet; use /v1/chat/completions", (0,)),
 }
 
 
 class Part(msgspec.Struct, omit_defaults=True):
-    """A part of an item's content."""
+    """A content part of an item."""
 
     type: str
     text: str | None = None
@@ -40,11 +40,11 @@ class Part(msgspec.Struct, omit_defaults=True):
     detail: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    """Of answers that clients send back; no effect, as the one above."""
+    """Ignored, like ``annotations``: clients send them back with earlier outputs."""
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """A message, a function call, its output, or reasoning."""
+    """A message, a function call, a function call output, or reasoning."""
 
     type: str = "message"
     role: str | None = None
@@ -59,7 +59,7 @@ class Item(msgspec.Struct, kw_only=True):
     status: str | None = None
     summary: list[Any] | None = None
     encrypted_content: str | None = None
-    """Of the output of responses that clients send back; no effect, as the three above."""
+    """Ignored, like the three fields above: clients send them back with earlier outputs."""
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -93,9 +93,9 @@ class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """No effect: the reasoning itself is returned."""
+    """Ignored: the full reasoning is returned."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """Its older name."""
+    """Older name of ``summary``."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -107,13 +107,13 @@ class ConversationReference(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 
 
 class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """The fields that determine the prompt. A field that is null is taken as absent."""
+    """The fields that determine the prompt. Null fields are dropped."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     model: str | None = None
-    """Absent or "default": the one that is served."""
+    """Absent or "default": the served model."""
     instructions: str | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
@@ -122,12 +122,12 @@ class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's addition."""
+    """Variables for the chat template (vLLM)."""
 
     previous_response_id: Annotated[str, msgspec.Meta(max_length=160)] | None = None
-    """A stored response, whose conversation ``input`` continues."""
+    """Id of a stored response whose conversation ``input`` continues."""
     conversation: str | ConversationReference | None = None
-    """A conversation, whose items come before ``input``, and to which the request's items and the answer are added."""
+    """Id of a conversation. Its items are put before ``input``; the request's items and the output are added to it."""
 
 
 def conversation_of(request: CountTokensRequest) -> str | None:
@@ -144,16 +144,16 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
 
     store: bool | None = None
-    """Whether the server keeps the response; by default it does where it can (``storage_dir``)."""
+    """Store the response. Default: true if the server can (``storage_dir``)."""
     background: bool | None = None
-    """Answer at once, and compute the response meanwhile; it has to be stored."""
+    """Return at once and compute the response in the background; requires ``store``."""
     prompt: None = None
     context_management: None = None
     moderation: None = None
     top_logprobs: int | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: Count | None = None
-    """Limit of calls of built-in tools; ignored, as there are none."""
+    """Limit of calls of built-in tools; ignored, as there are no built-in tools."""
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -168,11 +168,11 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """vLLM's additions."""
+    """``top_k`` to ``priority`` are vLLM's additions."""
 
 
 MAX_ADDED = 20
-"""Items that may be added to a conversation at a time."""
+"""Maximum number of items added to a conversation by one request."""
 
 
 class ConversationRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Stored responses: their conversations, and those that are computed in the background."""
+"""Storing responses and conversations, and computing responses in the background."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from penstock.serve.http.unexpected import unexpected
 from .handler import Document, ResponseHandler
 from .schema import CountTokensRequest, Item, conversation_of
 
-if TYPE_CHECKING:  # what it imports may not be installed
+if TYPE_CHECKING:  # their imports are optional dependencies
     from penstock.serve.storage.conversations import ConversationStore
     from penstock.serve.storage.responses import ResponseStore
 
 BEAT_INTERVAL = 2.0
-"""Seconds between two signs of life of a background response."""
+"""Seconds between heartbeats of a background response."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=CountTokensRequest)
 
-
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""Of ids, by type."""
+"""Item type → prefix of item ids."""
 
 
 class Stores(NamedTuple):
-    """Where responses and conversations are kept."""
+    """Storage of responses and conversations."""
 
     responses: ResponseStore
     conversations: ConversationStore
 
 
 def input_items(request: CountTokensRequest) -> list[Document]:
-    """The items of a request's own input, without ids."""
+    """The items of a request's ``input``, without ids."""
     given = request.input
     if isinstance(given, str):
         parts = [{"type": "input_text", "text": given}]
@@ -53,20 +52,22 @@ def input_items(request: CountTokensRequest) -> list[Document]:
 async def with_conversation(
     request: T, size: int, stores: Stores, owner: str, max_size: int, reserve: Callable[[int], Awaitable[None]]
 ) -> tuple[T, int]:
-    """The request with the items of its ``conversation``, or of ``previous_response_id``, before its input, and about
-    how many characters it has then.
+    """Put the items of ``conversation`` or ``previous_response_id`` before a request's input.
 
     Args:
-        size: about how many characters the request has.
-        max_size: bytes of the largest request, stored items included.
-        reserve: waits until there is memory for so many bytes; called before the items are loaded.
+        size: approximate number of characters of the request.
+        max_size: maximum size of a request with its stored items, bytes.
+        reserve: waits until memory for a number of bytes is free; called before the items are loaded.
 
-    Raises as ``ResponseStore.conversation``, ``ConversationStore.items`` and ``reserve``, and ``invalid`` where it has
-    both.
+    Returns:
+        The request, and its new approximate number of characters.
+
+    Raises ``PenstockError`` as ``ResponseStore.conversation``, ``ConversationStore.items`` and ``reserve`` do;
+    ``invalid`` if the request has both fields.
     """
     if conversation := conversation_of(request):
         if request.previous_response_id is not None:
-            raise invalid("previous_response_id", "cannot be combined with conversation, which has all items")
+            raise invalid("previous_response_id", "cannot be combined with conversation")
         await reserve(stored := await stores.conversations.items_size(owner, conversation, size, max_size))
         before = await stores.conversations.items(owner, conversation, size, max_size)
     elif request.previous_response_id is not None:
@@ -80,16 +81,16 @@ async def with_conversation(
         items = [*before, *input_items(request)]
         return msgspec.structs.replace(request, input=msgspec.convert(items, list[Item]))
 
-    return await asyncio.to_thread(joined), size + stored  # a long conversation would hold up others
+    return await asyncio.to_thread(joined), size + stored  # slow for long conversations
 
 
-class Keeper:
-    """Keeps what is to be kept of one request: its response, and in a conversation what was said.
+class ResponseSaver:
+    """Stores the response of one request, and adds its input and output to a conversation.
 
     Args:
-        items: its own input.
-        stores_response: whether the response itself is kept.
-        conversation: the conversation to which input and output are added.
+        items: input items of the request.
+        stores_response: store the response.
+        conversation: id of the conversation; None: none.
     """
 
     def __init__(
@@ -103,15 +104,15 @@ class Keeper:
         self._conversation = conversation
 
     async def __call__(self, document: Document) -> bool:
-        """Keep a finished response; returns whether it is stored, and logs where that fails: the answer is there in any
-        case."""
+        """Store a finished response; returns True if the response itself is stored. Failures are only logged, as the
+        client gets the response in any case."""
         await self.extend(document)
         if not self.stores_response:
             return False
         try:
             await self.add(document)
         except PenstockError as error:
-            logger.warning("a response is not stored: %s", error)
+            logger.warning("cannot store a response: %s", error)
             return False
         return True
 
@@ -128,7 +129,7 @@ class Keeper:
             items = conversation_items([*self._items, *document["output"]])
             await self._conversations.append(self.owner, self._conversation, items)
         except PenstockError as error:
-            logger.warning("a response is not added to its conversation: %s", error)
+            logger.warning("cannot add a response to its conversation: %s", error)
 
 
 class Background:
@@ -137,29 +138,29 @@ class Background:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, service: RequestLimiter, handler: ResponseHandler, keeper: Keeper) -> Document:
-        """Store a response that is queued, and begin to compute it."""
+    async def start(self, service: RequestLimiter, handler: ResponseHandler, saver: ResponseSaver) -> Document:
+        """Store a queued response and start computing it."""
         queued = handler.pending("queued")
-        await keeper.add(queued)
+        await saver.add(queued)
         name = queued["id"]
-        self._tasks[name] = asyncio.create_task(self._run(name, service, handler, keeper))
+        self._tasks[name] = asyncio.create_task(self._run(name, service, handler, saver))
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name, None))
         return queued
 
     def cancel(self, name: str) -> None:
-        """Stop computing a response, if this process does; others find it out within ``BEAT_INTERVAL``."""
+        """Stop computing a response in this process; other processes notice within ``BEAT_INTERVAL``."""
         if task := self._tasks.get(name):
             task.cancel()
 
-    async def _run(self, name: str, service: RequestLimiter, handler: ResponseHandler, keeper: Keeper) -> None:
-        store, owner = keeper.store, keeper.owner
+    async def _run(self, name: str, service: RequestLimiter, handler: ResponseHandler, saver: ResponseSaver) -> None:
+        store, owner = saver.store, saver.owner
 
         async def compute() -> None:
             with service.admit():
                 if await store.advance(owner, handler.pending("in_progress")):
                     document = await handler.computed()
                     if await store.advance(owner, document):
-                        await keeper.extend(document)
+                        await saver.extend(document)
 
         work = asyncio.create_task(compute())
         try:
@@ -169,48 +170,44 @@ class Background:
                     return
             await work
         except PenstockError as error:
-            await self._fail(handler, keeper, error.failure)
+            await self._fail(handler, saver, error.failure)
         except asyncio.CancelledError:  # the server is stopping, or the response was cancelled or deleted
-            await self._fail(handler, keeper, STOPPING)
+            await self._fail(handler, saver, STOPPING)
         except Exception as error:
-            await self._fail(handler, keeper, unexpected(error))
+            await self._fail(handler, saver, unexpected(error))
         finally:
             work.cancel()
 
-    async def _fail(self, handler: ResponseHandler, keeper: Keeper, failure: Failure) -> None:
-        """Store that it failed, unless it was cancelled or deleted."""
+    async def _fail(self, handler: ResponseHandler, saver: ResponseSaver, failure: Failure) -> None:
+        """Store a failed response, unless it was cancelled or deleted."""
         try:
-            await keeper.store.advance(keeper.owner, handler.failed(failure))
+            await saver.store.advance(saver.owner, handler.failed(failure))
         except PenstockError as error:
-            logger.error("a background response has failed, which could not be stored: %s", error)
+            logger.error("a background response failed, and its failure cannot be stored: %s", error)
 
 
 async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
     try:
         return await store.beat(owner, name)
-    except PenstockError as error:  # the database may answer again
-        logger.warning("a background response goes on: %s", error)
+    except PenstockError as error:  # the database may recover
+        logger.warning("a background response continues without a heartbeat: %s", error)
         return True
 
 
 def conversation_items(items: list[Document]) -> list[Document]:
-    """Items with ids of their own, a status, and content in parts.
-
-    Args:
-        items: as they are sent, or the output of a response.
-    """
+    """Complete items of a request or response for a conversation: new ids, a status, and content as a list of parts."""
     return [_complete(item) for item in items]
 
 
 def _complete(item: Document) -> Document:
     kind = item.get("type", "message")
-    whole = {**item, "type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{uuid4().hex}"}
-    whole["status"] = item.get("status") or "completed"
+    result = {**item, "type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{uuid4().hex}"}
+    result["status"] = item.get("status") or "completed"
     if kind == "reasoning":
-        whole.setdefault("summary", [])
+        result.setdefault("summary", [])
     if isinstance(item.get("content"), str):
         text: Document = {"type": "input_text", "text": item["content"]}
         if item.get("role") == "assistant":
             text = {"type": "output_text", "text": item["content"], "annotations": []}
-        whole["content"] = [text]
-    return whole
+        result["content"] = [text]
+    return result

@@ -1,3 +1,3 @@
-"""The API of Text Generation Inference (``/generate``, ``/generate_stream``, ``/info``), as of version 3."""
+"""The API of Text Generation Inference 3 (``/generate``, ``/generate_stream``, ``/info``)."""
 
 from .routes import add_routes

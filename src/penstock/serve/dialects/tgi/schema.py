@@ -1,7 +1,7 @@
-"""Requests and answers of Text Generation Inference: documents, and an event for each token.
+"""Requests and responses of Text Generation Inference. A stream has one event per token.
 
-A field of a request that is null is taken as absent. The server leaves out ``top_tokens`` and a document's ``details``
-where there are none; its other fields are null then.
+Null fields of a request are dropped. TGI omits an absent ``top_tokens``, and the ``details`` of an unstreamed response;
+other absent fields are null.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.status import STATUS
 
 MAX_TOP_TOKENS = 5
-"""As its option ``max_top_n_tokens`` is by default."""
+"""Default of TGI's option ``max_top_n_tokens``."""
 ERROR_TYPES = {
     Code.INVALID: "validation",
     Code.UNSUPPORTED: "validation",
@@ -27,7 +27,7 @@ ERROR_TYPES = {
     Code.OVERLOADED: "overloaded",
 }
 STATUSES = {Code.INVALID: 422, Code.UNSUPPORTED: 422, Code.TOO_LONG: 422, Code.OVERLOADED: 429}
-"""Its own; others are those of all dialects."""
+"""HTTP statuses that differ from those of the other dialects."""
 
 
 class TGIErrorFormat(ErrorFormat):
@@ -52,7 +52,7 @@ ERROR_FORMAT = TGIErrorFormat(
 
 
 class Grammar(msgspec.Struct, kw_only=True):
-    """A constraint on the answer."""
+    """A constraint on the output."""
 
     type: Literal["json", "json_schema", "regex"]
     value: str | dict[str, Any]
@@ -62,29 +62,29 @@ class Grammar(msgspec.Struct, kw_only=True):
 class Parameters(msgspec.Struct, kw_only=True):
     adapter_id: str | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Sequences to generate, of which the likeliest is returned."""
+    """Number of sequences to generate; the most likely one is returned."""
     decoder_input_details: bool | None = None
-    """Return the prompt's tokens, too."""
+    """Return the prompt tokens, too."""
     details: bool | None = None
-    """Return tokens with log probabilities."""
+    """Return the tokens with log probabilities."""
     do_sample: bool | None = None
-    """Otherwise greedy, unless one of the parameters of sampling is given."""
+    """Sample. Default: greedy, unless temperature, top_k or top_p asks for sampling."""
     frequency_penalty: float | None = None
     grammar: Grammar | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """100 by default."""
+    """Default: 100."""
     repetition_penalty: float | None = None
     return_full_text: bool | None = None
-    """Return the prompt before the answer."""
+    """Return the prompt before the output."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     stop: list[str] | None = None
-    """Strings that end the answer, which ends with the one that did."""
+    """Stop strings. The output includes the stop string that ended it."""
     temperature: Annotated[float, msgspec.Meta(gt=0)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
     top_n_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_TOKENS)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     truncate: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Tokens of the prompt's end that are read."""
+    """Keep only this many tokens at the end of the prompt."""
     typical_p: float | None = None
     watermark: bool | None = None
 
@@ -97,7 +97,7 @@ class GenerateRequest(RequestBody, kw_only=True):
 
 
 class CompatGenerateRequest(GenerateRequest, kw_only=True):
-    """Of ``/``."""
+    """Request to ``/``."""
 
     stream: bool = False
 
@@ -106,7 +106,7 @@ class PromptToken(msgspec.Struct, kw_only=True):
     id: int
     text: str
     logprob: float | None
-    """None of the first."""
+    """None for the first token."""
 
 
 class Token(msgspec.Struct, kw_only=True, gc=False):
@@ -117,7 +117,7 @@ class Token(msgspec.Struct, kw_only=True, gc=False):
 
 
 class EndDetails(msgspec.Struct, kw_only=True):
-    """How an answer has ended."""
+    """How generation ended."""
 
     finish_reason: str
     """``length``, ``eos_token`` or ``stop_sequence``."""
@@ -127,14 +127,14 @@ class EndDetails(msgspec.Struct, kw_only=True):
 
 class Details(EndDetails, kw_only=True):
     prefill: list[PromptToken]
-    """With ``decoder_input_details``."""
+    """Prompt tokens, with ``decoder_input_details``."""
     tokens: list[Token]
     top_tokens: list[list[Token]] | UnsetType = UNSET
 
 
 class StreamDetails(EndDetails, kw_only=True):
     input_length: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
 
 
 class Generation(msgspec.Struct, kw_only=True):
@@ -143,16 +143,16 @@ class Generation(msgspec.Struct, kw_only=True):
 
 
 class StreamToken(msgspec.Struct, kw_only=True):
-    """An event."""
+    """An event of a stream."""
 
     index: int
-    """1 for the first token."""
+    """Index of the token, from 1."""
     token: Token
     top_tokens: list[Token] | UnsetType = UNSET
     generated_text: str | None = None
-    """The whole answer, with the last token."""
+    """The full output, in the last event."""
     details: StreamDetails | None = None
-    """With the last token."""
+    """Set in the last event."""
 
 
 def reason_of(completion: CompletionOutput) -> str:

@@ -1,1 +1,1 @@
-"""vLLM's own endpoints: ``/generate``, and those of its operators."""
+"""vLLM's endpoints beyond OpenAI's API: ``/generate``, development mode and management."""

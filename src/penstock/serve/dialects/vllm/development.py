@@ -1,4 +1,4 @@
-"""The paths of vLLM's development mode that pause models and put them to sleep."""
+"""vLLM's development-mode endpoints: sleep, wake_up, pause, resume."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
-    """Add them, with ``server_dev_mode``."""
+    """Add the routes if ``server_dev_mode`` is set."""
     if not operator.served_models.options.server_dev_mode:
         return
 
     async def sleep(request: Request) -> Response:
         level = request.query_params.get("level", "1")
         if level not in ("0", "1", "2"):
-            raise invalid("level", "is one of 0, 1 and 2")
+            raise invalid("level", "must be 0, 1 or 2")
         await operator.carry_out(Sleep(int(level), _mode(request)), request)
         return Response()
 
@@ -45,19 +45,19 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         await operator.carry_out(ResumeGeneration(), request)
         return JSONResponse({"status": "resumed"})
 
-    added = DialectRoutes(routes, operator.served_models, failure=ErrorResponse)
+    api = DialectRoutes(routes, operator.served_models, failure=ErrorResponse)
     for path, endpoint, query, summary, answer in (
-        ("/sleep", sleep, ("level", "mode"), "Free the KV cache, and with level 2 the weights", None),
-        ("/wake_up", wake_up, ("tags",), "Bring back what sleep has freed", None),
-        ("/pause", pause, ("mode", "wait_for_inflight_requests", "clear_cache"), "Compute nothing for now", OBJECT),
-        ("/resume", resume, (), "Compute again", OBJECT),
+        ("/sleep", sleep, ("level", "mode"), "Free the KV cache and, with level 2, the weights", None),
+        ("/wake_up", wake_up, ("tags",), "Restore the KV cache and weights freed by sleep", None),
+        ("/pause", pause, ("mode", "wait_for_inflight_requests", "clear_cache"), "Pause generation", OBJECT),
+        ("/resume", resume, (), "Resume generation", OBJECT),
     ):
-        added.post(path, endpoint, summary, answer=answer, access=Access.CONTROL, query=(*query, "model"))
+        api.post(path, endpoint, summary, answer=answer, access=Access.CONTROL, query=(*query, "model"))
 
 
 def _mode(request: Request) -> PauseMode:
-    """What becomes of open requests. Raises ``PenstockError`` (``invalid``)."""
+    """How open requests are handled. Raises ``PenstockError`` (``invalid``)."""
     mode = MODES.get(request.query_params.get("mode", "abort"))
     if mode is None:
-        raise invalid("mode", f"is none of {', '.join(MODES)}")
+        raise invalid("mode", f"must be one of {', '.join(MODES)}")
     return mode

@@ -1,4 +1,4 @@
-"""vLLM's ``/generate``: a prompt with sampling parameters, answered with the prompt and its continuations."""
+"""vLLM's ``/generate``: a prompt with sampling parameters; the response has the prompt followed by each completion."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..openai.schema import ErrorResponse, error_of
 
 PATH = "/generate"
 FULL_RATE_BYTES = 2**24
-"""Bytes of a stream up to which it has an object for each step: each repeats the prompt and all texts."""
+"""Bytes of a stream up to which an object is sent for each step. Each object repeats the prompt and all texts."""
 MIN_GROWTH = 17 / 16
-"""By how much an object is larger than the one before it from then on."""
+"""Beyond ``FULL_RATE_BYTES``, minimum ratio of an object's size to that of the previous one."""
 IGNORED = frozenset(("logprobs", "prompt_logprobs"))
-"""Fields that vLLM accepts and does not answer."""
+"""Fields that vLLM accepts here without returning anything for them."""
 
 
 class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -46,14 +46,14 @@ class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=Tru
 
 
 class GenerateResponse(msgspec.Struct):
-    """An answer, or a chunk of its stream."""
+    """A full response, or one object of a stream."""
 
     text: list[str]
-    """Prompt and output of each sequence, all that there is so far."""
+    """Prompt and output so far of each sequence."""
 
 
 class GenerateErrorFormat(ErrorFormat):
-    """OpenAI's errors in a stream of JSON objects, not server-sent events.
+    """OpenAI's errors; streams are JSON objects, not server-sent events.
 
     Args:
         end: terminator of each object.
@@ -72,41 +72,40 @@ class GenerateErrorFormat(ErrorFormat):
 
 NEWLINE_DELIMITED = GenerateErrorFormat(b"\n")
 NUL_DELIMITED = GenerateErrorFormat(b"\0")
-"""Chunks end with a zero byte, as in vLLM up to 0.6."""
+"""Objects of a stream end with a NUL byte, as in vLLM up to 0.6."""
 
 
 def is_ascend(served_models: ServedModels) -> bool:
-    """Whether the profile is vLLM 0.5 for Ascend."""
+    """True if the compatibility profile is vLLM 0.5 for Ascend."""
     return served_models.options.compat == "ascend-vllm"
 
 
 def check(sampling: SamplingParams) -> None:
-    """Raises ``PenstockError`` (``invalid``) for ``n`` > 1 with greedy sampling, as vLLM 0.5 does."""
+    """Raise ``PenstockError`` (``invalid``) for ``n`` > 1 with greedy sampling, as vLLM 0.5 does."""
     if sampling.n > 1 and not sampling.use_beam_search and (sampling.greedy or sampling.top_k == 1):
-        raise invalid("n", "must be 1 where temperature is 0 or top_k is 1, as all would be the same", 1)
+        raise invalid("n", "must be 1 with temperature 0 or top_k 1: all sequences would be the same", 1)
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add ``/generate``."""
     error_format = NUL_DELIMITED if is_ascend(served_models) else NEWLINE_DELIMITED
     routes.error_formats.add(error_format, PATH)
-    added = DialectRoutes(
-        routes, served_models, error_format, (GenerateRequest, GenerateResponse), failure=ErrorResponse
-    )
+    api = DialectRoutes(routes, served_models, error_format, (GenerateRequest, GenerateResponse), failure=ErrorResponse)
 
     def create(request: GenerateRequest, record: RequestRecord, size: int) -> Response:
         if request.return_token_ids:
-            raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
+            message = "return_token_ids: the response of /generate has no field for token ids"
+            raise PenstockError(Code.UNSUPPORTED, message, "return_token_ids")
         service = served_models.find(request.model)
         handler = GenerateHandler(service, record, request, error_format.stream_end)
         return Reply.of(service, handler, error_format, request.stream)
 
-    summary = "Continue a prompt, in the form of vLLM's demonstration server"
-    added.post(PATH, added.answering(GenerateRequest, create), summary, GenerateRequest, answer=GenerateResponse)
+    summary = "Complete a prompt, in the format of vLLM's demo API server"
+    api.post(PATH, api.endpoint(GenerateRequest, create), summary, GenerateRequest, answer=GenerateResponse)
 
 
 class GenerateHandler(GenerationHandler):
-    """One request.
+    """Handles one request.
 
     Args:
         end: terminator of each object of a stream.
@@ -118,9 +117,9 @@ class GenerateHandler(GenerationHandler):
         self._request = request
         self._end = end
         self._texts: list[str] = []
-        """The texts that were sent last."""
+        """Texts of the last object sent."""
         self._size = self._sent = 0
-        """Characters of the last object, and bytes of all."""
+        """Number of characters in the last object, and number of bytes sent."""
         check(self.sampling)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
@@ -135,16 +134,16 @@ class GenerateHandler(GenerationHandler):
         return encode(self._response(outputs[0]))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """All there is so far. Beyond ``FULL_RATE_BYTES`` of a stream, an object is sent only when there is so much
-        more that the rest together remain a small multiple of the last one."""
+        """An object with all text so far. Beyond ``FULL_RATE_BYTES``, it is sent only when it has grown by
+        ``MIN_GROWTH``, so that the size of a stream remains a small multiple of the last object's."""
         texts = [completion.text for completion in output.outputs]
         size = sum(map(len, texts)) + len(texts) * len(self._request.prompt)
         is_slowed = self._sent > FULL_RATE_BYTES and not output.finished
         if texts == self._texts or (is_slowed and size < self._size * MIN_GROWTH):
             return b""
-        piece = encode(self._response(output)) + self._end
-        self._texts, self._size, self._sent = texts, size, self._sent + len(piece)
-        return piece
+        chunk = encode(self._response(output)) + self._end
+        self._texts, self._size, self._sent = texts, size, self._sent + len(chunk)
+        return chunk
 
     def _response(self, output: RequestOutput) -> GenerateResponse:
         return GenerateResponse([self._request.prompt + completion.text for completion in output.outputs])

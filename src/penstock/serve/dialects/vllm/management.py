@@ -1,6 +1,6 @@
-"""vLLM's endpoints for operators: ping (SageMaker), load, configuration, tokenizer, prefix cache, and aborting.
+"""vLLM's management endpoints: ping (SageMaker), load, server and tokenizer info, prefix cache reset, abort.
 
-vLLM has some of these in its development mode only; here they are behind the API key, like everything else.
+Some of these exist in vLLM in development mode only; here they require the API key instead.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from ..endpoints import DialectRoutes
 from ..openai.schema import ErrorResponse
 
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
-"""Prefixes of response ids, before the request's id."""
+"""Prefixes of response ids; the request id follows."""
 
 
 class AbortRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Requests to abort, by the ids of their responses or their own."""
+    """Requests to abort, by response id or request id."""
 
     request_ids: NonEmptyText | Annotated[list[NonEmptyText], msgspec.Meta(max_length=4096)]
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    added = DialectRoutes(routes, served_models, schemas=(AbortRequest,), failure=ErrorResponse)
+    api = DialectRoutes(routes, served_models, schemas=(AbortRequest,), failure=ErrorResponse)
 
     async def ping(_: Request) -> Response:
         served_models.check_alive()
         return Response()
 
     async def load(_: Request) -> Response:
-        """The number of open requests of this API process."""
-        return JSONResponse({"server_load": served_models.num_open_requests})
+        return JSONResponse({"server_load": served_models.num_open_requests})  # of this API process
 
     async def server_info(raw_request: Request) -> Response:
         config_format = raw_request.query_params.get("config_format", "text")
         fields = {model.name: shown(model.configuration) for model in served_models.models}
         if config_format not in ("text", "json"):
-            raise invalid("config_format", "is neither text nor json")
+            raise invalid("config_format", "must be text or json")
         config: Any = fields if config_format == "json" else json.dumps(fields)
         return JSONResponse({"version": __version__, "vllm_config": config})
 
@@ -65,7 +64,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Response()
 
     async def abort_requests(raw_request: Request) -> Response:
-        request, _ = await added.read(raw_request, AbortRequest)
+        request, _ = await api.read(raw_request, AbortRequest)
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in served_models:
@@ -73,12 +72,12 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Response()
 
     for method in ("GET", "POST"):
-        added.add("/ping", ping, "The engine serves", None, method=method, access=Access.PUBLIC)
-    added.add("/load", load, "How many requests are open")
-    masked, query = "The options, with secrets masked", ("config_format",)
-    added.add("/server_info", server_info, masked, access=Access.PRIVATE, query=query)
-    added.add("/tokenizer_info", tokenizer_info, "The tokenizer's options and chat template", query=("model",))
-    forgets = "Forget all cached prefixes"
-    added.post("/reset_prefix_cache", reset_prefix_cache, forgets, answer=None, access=Access.CONTROL)
-    cancels = "Cancel requests, whichever process they came to"
-    added.post("/abort_requests", abort_requests, cancels, AbortRequest, answer=None, access=Access.PRIVATE)
+        api.add("/ping", ping, "Health check", None, method=method, access=Access.PUBLIC)
+    api.add("/load", load, "Number of open requests")
+    summary, query = "Server options, with secrets masked", ("config_format",)
+    api.add("/server_info", server_info, summary, access=Access.PRIVATE, query=query)
+    api.add("/tokenizer_info", tokenizer_info, "Tokenizer options and chat template", query=("model",))
+    summary = "Clear the prefix cache"
+    api.post("/reset_prefix_cache", reset_prefix_cache, summary, answer=None, access=Access.CONTROL)
+    summary = "Abort requests, in any API process"
+    api.post("/abort_requests", abort_requests, summary, AbortRequest, answer=None, access=Access.PRIVATE)

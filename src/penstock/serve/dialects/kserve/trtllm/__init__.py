@@ -1,1 +1,1 @@
-"""The models that TensorRT-LLM's backend has in Triton: text in and out, tokens in and out."""
+"""The models of Triton's TensorRT-LLM backend, with text or token ids as inputs and outputs."""

@@ -1,9 +1,10 @@
-"""Base of the models that generate, from text or from token ids."""
+"""Base of the models that generate text or token ids."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -31,24 +32,24 @@ NEUTRAL_INPUTS: dict[str, tuple[float, ...]] = {
     "runtime_top_p_min": (0, 1e-6),
     "runtime_top_p_reset_ids": (0, -1),
 }
-"""Inputs that are not supported, with the values that have no effect."""
+"""Unsupported input → values that have no effect and are accepted."""
 UNSUPPORTED_INPUTS = {
     **dict.fromkeys(
         ("lora_task_id", "lora_weights", "lora_config"),
-        "not supported yet; OpenAI's API takes the name of an adapter (--lora-modules) as the model's",
+        "not supported yet; use OpenAI's API with the name of an adapter (--lora-modules) as model",
     ),
     **dict.fromkeys(
         ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id", "image_input", "image_bytes_input"),
-        "not supported yet; prompts are text or token ids",
+        "not supported yet; prompts must be text or token ids",
     ),
-    **dict.fromkeys(NEUTRAL_INPUTS, "not supported; top_p, and for beams length_penalty, are"),
+    **dict.fromkeys(NEUTRAL_INPUTS, "not supported; use top_p, or length_penalty for beam search"),
     **dict.fromkeys(
         ("draft_input_ids", "draft_logits", "num_draft_tokens", "use_draft_logits"),
-        "not supported yet; --speculative-config configures speculative decoding on the server",
+        "not supported yet; configure speculative decoding with --speculative-config on the server",
     ),
 }
 ALIASES = {"min_tokens": "min_length", "seed": "random_seed"}
-"""Input names since TensorRT-LLM 0.17 → the earlier ones."""
+"""Input name since TensorRT-LLM 0.17 → earlier name."""
 SAMPLING_INPUTS = (
     Spec("end_id", INT32, optional=True),
     Spec("pad_id", INT32, optional=True),
@@ -69,7 +70,7 @@ SAMPLING_INPUTS = (
     Spec("return_num_input_tokens", BOOL, optional=True),
     Spec("return_num_output_tokens", BOOL, optional=True),
 )
-"""Inputs that both models have under the same name."""
+"""Inputs with the same names in text and token models."""
 GENERATION_OUTPUTS = (
     Spec("cum_log_probs", FP32, (-1,)),
     Spec("output_log_probs", FP32, (-1, -1)),
@@ -81,34 +82,35 @@ GENERATION_OUTPUTS = (
     Spec("num_input_tokens", INT32),
     Spec("num_output_tokens", INT32),
 )
-"""Outputs that both models have under the same name."""
+"""Outputs with the same names in text and token models."""
 FP32_BYTES = 4
 EMPTY_DELTA = SequenceDelta("", [], [])
 MIN_FP32 = -3.4e38
-"""Stands for minus infinity in FP32."""
+"""Replaces minus infinity in FP32 outputs."""
 
 
 class Row(NamedTuple):
-    """One of a request's prompts."""
+    """One prompt of a request."""
 
     prompt: TokenizedPrompt
     sampling: SamplingParams
 
 
 class SequenceResponse(NamedTuple):
-    """The part of a response that is about one sequence."""
+    """One sequence in a response."""
 
     row: int
+    """Index of the row."""
     output: RequestOutput
     completion: CompletionOutput
-    piece: SequenceDelta
+    delta: SequenceDelta
+    """The output to return: that of one step, or the whole sequence."""
 
 
 class GenerationModel(Model):
-    """A model that generates, in one response or with ``stream`` step by step.
+    """A model that generates, in one response, or with ``stream`` step by step.
 
-    Where a request may have many responses, each is of one sequence of a row, or of all its beams, as in
-    TensorRT-LLM's.
+    In decoupled calls, each response has one sequence of a row, or all beams of a row, as in TensorRT-LLM.
     """
 
     names: ClassVar[InputNames]
@@ -130,19 +132,19 @@ class GenerationModel(Model):
     def parameters(self) -> dict[str, str]:
         return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
 
+    @abstractmethod
     async def rows(self, call: ModelCall) -> list[Row]:
         """The prompts of a request with their sampling parameters, one per row of its batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def output_tensors(
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
     ) -> list[Tensor]:
-        """The output tensors for the sequences of one response, those left out that all generation models have."""
-        raise NotImplementedError
+        """The model's output tensors for the sequences of one response, without ``GENERATION_OUTPUTS``."""
 
-    def has_output(self, piece: SequenceDelta) -> bool:
-        """Whether a step added something that a streamed response is sent for."""
-        raise NotImplementedError
+    @abstractmethod
+    def has_output(self, delta: SequenceDelta) -> bool:
+        """True if a step's output is sent in a streamed response."""
 
     async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         try:
@@ -155,7 +157,7 @@ class GenerationModel(Model):
             self._uniform_value(call, "num_return_sequences")
             self._check_beams(self._uniform_value(call, "beam_width"))
             if streamed and not call.streamed:
-                raise invalid("stream", "there is one answer to this request; ask generate_stream or ModelStreamInfer")
+                raise invalid("stream", "this request has one response; use generate_stream or ModelStreamInfer")
             rows = await self.rows(call)
             await self._check_logits_size(rows)
             streams = [
@@ -173,7 +175,7 @@ class GenerationModel(Model):
                         ):
                             yield self._response(call, responses, 1, streamed, not left)
             if len(last) < len(rows):
-                raise PenstockError(Code.CANCELLED, "the request was stopped before all of it had begun")
+                raise PenstockError(Code.CANCELLED, "the request was stopped before all its prompts had output")
             if not call.streamed:
                 responses = [
                     SequenceResponse(i, last[i], completion, full_delta(completion))
@@ -198,23 +200,23 @@ class GenerationModel(Model):
     def _step_responses(
         self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], SequenceCursor], streamed: bool
     ) -> Iterator[list[SequenceResponse]]:
-        """The sequences of each response after a step: those that have ended, which are removed from ``left``, and in a
-        stream those with new tokens; all beams of a row in one response."""
+        """The responses after a step, as lists of sequences: one for each finished sequence, which is removed from
+        ``left``, and in streams for each one with new tokens. All beams of a row are in one response."""
         for completion in output.outputs:
-            progress = left.get((index, completion.index))
-            if progress is None or (piece := progress.advance(completion)) is None:
+            cursor = left.get((index, completion.index))
+            if cursor is None or (delta := cursor.advance(completion)) is None:
                 continue
             if completion.finished:
                 del left[index, completion.index]
             if row.sampling.use_beam_search:
                 if not any((index, k) in left for k in range(row.sampling.n)):
                     yield [SequenceResponse(index, output, each, full_delta(each)) for each in output.outputs]
-            elif completion.finished or (streamed and self._sends_response(row, piece)):
-                yield [SequenceResponse(index, output, completion, piece if streamed else full_delta(completion))]
+            elif completion.finished or (streamed and self._sends_response(row, delta)):
+                yield [SequenceResponse(index, output, completion, delta if streamed else full_delta(completion))]
 
     def _stop(self, call: ModelCall) -> None:
         if not (call.record.client and call.id):
-            raise invalid("id", "is missing, or this is not gRPC: stop ends a request of its connection, by its id")
+            raise invalid("id", "stop requires gRPC, and the id of a request of the same connection")
         self._running.stop(_client(call), call.id)
 
     def _check_beams(self, beams: int | None) -> None:
@@ -222,7 +224,7 @@ class GenerationModel(Model):
             raise invalid("beam_width", f"must be at most {maximum}, is {beams} (max_beam_width)", maximum)
 
     async def _check_logits_size(self, rows: Sequence[Row]) -> None:
-        """Raise ``PenstockError`` (``invalid``) where the requested logits exceed ``max_logits_size``."""
+        """Raise ``PenstockError`` (``invalid``) if the requested logits exceed ``max_logits_size``."""
         gateway, maximum = self._service.gateway, self._service.options.max_logits_size
         engine, size = gateway.engine_pool.require_engine(), 0
         for row in rows:
@@ -234,13 +236,12 @@ class GenerationModel(Model):
             size += tokens * engine.vocab_size * FP32_BYTES
             if size > maximum:
                 context = row.sampling.return_context_logits
-                message = f"is for {size} bytes of logits or more; {maximum} are allowed (max_logits_size)"
+                message = f"requires at least {size} bytes of logits; the maximum is {maximum} (max_logits_size)"
                 raise invalid("return_context_logits" if context else "return_generation_logits", message, maximum)
 
-    def _sends_response(self, row: Row, piece: SequenceDelta) -> bool:
-        """Whether a step added something that a streamed response is sent for."""
+    def _sends_response(self, row: Row, delta: SequenceDelta) -> bool:
         sampling = row.sampling
-        return sampling.return_context_logits or sampling.return_generation_logits or self.has_output(piece)
+        return sampling.return_context_logits or sampling.return_generation_logits or self.has_output(delta)
 
     def _uniform_value(self, call: ModelCall, name: str) -> Any:
         """The value of an input that must be the same in all rows."""
@@ -250,12 +251,12 @@ class GenerationModel(Model):
         return result.pop()
 
     def excluded(self, call: ModelCall, row: int) -> bool:
-        """Whether a response that is not streamed leaves out a row's prompt."""
+        """True if a response that is not streamed omits the prompt of a row."""
         exclude = self.names.value(call, row, "exclude_input_in_output")
         return self._service.options.exclude_input_in_output if exclude is None else bool(exclude)
 
     def leading_shape(self, call: ModelCall, responses: list[SequenceResponse], rows: int) -> tuple[int, ...]:
-        """The leading dimensions of outputs: rows, where the request has a batch, and sequences."""
+        """The leading dimensions of outputs: rows, if the request has a batch dimension, and sequences."""
         return (len(responses),) if call.batch is None else (rows, len(responses) // rows)
 
     def _response(
@@ -265,53 +266,53 @@ class GenerationModel(Model):
         result = self.output_tensors(call, responses, rows, streamed)
         result.append(Tensor("batch_index", INT32, lead, [each.row for each in responses]))
         result.append(Tensor("sequence_index", INT32, lead, [each.completion.index for each in responses]))
-        if self._asked(call, responses, "return_log_probs"):
+        if self._is_requested(call, responses, "return_log_probs"):
             sums = [each.completion.cumulative_logprob or 0.0 for each in responses]
             result.append(Tensor("cum_log_probs", FP32, lead, [max(value, MIN_FP32) for value in sums]))
-            each_one = [
-                [max(next(iter(p.values())).logprob, MIN_FP32) for p in each.piece.positions] for each in responses
+            logprobs = [
+                [max(next(iter(p.values())).logprob, MIN_FP32) for p in each.delta.positions] for each in responses
             ]
-            length, elements = pad(each_one, 0.0)
+            length, elements = pad(logprobs, 0.0)
             result.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
         else:
             result += [zeros("cum_log_probs", lead), zeros("output_log_probs", (*lead, 1))]
         result += self._token_counts(call, responses, lead, streamed)
-        if not self._asked(call, responses, "return_context_logits"):
+        if not self._is_requested(call, responses, "return_context_logits"):
             result.append(zeros("context_logits", (*lead[:-1], 1, 1)))
-        if not self._asked(call, responses, "return_generation_logits"):
+        if not self._is_requested(call, responses, "return_generation_logits"):
             result.append(zeros("generation_logits", (*lead, 1, 1)))
         return ModelResponse(result + self._logits(responses, lead), last)
 
-    def _asked(self, call: ModelCall, responses: list[SequenceResponse], name: str) -> bool:
-        """Whether an input that requests outputs is true for one of the rows."""
+    def _is_requested(self, call: ModelCall, responses: list[SequenceResponse], name: str) -> bool:
+        """True if an input that requests outputs is true for any of the rows."""
         return any(self.names.value(call, each.row, name) for each in responses)
 
     def _token_counts(
         self, call: ModelCall, responses: list[SequenceResponse], lead: tuple[int, ...], streamed: bool
     ) -> list[Tensor]:
-        """Token counts and performance metrics, where requested."""
+        """Token counts and performance metrics, if requested."""
         result: list[Tensor] = []
         prompts = [len(each.output.prompt_token_ids) for each in responses]
-        if self._asked(call, responses, "return_num_input_tokens"):
+        if self._is_requested(call, responses, "return_num_input_tokens"):
             result.append(Tensor("num_input_tokens", INT32, lead, prompts))
-        if self._asked(call, responses, "return_num_output_tokens"):  # of output_ids, which may begin with the prompt
+        if self._is_requested(call, responses, "return_num_output_tokens"):  # counts output_ids, prompt included
             begins = [
                 0 if streamed or self.excluded(call, each.row) else n
                 for each, n in zip(responses, prompts, strict=True)
             ]
-            tokens = [begin + len(each.piece.token_ids) for each, begin in zip(responses, begins, strict=True)]
+            tokens = [begin + len(each.delta.token_ids) for each, begin in zip(responses, begins, strict=True)]
             result.append(Tensor("num_output_tokens", INT32, lead, tokens))
-        if self._asked(call, responses, "return_perf_metrics"):
+        if self._is_requested(call, responses, "return_perf_metrics"):
             block_size = self._service.gateway.engine_pool.require_engine().block_size
             result += perf_metrics([each.output for each in responses], block_size, lead)
         return result
 
     def _logits(self, responses: list[SequenceResponse], lead: tuple[int, ...]) -> list[Tensor]:
-        """Requested logits: the prompt's with a row's first tokens, the output's with each token."""
+        """Requested logits: context logits with the first tokens of a row, generation logits with each token."""
         context = [
             each.output.context_logits or b""
             for each in responses
-            if each.completion.index == 0 and len(each.piece.token_ids) == len(each.completion.token_ids)
+            if each.completion.index == 0 and len(each.delta.token_ids) == len(each.completion.token_ids)
         ]
         generated = [each.completion.generation_logits for each in responses]
         if not (any(context) or any(generated)):
@@ -327,14 +328,14 @@ class GenerationModel(Model):
 
 
 def _client(call: ModelCall) -> tuple[str, str]:
-    """Within which one request may stop another: a connection, which several tenants may share behind a proxy."""
+    """Connection and tenant: requests may only stop requests of both (a proxy may share a connection)."""
     return call.record.client, call.record.tenant
 
 
 def group_stopped(
     stopped: list[SequenceResponse], rows: Sequence[Row]
 ) -> Iterator[tuple[list[SequenceResponse], bool]]:
-    """Group stopped sequences into responses; also tells whether a response is the last one."""
+    """Group stopped sequences into responses, each with True if it is the last response."""
     responses: list[list[SequenceResponse]] = []
     for sequence in stopped:
         if responses and rows[sequence.row].sampling.use_beam_search and responses[-1][0].row == sequence.row:
@@ -351,24 +352,24 @@ def full_delta(completion: CompletionOutput) -> SequenceDelta:
 
 
 def logits_of(response: SequenceResponse, width: int) -> bytes:
-    """The logits of the tokens in a response, ``width`` for each."""
-    first = len(response.completion.token_ids) - len(response.piece.token_ids)
+    """The generation logits of the tokens in a response, ``width`` FP32 numbers per token."""
+    first = len(response.completion.token_ids) - len(response.delta.token_ids)
     return bytes((response.completion.generation_logits or bytearray())[first * width * FP32_BYTES :])
 
 
 def rows_of(parts: Sequence[bytes], width: int) -> tuple[int, memoryview[float]]:
-    """Pad matrices of FP32 to the same number of rows: that number, and their concatenation."""
+    """Zero-pad FP32 matrices to the same number of rows; returns that number and the concatenated elements."""
     maximum = max(map(len, parts))
     raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(maximum, b"\0") for part in parts])
     return maximum // (width * FP32_BYTES), memoryview(raw).cast("f")
 
 
 def zeros(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Stands for scores that were not requested, as in TensorRT-LLM's backend, whose clients read them always."""
+    """Placeholder for scores that were not requested; clients of TensorRT-LLM's backend always read them."""
     return Tensor(name, FP32, shape, [0.0] * math.prod(shape))
 
 
 def pad(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:
-    """Pad lists to the same length: that length, and their concatenation."""
+    """Pad lists to the same length; returns that length and the concatenated elements."""
     length = max(map(len, lists), default=0)
     return length, [*itertools.chain.from_iterable([*each, *[filling] * (length - len(each))] for each in lists)]

@@ -1,4 +1,4 @@
-"""``nv_trt_llm_*``: an engine's statistics under the names and labels of TensorRT-LLM's backend in Triton."""
+"""``nv_trt_llm_*``: engine statistics under the names and labels of Triton's TensorRT-LLM backend."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ MICROSECONDS = 1e6
 
 
 class Group(NamedTuple):
-    """One metric, whose values are told apart by a label."""
+    """One metric, whose values are distinguished by a label."""
 
     name: str
     about: str
     label: str
     values: Mapping[str, float]
+    """Value of the label → value of the metric."""
 
 
 class TrtLlmMetrics:
-    """Collected when ``/metrics`` is requested; engines send statistics once a second."""
+    """Collects the metrics when ``/metrics`` is requested. Engines send statistics once per second."""
 
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
@@ -70,12 +71,10 @@ def groups(stats: Stats, options: EngineOptions) -> list[Group]:
     general = {"timestamp": time.time() * MICROSECONDS, "iteration_counter": stats.steps}
     generating = stats.scheduled - stats.in_prefill
     return [
-        Group("nv_trt_llm_request_metrics", "Sequences, by what they do.", "request_type", requests),
-        Group("nv_trt_llm_runtime_memory_metrics", "Bytes that the engine has.", "memory_type", memory),
+        Group("nv_trt_llm_request_metrics", "Number of sequences by state.", "request_type", requests),
+        Group("nv_trt_llm_runtime_memory_metrics", "Memory of the engine, bytes.", "memory_type", memory),
         Group("nv_trt_llm_kv_cache_block_metrics", "Blocks of the KV cache.", "kv_cache_block_type", blocks),
-        Group(
-            "nv_trt_llm_general_metrics", "Time of the statistics, and steps of the engine.", "general_type", general
-        ),
+        Group("nv_trt_llm_general_metrics", "Timestamp, and number of engine steps.", "general_type", general),
         _static(stats, options, generating) if options.batching_type == "static" else _inflight(stats, generating),
     ]
 
@@ -87,7 +86,7 @@ def _inflight(stats: Stats, generating: int) -> Group:
         "micro_batch_id": 0,
         "paused_requests": stats.num_preempted_waiting,
     }
-    about = "The last step, and sequences that were preempted and wait."
+    about = "The last step, and preempted sequences that wait."
     return Group("nv_trt_llm_inflight_batcher_metrics", about, "inflight_batcher_specific_metric", values)
 
 

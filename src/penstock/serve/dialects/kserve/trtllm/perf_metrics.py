@@ -24,10 +24,11 @@ NANOSECONDS = 1e9
 
 
 def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[int, ...]) -> list[Tensor]:
-    """The tensors for some sequences, each with the metrics of its whole request.
+    """The tensors for several sequences; each has the metrics of its whole request.
 
     Args:
-        block_size: tokens of a KV block.
+        outputs: the output of each sequence's request.
+        block_size: tokens per KV block.
         lead: shape of the tensors (``GenerationModel.leading_shape``).
     """
     rows = [_metric_values(output, block_size) for output in outputs]
@@ -37,18 +38,19 @@ def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[
 def _metric_values(output: RequestOutput, block_size: int) -> tuple[int | float, ...]:
     """Values in the order of ``OUTPUTS``. Times are on the monotonic clock, as in TensorRT-LLM.
 
-    New blocks are those of the prompt that the prefix cache did not have, total ones all that were allocated up to now.
+    New blocks are the blocks of the prompt that were not in the prefix cache; total blocks are all blocks allocated so
+    far.
     """
-    result = [completion.perf for completion in output.outputs if completion.perf]
+    perfs = [completion.perf for completion in output.outputs if completion.perf]
     times = output.times
     reused = output.num_cached_tokens // block_size
-    of_prompt = -(-len(output.prompt_token_ids) // block_size)
-    drafted, accepted = sum(perf.draft_tokens for perf in result), sum(perf.accepted_tokens for perf in result)
-    scheduled = min([perf.first_scheduled for perf in result], default=times.arrived + times.queued)
+    prompt_blocks = -(-len(output.prompt_token_ids) // block_size)
+    drafted, accepted = sum(perf.draft_tokens for perf in perfs), sum(perf.accepted_tokens for perf in perfs)
+    scheduled = min([perf.first_scheduled for perf in perfs], default=times.arrived + times.queued)
     return (
-        of_prompt - reused,
+        prompt_blocks - reused,
         reused,
-        sum(perf.allocated_blocks for perf in result),
+        sum(perf.allocated_blocks for perf in perfs),
         int(times.arrived * NANOSECONDS),
         int(scheduled * NANOSECONDS),
         int((times.first_token or times.arrived) * NANOSECONDS),

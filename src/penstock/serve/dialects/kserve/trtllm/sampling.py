@@ -25,7 +25,7 @@ ALIASES = {
     "logit_bias": "embedding_bias_weights",
     "guided_decoding": "guided_decoding_guide",
 }
-"""Our parameter names → TensorRT-LLM's, where they differ."""
+"""Internal parameter name → TensorRT-LLM's, if they differ."""
 GUIDED_INPUTS = {
     "json": "json_object",
     "json_schema": "json",
@@ -40,22 +40,23 @@ class InputNames:
     """The names of a model's inputs.
 
     Args:
-        renamed: name in the model ``ensemble`` → name in this model, where they differ.
+        renamed: name in the model ``ensemble`` → name in this model, if they differ.
     """
 
     def __init__(self, renamed: Mapping[str, str]) -> None:
         self._renamed = renamed
 
     def of(self, name: str) -> str:
+        """The model's name of an input of ``ensemble``."""
         return self._renamed.get(name, name)
 
     def value(self, call: ModelCall, index: int, name: str) -> Any:
-        """A row's value of a scalar input; None where it is not given."""
+        """The value of a scalar input in one row; None if the input is absent."""
         result = call.row(self.of(name), index)
         return result[0] if result else None
 
     def renamed(self, error: PenstockError) -> PenstockError:
-        """The error with the request's field names."""
+        """The error with the model's input names."""
         failure = error.failure
         parameter = self.of(ALIASES.get(failure.field, failure.field))
         message = failure.message
@@ -65,13 +66,13 @@ class InputNames:
 
 
 def sampling_of(call: ModelCall, index: int, names: InputNames, vocab_size: int, **overrides: Any) -> SamplingParams:
-    """A row's sampling parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, seed 0.
+    """The sampling parameters of one row, with TensorRT-LLM's defaults: greedy without ``top_k`` and ``top_p``, seed 0.
 
     Args:
-        vocab_size: number of tokens of the model.
-        overrides: parameters that text and token models take differently.
+        vocab_size: vocabulary size of the model.
+        overrides: parameters from inputs that differ between text and token models.
 
-    Raises ``PenstockError`` (``invalid``), in the names of parameters here.
+    Raises ``PenstockError`` (``invalid``), with internal parameter names.
     """
 
     def value(name: str) -> Any:
@@ -109,29 +110,29 @@ def sampling_of(call: ModelCall, index: int, names: InputNames, vocab_size: int,
 def check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise ``PenstockError`` (``invalid``) for token ids beyond the vocabulary."""
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
-        raise invalid(name, f"token ids go from 0 to {vocab_size - 1}", vocab_size - 1)
+        raise invalid(name, f"token ids must be from 0 to {vocab_size - 1}", vocab_size - 1)
 
 
 def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:
-    """A row's constraint of guided decoding, if any."""
+    """The guided decoding parameters of one row; empty if there are none."""
     kind = names.value(call, index, "guided_decoding_guide_type")
     guide = names.value(call, index, "guided_decoding_guide")
     if not kind:
         if guide:
-            raise invalid("guided_decoding_guide_type", "is missing, and guided_decoding_guide is given")
+            raise invalid("guided_decoding_guide_type", "is missing; guided_decoding_guide requires it")
         return {}
-    if (form := GUIDED_INPUTS.get(kind.decode(errors="replace"))) is None:
-        raise invalid("guided_decoding_guide_type", f"is not one of {', '.join(GUIDED_INPUTS)}")
-    if form == "json_object":
+    if (field := GUIDED_INPUTS.get(kind.decode(errors="replace"))) is None:
+        raise invalid("guided_decoding_guide_type", f"must be one of {', '.join(GUIDED_INPUTS)}")
+    if field == "json_object":
         return {"guided_decoding": GuidedDecodingParams(json_object=True, source_field="guided_decoding_guide")}
     if not guide:
         raise invalid("guided_decoding_guide", "is missing")
     text = guide.decode(errors="replace")
-    return {"guided_decoding": GuidedDecodingParams(**{form: text}, source_field="guided_decoding_guide")}
+    return {"guided_decoding": GuidedDecodingParams(**{field: text}, source_field="guided_decoding_guide")}
 
 
 def logit_bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:
-    """The logit bias from words: each token gets a word's weight for every word that it is in."""
+    """Sum the weights of words per token: a token gets the weight of each word for each time it occurs in it."""
     result: dict[int, float] = {}
     for token_ids, weight in entries:
         for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""Stopping a request by another one (TensorRT-LLM's input ``stop``)."""
+"""Stopping a request by another request (TensorRT-LLM's input ``stop``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class StoppableRequest:
-    """A running request; create it in its own task."""
+    """A running request. Create it in the task that computes the request."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -23,7 +23,7 @@ class StoppableRequest:
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:
-        """Exits early when the request is stopped; other cancellations are passed on."""
+        """Leave the ``with`` block when the request is stopped. Other cancellations are propagated."""
         try:
             yield
         except asyncio.CancelledError:
@@ -51,6 +51,6 @@ class RunningRequests:
                 del self._requests[client, name]
 
     def stop(self, client: Hashable, name: str) -> None:
-        """Stop all requests of this id; does nothing where there is none."""
+        """Stop all of the client's requests with this id."""
         for stoppable in self._requests.get((client, name), ()):
             stoppable.stop()

@@ -17,8 +17,8 @@ class TextModel(GenerationModel):
     """Text generation.
 
     Args:
-        name: under which it is asked for.
-        accumulate: whether each answer of a stream has all of the text so far.
+        name: model name in the repository.
+        accumulate: streamed responses contain all text so far, instead of only the new text.
     """
 
     names = InputNames({})
@@ -63,7 +63,8 @@ class TextModel(GenerationModel):
         words = texts_of(call, index, "embedding_bias_words")
         weights = call.row("embedding_bias_weights", index) or ()
         if len(words) != len(weights):
-            raise invalid("embedding_bias_weights", f"has {len(weights)} elements, and there are {len(words)} words")
+            message = f"has {len(weights)} elements, embedding_bias_words has {len(words)}; they must match"
+            raise invalid("embedding_bias_weights", message)
 
         def encoded() -> dict[str, object]:
             return logit_bias_of([(self._tokenizer.encode(w, False), x) for w, x in zip(words, weights, strict=True)])
@@ -74,21 +75,21 @@ class TextModel(GenerationModel):
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
     ) -> list[Tensor]:
         texts = [self._text(call, each, streamed).encode() for each in responses]
-        return [Tensor("text_output", BYTES, (len(texts),), texts)]  # in one dimension, as clients of Triton read it
+        return [Tensor("text_output", BYTES, (len(texts),), texts)]  # one-dimensional, as Triton's clients expect
 
     def _text(self, call: ModelCall, response: SequenceResponse, streamed: bool) -> str:
         if streamed:
-            return response.completion.text if self._accumulate else response.piece.text
+            return response.completion.text if self._accumulate else response.delta.text
         return (
             response.completion.text
             if self.excluded(call, response.row)
             else f"{response.output.prompt}{response.completion.text}"
         )
 
-    def has_output(self, piece: SequenceDelta) -> bool:
-        return bool(piece.text or piece.positions)
+    def has_output(self, delta: SequenceDelta) -> bool:
+        return bool(delta.text or delta.positions)
 
 
 def texts_of(call: ModelCall, index: int, name: str) -> tuple[str, ...]:
-    """A row's words, without empty ones."""
+    """The non-empty texts of an input's row."""
     return tuple([text(name, element) for element in call.row(name, index) or () if element])

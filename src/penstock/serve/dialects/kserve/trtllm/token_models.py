@@ -29,17 +29,17 @@ DECODER_INPUTS = (
     Spec("decoder_input_ids", INT32, (-1,), optional=True),
     Spec("decoder_input_lengths", INT32, optional=True),
 )
-"""Inputs of encoder-decoder models, which ``preprocessing`` always returns; ignored."""
+"""Inputs of encoder-decoder models, ignored; ``preprocessing`` always returns them."""
 LOOKAHEAD_INPUTS = tuple(
     Spec(name, INT32, optional=True)
     for name in ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 )
-"""Speculative decoding per request; ignored, as the server configures it for all requests."""
+"""Lookahead decoding parameters, ignored: speculative decoding is configured for the whole server."""
 WORD_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 SCORES = {"CUM_LOG_PROBS": 1, "OUTPUT_LOG_PROBS": 2, "CONTEXT_LOGITS": 2, "GENERATION_LOGITS": 3}
-"""Inputs that ``postprocessing`` of TensorRT-LLM 0.10 passes on (``OUT_…``), with their number of dimensions."""
+"""Inputs that ``postprocessing`` of TensorRT-LLM 0.10 returns unmodified (``OUT_…``) → number of dimensions."""
 PADDING = -1
-"""Padding of a list of words."""
+"""Padding of the word offsets."""
 
 
 class TokenModel(GenerationModel):
@@ -80,21 +80,21 @@ class TokenModel(GenerationModel):
 
     async def rows(self, call: ModelCall) -> list[Row]:
         if any(spec.name in call.inputs for spec in LOOKAHEAD_INPUTS):
-            _note_lookahead()
+            _log_ignored_lookahead()
         return [self._row(call, index) for index in range(call.rows)]
 
     def _row(self, call: ModelCall, index: int) -> Row:
         prompt = call.row("input_ids", index) or ()
         length = self.names.value(call, index, "input_lengths")
         if not 1 <= length <= len(prompt):
-            raise invalid("input_lengths", f"must be from 1 to the {len(prompt)} of input_ids, is {length}")
+            raise invalid("input_lengths", f"must be from 1 to {len(prompt)} (length of input_ids), is {length}")
         vocab_size = self.vocab_size
         stops = split_words("stop_words_list", call.row("stop_words_list", index), vocab_size)
-        single = tuple([word[0] for word in stops if len(word) == 1])
-        longer = tuple([self._tokenizer.decode(word, False) for word in stops if len(word) > 1])
+        stop_tokens = tuple([word[0] for word in stops if len(word) == 1])
+        stop_strings = tuple([self._tokenizer.decode(word, False) for word in stops if len(word) > 1])
         biases = call.row("embedding_bias", index) or ()
         if len(biases) not in (0, len(self._tokenizer.vocabulary), vocab_size):
-            message = f"has {len(biases)} elements, and there are {vocab_size} tokens"
+            message = f"has {len(biases)} elements; must have one per token of the vocabulary ({vocab_size})"
             raise invalid("embedding_bias", message, vocab_size)
         bias = [([i], x) for i, x in enumerate(biases) if x]
         sampling = sampling_of(
@@ -102,12 +102,12 @@ class TokenModel(GenerationModel):
             index,
             self.names,
             vocab_size,
-            stop_token_ids=single,
-            stop=longer,
+            stop_token_ids=stop_tokens,
+            stop=stop_strings,
             bad_word_ids=tuple(
                 map(tuple, split_words("bad_words_list", call.row("bad_words_list", index), vocab_size))
             ),
-            detokenize=bool(longer),
+            detokenize=bool(stop_strings),
             **logit_bias_of(bias),
         )
         return Row(TokenizedPrompt(list(prompt[:length])), sampling)
@@ -118,7 +118,7 @@ class TokenModel(GenerationModel):
         result = [
             [
                 *([] if streamed or self.excluded(call, each.row) else each.output.prompt_token_ids),
-                *each.piece.token_ids,
+                *each.delta.token_ids,
             ]
             for each in responses
         ]
@@ -130,8 +130,8 @@ class TokenModel(GenerationModel):
             Tensor("sequence_length", INT32, lead, [len(each) for each in result]),
         ]
 
-    def has_output(self, piece: SequenceDelta) -> bool:
-        return bool(piece.token_ids)
+    def has_output(self, delta: SequenceDelta) -> bool:
+        return bool(delta.token_ids)
 
 
 class Preprocessing(Model):
@@ -197,7 +197,7 @@ class Preprocessing(Model):
         yield ModelResponse(result)
 
     def _words(self, call: ModelCall, input_name: str, output_name: str) -> Tensor:
-        """Words as two rows: their token ids, and the offsets at which they end."""
+        """Encode words as two rows: concatenated token ids, and the offsets at which the words end."""
         rows = [
             [self._tokenizer.encode(word, False) for word in texts_of(call, index, input_name)]
             for index in range(call.rows)
@@ -217,14 +217,14 @@ class Preprocessing(Model):
             words = texts_of(call, index, "EMBEDDING_BIAS_WORDS")
             weights = call.row("EMBEDDING_BIAS_WEIGHTS", index) or ()
             if len(words) != len(weights):
-                message = f"has {len(weights)} elements, and there are {len(words)} words"
+                message = f"has {len(weights)} elements, EMBEDDING_BIAS_WORDS has {len(words)}; they must match"
                 raise invalid("EMBEDDING_BIAS_WEIGHTS", message)
             if "EMBEDDING_BIAS_WORDS" in call.inputs:
                 row = [0.0] * size
                 for word, weight in zip(words, weights, strict=True):
                     for token_id in self._tokenizer.encode(word, False):
                         row[token_id] += weight
-                maximum = MAX_VALUES[FP32]  # which a sum of weights may pass
+                maximum = MAX_VALUES[FP32]  # a sum of weights may exceed it
                 elements.extend([max(-maximum, min(value, maximum)) for value in row])
         return Tensor("EMBEDDING_BIAS", FP32, call.shape(len(elements) // call.rows), memoryview(elements))
 
@@ -250,12 +250,11 @@ class Postprocessing(Model):
         tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"].elements
         *lead, longest = tokens.shape
         if len(lengths) * longest != len(tokens.elements):
-            raise invalid(
-                "SEQUENCE_LENGTH", f"has {len(lengths)} elements, and TOKENS_BATCH the shape {[*lead, longest]}"
-            )
+            message = f"has {len(lengths)} elements, but TOKENS_BATCH has the shape {[*lead, longest]}"
+            raise invalid("SEQUENCE_LENGTH", message)
         engine = self._service.gateway.engine_pool.require_engine()
         if longest > (maximum := engine.max_model_len):
-            raise invalid("TOKENS_BATCH", f"{longest} tokens are more than the {maximum} of the context", maximum)
+            raise invalid("TOKENS_BATCH", f"{longest} tokens exceed the context length of {maximum}", maximum)
         if wrong := [length for length in lengths if not 0 <= length <= longest]:
             raise invalid("SEQUENCE_LENGTH", f"must be from 0 to {longest}, is {wrong[0]}")
         check_ids("TOKENS_BATCH", tokens.elements, engine.vocab_size)
@@ -268,7 +267,7 @@ class Postprocessing(Model):
         yield ModelResponse([Tensor("OUTPUT", BYTES, (len(texts),), texts), *self._scores(call)])
 
     def _scores(self, call: ModelCall) -> list[Tensor]:
-        """The scores that were given, unchanged, and a zero for others."""
+        """The given scores unmodified, and zeros for the others."""
         return [
             replace(call.inputs[name], name=f"OUT_{name}")
             if name in call.inputs
@@ -278,25 +277,25 @@ class Postprocessing(Model):
 
 
 @cache
-def _note_lookahead() -> None:
+def _log_ignored_lookahead() -> None:
     logger.info("lookahead_window_size and similar inputs are ignored: --speculative-config sets the draft length")
 
 
 def split_words(name: str, tensor: Sequence[Any] | None, vocab_size: int) -> list[list[int]]:
-    """Words from two lists: their token ids, and the offsets at which they end.
+    """Split a flattened pair of rows, concatenated token ids and the offsets at which the words end, into words.
 
-    Raises ``PenstockError`` (``invalid``) for invalid offsets, and for token ids beyond the vocabulary.
+    Raises ``PenstockError`` (``invalid``) for invalid offsets, and for token ids outside the vocabulary.
     """
     if not tensor:
         return []
     ids, ends = tensor[: len(tensor) // 2], [end for end in tensor[len(tensor) // 2 :] if end != PADDING]
     if any(not begin < end <= len(ids) for begin, end in itertools.pairwise([0, *ends])):
-        raise invalid(name, "has a second row that is no list of where words end, each after the one before")
+        raise invalid(name, "the second row must be the increasing offsets at which words end")
     words = [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
     check_ids(name, itertools.chain.from_iterable(words), vocab_size)
     return words
 
 
 def default_end_id(service: ServedModel) -> int:
-    """The token that ends the model's turns."""
+    """The first EOS token of the model."""
     return service.gateway.input_processor.eos_token_ids[0]

@@ -1,1 +1,1 @@
-"""Batches: a file of requests, answered into another file; for ``penstock run-batch`` and ``/v1/batches``."""
+"""Batches (a file of requests in, a file of results out), for ``penstock run-batch`` and ``/v1/batches``."""

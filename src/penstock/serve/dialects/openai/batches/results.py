@@ -20,11 +20,12 @@ from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchRes
 from penstock.serve.http.body import JSON_ERRORS, json_problem, without_mark
 
 PREFIX = "batch_req_"
+"""Prefix of result ids."""
 BEGINNING = f'{{"id":"{PREFIX}'.encode()
-"""Prefix of the ids of results."""
+"""First bytes of every line of an output file."""
 
-AGAIN = (408, 429, 500, 503, 504)
-"""Statuses of results that a later run tries again; the last result of a line counts."""
+RETRIED_STATUSES = (408, 429, 500, 503, 504)
+"""HTTP statuses of results that a later run retries; the last result of a line counts."""
 
 _line = msgspec.json.Decoder(BatchLine).decode
 _result = msgspec.json.Decoder(BatchResult).decode
@@ -32,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def requests(path: Path) -> Iterator[BatchLine | BatchError]:
-    """The lines of an input file, but for blank ones; an error for each that is no request, or repeats a custom_id."""
+    """The non-blank lines of an input file; an error for each that is not a request, or repeats a custom_id."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -48,26 +49,28 @@ def requests(path: Path) -> Iterator[BatchLine | BatchError]:
             if first == number:
                 yield line
             else:
-                message = f"line {number}: custom_id {line.custom_id!r} is that of line {first}"
+                message = f"line {number}: custom_id {line.custom_id!r} is already used in line {first}"
                 yield BatchError(code="duplicate_custom_id", message=bounded(message), line=number)
 
 
 class Results:
-    """The output file: existing results, and those that are appended. A context manager, which locks the file.
+    """The output file, as a context manager that locks it and reads existing results.
 
-    Results are appended and flushed one by one. An incomplete last line, of a process that was killed, is dropped.
+    Results are appended and flushed one by one. An incomplete last line, left by a killed process, is dropped.
 
     Args:
-        private: only the server's user may read the file.
+        private: make the file readable by the server's user only.
 
-    Raises ``PenstockError`` (``invalid``) where the file cannot be written, is locked, or holds something else.
+    Raises ``PenstockError`` (``invalid``) if the file cannot be written, is locked, or has other contents.
     """
 
     def __init__(self, path: Path, private: bool = False) -> None:
         self._path = path
         self._private = private
-        self._good: dict[str, bool] = {}
+        self._succeeded: dict[str, bool] = {}
+        """custom_id → True if its result is successful."""
         self._errors: set[int] = set()
+        """Numbers of the invalid lines that have a result."""
 
     def __enter__(self) -> Self:
         if self._path.exists() and not self._path.is_file():
@@ -91,7 +94,7 @@ class Results:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Close the file at the end of a block, where it was entered before it."""
+        """Close the file at the end of a ``with`` block; ``__enter__`` was called before."""
         with ExitStack() as stack:
             stack.push(self)
             yield
@@ -103,13 +106,13 @@ class Results:
             self._file.close()
 
     def find(self, line: BatchLine | BatchError) -> bool | None:
-        """Whether a line's result is successful; None where it has none."""
+        """True or False for a line with a successful or failed result; None if it has no result."""
         if isinstance(line, BatchLine):
-            return self._good.get(line.custom_id)
+            return self._succeeded.get(line.custom_id)
         return False if line.line in self._errors else None
 
     def add(self, custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
-        """Raises ``PenstockError`` (``invalid``) where it cannot be written."""
+        """Append a result. Raises ``PenstockError`` (``invalid``) if it cannot be written."""
         result = BatchResult(id=PREFIX + uuid4().hex, custom_id=custom_id, response=response, error=error)
         try:
             self._file.write(_encode(result) + b"\n")
@@ -123,52 +126,54 @@ class Results:
         for number, text in enumerate(self._file, 1):
             if not text.endswith(b"\n"):
                 if not BEGINNING.startswith(text[: len(BEGINNING)]):
-                    raise invalid("output_file", f"{self._path} holds something else than results of a batch")
+                    raise invalid("output_file", f"{self._path} is not a file of batch results")
                 self._file.truncate(complete_bytes)
                 break
             try:
                 self._note(_result(text))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                message = f"{self._path} holds something else than results of a batch: line {number}: {error}"
+                message = f"{self._path} is not a file of batch results: line {number}: {error}"
                 raise invalid("output_file", message) from error
             complete_bytes += len(text)
 
     def _note(self, result: BatchResult) -> None:
-        if result.custom_id is not None and result.response is not None and result.response.status_code in AGAIN:
-            self._good.pop(result.custom_id, None)
+        status = result.response.status_code if result.response else None
+        if result.custom_id is not None and status in RETRIED_STATUSES:
+            self._succeeded.pop(result.custom_id, None)
         elif result.custom_id is not None:
-            self._good[result.custom_id] = result.response is not None and result.response.status_code == 200
+            self._succeeded[result.custom_id] = status == 200
         if result.error is not None:
             self._errors.add(result.error.line)
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
-    """Open a file to write; one that is made is readable by this user only."""
+    """Open a file for writing; a new file is readable by this user only."""
     return cast(BinaryIO, open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)))
 
 
 @dataclass(frozen=True)
 class BatchState:
-    """The lines of a batch by state."""
+    """Number of lines of a batch by state."""
 
     left: int
+    """Lines without a result."""
     skipped: int
-    """Lines that have a result already, failed ones included."""
+    """Lines that already have a result, including failed ones."""
     failed: int
     """Skipped lines whose result is an error."""
 
 
 def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> BatchState:
-    """Read all lines and compare them with the results."""
+    """Count the lines by their results."""
     counts = Counter(map(results.find, lines))
     return BatchState(left=counts[None], skipped=counts[True] + counts[False], failed=counts[False])
 
 
 def check_input(path: Path) -> None:
-    """Raises ``PenstockError`` (``invalid``) unless it is a file, which can be read more than once."""
+    """Raise ``PenstockError`` (``invalid``) unless the path is a readable regular file, which can be read twice."""
     try:
         path.open("rb").close()
     except OSError as error:
         raise invalid("input_file", f"{path} cannot be read: {error.strerror}") from error
     if not path.is_file():
-        raise invalid("input_file", f"{path} is not a file; a pipe could not be counted first")
+        raise invalid("input_file", f"{path} must be a regular file: it is read twice")

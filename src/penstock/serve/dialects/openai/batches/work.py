@@ -1,4 +1,4 @@
-"""Answers the lines of a batch concurrently, with retries."""
+"""Processes the lines of a batch concurrently, with retries."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
 from penstock.serve.models.served_models import ServedModel
 
 TRIES = 3
-"""Engine deaths after which a request is not tried again, as it may have caused them."""
+"""Number of engine crashes after which a request is not retried, as it may have caused them."""
 
 RETRY_INTERVAL = 1.0
-"""Seconds until a line that found no room is tried again."""
+"""Seconds until a line is retried that was refused because too many requests were open."""
 LOAD_INTERVAL = 0.5
-"""Seconds between two looks for a model that is being loaded."""
+"""Seconds between checks for a model that is being loaded."""
 
 Record = Callable[[str | None, BatchResponse | None, BatchError | None], None]
 
 
 class Work:
-    """Answers lines.
+    """Processes lines.
 
     Args:
-        find: the model that answers a line. Raises ``PenstockError`` where it is not served.
-        watch: ends when the engine is not started again any more.
-        tenant: whose requests they are (``RequestRecord.tenant``).
-        patient: whether others use the engine, too: a line that finds no room, or an engine that is asleep, waits.
-        record: called with each line's custom_id, response and error as they come.
+        find: returns the model of a line. Raises ``PenstockError`` if it is not served.
+        watch: done when the engine will not be restarted any more.
+        record: called with the custom_id, response and error of each line when it has been processed.
+        tenant: tenant of the requests (``RequestRecord.tenant``).
+        patient: others use the engine, too: retry lines that are refused as overloaded, or while the engine sleeps.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Work:
         self._once = UnknownFieldLog()
         self._one_ended = asyncio.Condition()
         self.answered = self.failed = 0
-        """Lines with a successful result, and with another."""
+        """Number of lines with a successful result, and with an error."""
         self.tokens = 0
         """Number of tokens generated."""
         self.stopped = False
-        """Whether lines are left because the engine is gone."""
+        """True if lines are left because the engine is gone."""
 
     async def run(self, lines: Iterator[BatchLine | BatchError], at_once: int) -> None:
-        """Returns when no line is left, or the engine is gone."""
+        """Process lines, ``at_once`` at a time, until none is left or the engine is gone."""
         workers = [asyncio.create_task(self._work(lines)) for _ in range(at_once)]
         try:
             await asyncio.gather(*workers)
@@ -93,8 +93,8 @@ class Work:
             self._record(line.custom_id, response, None)
 
     async def _respond(self, line: BatchLine) -> BatchResponse | None:
-        """The result of a line; None where the engine is gone."""
-        request_id, deaths = uuid4().hex, 0
+        """The result of a line; None if the engine is gone."""
+        request_id, crashes = uuid4().hex, 0
         while True:
             record = RequestRecord(request_id, tenant=self._tenant)
             engines: set[int] = set()
@@ -110,8 +110,8 @@ class Work:
             if _is(record.failure, Code.UNAVAILABLE):
                 if not await self._engine_restarted(service):
                     return None
-                deaths += _engines(service) != engines
-                if deaths < TRIES and (self._patient or _engines(service) != engines):
+                crashes += _engines(service) != engines
+                if crashes < TRIES and (self._patient or _engines(service) != engines):
                     await self._rest(_engines(service) == engines)
                     continue
             elif _is(record.failure, Code.OVERLOADED) and (self._open or self._patient):
@@ -121,7 +121,7 @@ class Work:
             return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
 
     async def _answer(self, service: ServedModel, record: RequestRecord, line: BatchLine) -> tuple[int, bytes]:
-        """Raises ``PenstockError`` (``overloaded``) where too many requests are open."""
+        """Status and body of a response. Raises ``PenstockError`` (``overloaded``) if too many requests are open."""
         with service.admit():
             self._open += 1
             try:
@@ -130,7 +130,11 @@ class Work:
                 self._open -= 1
 
     async def _rest(self, alone: bool) -> None:
-        """Wait until a line has ended, or where none is open for a while."""
+        """Wait until another line has finished, at most ``RETRY_INTERVAL``.
+
+        Args:
+            alone: no other line is open: wait for ``RETRY_INTERVAL``.
+        """
         if alone:
             await asyncio.sleep(RETRY_INTERVAL)
             return
@@ -140,7 +144,7 @@ class Work:
                     await self._one_ended.wait()
 
     async def _served(self, line: BatchLine) -> ServedModel:
-        """The model of a line, once it is loaded. Raises ``PenstockError`` where it is not served."""
+        """Wait until the model of a line is loaded. Raises ``PenstockError`` if it is not served."""
         while True:
             try:
                 return self._find(line)
@@ -150,7 +154,7 @@ class Work:
             await asyncio.sleep(LOAD_INTERVAL)
 
     async def _engine_restarted(self, service: ServedModel) -> bool:
-        """Wait for the engine's restart; False where it is gone."""
+        """Wait for the engine's restart; returns False if the engine is gone."""
         ready = asyncio.ensure_future(service.gateway.engine_pool.ready())
         waited: set[asyncio.Future[Any]] = {ready, self._watch}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +163,7 @@ class Work:
 
 
 def _engines(service: ServedModel) -> set[int]:
-    """Process ids of the engines that answer: others once an engine has died."""
+    """Process ids of the running engines, which change when an engine crashes."""
     return {report.pid for report in service.gateway.engine_pool.reports}
 
 

@@ -1,4 +1,4 @@
-"""Computes the batches of ``/v1/batches``, one at a time in each API process."""
+"""Processes the batches of ``/v1/batches``, one at a time in each API process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.serve.models.served_models import ServedModel, ServedModels
 from .results import BatchState, Results, open_private, requests, survey
 from .work import Work
 
-if TYPE_CHECKING:  # what it imports may not be installed
+if TYPE_CHECKING:  # their imports are optional dependencies
     from penstock.serve.storage.batches import BatchStore, Document
     from penstock.serve.storage.files import FileStore
 
@@ -31,10 +31,11 @@ logger = logging.getLogger(__name__)
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that are not finished."""
 POLL_INTERVAL = 2.0
-"""Seconds between two looks for batches that others have added, cancelled or left."""
+"""Seconds between checks for batches that other processes have added, cancelled or abandoned."""
 MAX_ERRORS = 100
-"""Wrong lines that a failed batch names."""
+"""Maximum number of invalid lines that a failed batch lists."""
 MAX_LINES = 50_000
+"""Maximum number of requests in a batch."""
 
 
 class _Body(msgspec.Struct):
@@ -45,13 +46,13 @@ _model = msgspec.json.Decoder(_Body).decode
 
 
 class BatchWorker:
-    """Computes batches.
+    """Processes batches.
 
-    A batch belongs to the process that has locked its file of results. Where it is killed, another process finds the
-    lock free and goes on with the lines that have no result.
+    A batch belongs to the process that has locked its file of results. If that process is killed, another one finds the
+    file unlocked and continues with the lines that have no result.
 
     Args:
-        at_once: requests of a batch that are in the engine at the same time.
+        at_once: maximum number of concurrent requests of a batch.
     """
 
     def __init__(self, served_models: ServedModels, batches: BatchStore, files: FileStore, at_once: int) -> None:
@@ -62,11 +63,11 @@ class BatchWorker:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """There is a new batch, or one was cancelled."""
+        """Check for batches now: one was added or cancelled."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Process batches until cancelled."""
         with contextlib.suppress(PenstockError):
             await self._files.sweep()
         while True:
@@ -74,31 +75,31 @@ class BatchWorker:
             try:
                 opened = await self._batches.open()
             except PenstockError as error:
-                logger.warning("batches wait: %s", error)
+                logger.warning("cannot read the batches, will retry: %s", error)
                 opened = []
             for owner, name in _by_turns(opened):
                 try:
-                    await self._try(owner, name)
+                    await self._process(owner, name)
                 except PenstockError as error:
-                    logger.warning("batch %s waits: %s", name, error)
+                    logger.warning("batch %s is interrupted, will retry: %s", name, error)
                 except Exception as error:
                     if failure := exhausted(error):
-                        logger.warning("batch %s waits: %s", name, failure.message)
+                        logger.warning("batch %s is interrupted, will retry: %s", name, failure.message)
                         continue
                     logger.exception("batch %s failed", name)
                     with contextlib.suppress(PenstockError):
-                        await self._fail(name, [_problem("internal_error", "the server's log has the reason")])
+                        await self._fail(name, [_problem("internal_error", "internal error; see the server's log")])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_INTERVAL):
                     await self._wake.wait()
 
-    async def _try(self, owner: str, name: str) -> None:
-        """Compute a batch, unless another process does."""
+    async def _process(self, owner: str, name: str) -> None:
+        """Process a batch, unless another process does."""
         path = self._files.path(f"{name}.partial")
         results = Results(path, private=True)
         try:
             await asyncio.to_thread(results.__enter__)
-        except PenstockError:  # another process has it
+        except PenstockError:  # locked by another process
             return
         with results.entered():
             current = await self._batches.change(name, lambda batch: batch)
@@ -111,35 +112,35 @@ class BatchWorker:
     async def _compute(self, owner: str, document: Document, results: Results, path: Path) -> None:
         name, source = document["id"], self._files.path(document["input_file_id"])
         if not source.is_file():
-            await self._fail(name, [_problem("input_file_not_found", "the input file is not there any more")])
+            await self._fail(name, [_problem("input_file_not_found", "the input file no longer exists")])
             return
         if document["status"] == "validating":
             self._served_models.check_alive()
-            longest = self._served_models.max_body_size
-            errors, total = await asyncio.to_thread(_check, source, document["endpoint"], longest)
+            max_size = self._served_models.max_body_size
+            errors, total = await asyncio.to_thread(_check, source, document["endpoint"], max_size)
             if errors or not total:
                 await self._fail(name, errors or [_problem("empty_file", "the file has no requests")])
                 return
             counts = {"total": total, "completed": 0, "failed": 0}
             await self._set(name, "in_progress", request_counts=counts)
         state = await asyncio.to_thread(lambda: survey(requests(source), results))
-        end = await self._answer(owner, document, source, results, state)
-        if end is None:
-            return  # the engine is gone; this or another process goes on
+        status = await self._answer(owner, document, source, results, state)
+        if status is None:
+            return  # the engine is gone; this or another process continues the batch later
         await self._set(name, "finalizing")
-        await self._finish(owner, document, path, end)
+        await self._finish(owner, document, path, status)
 
     async def _answer(
         self, owner: str, document: Document, source: Path, results: Results, state: BatchState
     ) -> str | None:
-        """Answer the lines that are left; returns the status with which the batch ends, None where it has to go on."""
+        """Process the lines without a result; returns the final status of the batch, or None if it is not finished."""
         name = document["id"]
         done = {"completed": state.skipped - state.failed, "failed": state.failed}
 
         def record(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
             results.add(custom_id, response, error)
-            good = response is not None and response.status_code == 200
-            done["completed" if good else "failed"] += 1
+            succeeded = response is not None and response.status_code == 200
+            done["completed" if succeeded else "failed"] += 1
 
         current = await self._set_counts(name, done)
         if current is None or current["status"] == "cancelling":
@@ -165,30 +166,30 @@ class BatchWorker:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _finish(self, owner: str, document: Document, path: Path, end: str) -> None:
-        """Make the files of results and errors, and end the batch."""
+    async def _finish(self, owner: str, document: Document, path: Path, status: str) -> None:
+        """Write the files of results and errors, and set the final status of the batch."""
         name, expires = document["id"], document.get("output_expires_after") or {}
-        good, bad = self._files.path(f"file-{name}-output"), self._files.path(f"file-{name}-errors")
-        sizes = await asyncio.to_thread(_split, path, good, bad)
-        made: dict[str, str] = {}
-        for field, file, size in zip(("output_file_id", "error_file_id"), (good, bad), sizes, strict=True):
+        outputs, errors = self._files.path(f"file-{name}-output"), self._files.path(f"file-{name}-errors")
+        sizes = await asyncio.to_thread(_split, path, outputs, errors)
+        file_ids: dict[str, str] = {}
+        for field, file, size in zip(("output_file_id", "error_file_id"), (outputs, errors), sizes, strict=True):
             if size:
                 purpose = "batch_output"
                 filename, lifetime = f"{name}_{field[:-8]}.jsonl", expires.get("seconds")
                 stored = await self._files.register(owner, file.name, filename, purpose, size, lifetime)
-                made[field] = stored.id
-        await self._set(name, end, **made)
+                file_ids[field] = stored.id
+        await self._set(name, status, **file_ids)
         path.unlink(missing_ok=True)
 
     def _find(self, line: BatchLine) -> ServedModel:
         try:
             model = _model(line.body).model
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # which its handler will say
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the handler reports it
             model = None
         return self._served_models.find(model)
 
     async def _set(self, name: str, status: str, **fields: Any) -> None:
-        """Change a batch's status and fields; one that is being cancelled stays so until it ends."""
+        """Change a batch's status and fields; the status ``cancelling`` remains until the batch ends."""
 
         def change(batch: Document) -> Document:
             keeps = batch["status"] == "cancelling" and status in ("in_progress", "finalizing")
@@ -206,7 +207,7 @@ class BatchWorker:
 
 
 def _by_turns(batches: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """One of each owner after the other, each owner's oldest first."""
+    """Order batches round robin over owners, each owner's oldest first."""
     by_owner: dict[str, list[tuple[str, str]]] = {}
     for batch in batches:
         by_owner.setdefault(batch[0], []).append(batch)
@@ -214,18 +215,18 @@ def _by_turns(batches: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         yield from (batch for batch in turn if batch)
 
 
-def _check(path: Path, endpoint: str, longest: int) -> tuple[list[dict[str, Any]], int]:
-    """What is wrong with a file of requests, and how many lines it has."""
+def _check(path: Path, endpoint: str, max_size: int) -> tuple[list[dict[str, Any]], int]:
+    """Validate a file of requests; returns the errors and the number of lines."""
     errors, total = [], 0
     for line in requests(path):
         total += 1
         if isinstance(line, BatchError):
             errors.append(_problem(line.code, line.message, line.line))
-        elif len(bytes(line.body)) > longest:
-            errors.append(_problem("line_too_long", f"{line.custom_id!r} has more than {longest} bytes"))
+        elif len(bytes(line.body)) > max_size:
+            errors.append(_problem("line_too_long", f"{line.custom_id!r} has more than {max_size} bytes"))
         elif line.url != endpoint:
-            words = f"{line.custom_id!r} is for {line.url[:80]}, the batch for {endpoint}"
-            errors.append(_problem("mismatched_endpoint", words))
+            message = f"{line.custom_id!r} has the url {line.url[:80]}, the batch has the endpoint {endpoint}"
+            errors.append(_problem("mismatched_endpoint", message))
         if total > MAX_LINES:
             errors.append(_problem("too_many_requests", f"the file has more than {MAX_LINES} requests"))
         if len(errors) >= MAX_ERRORS or total > MAX_LINES:
@@ -237,22 +238,22 @@ def _problem(code: str, message: str, line: int | None = None) -> dict[str, Any]
     return {"code": code, "message": bounded(message), "line": line, "param": None}
 
 
-def _split(path: Path, good: Path, bad: Path) -> tuple[int, int]:
-    """Write the successful results of a file to one and the others to another; returns their sizes in bytes. Of several
-    results of a line, the last counts."""
+def _split(path: Path, outputs: Path, errors: Path) -> tuple[int, int]:
+    """Split a file of results into successful results and errors; returns the sizes in bytes. If a line has several
+    results, the last one counts."""
     decode = msgspec.json.Decoder(_Result).decode
     last: dict[str, int] = {}
     with path.open("rb") as file:
         for number, text in enumerate(file):
             last[decode(text).custom_id or f"line {number}"] = number
     kept = set(last.values())
-    with path.open("rb") as file, open_private(good, "wb") as passed, open_private(bad, "wb") as failed:
+    with path.open("rb") as file, open_private(outputs, "wb") as succeeded, open_private(errors, "wb") as failed:
         for number, text in enumerate(file):
             if number in kept:
                 response = decode(text).response
-                (passed if response and response.status_code == 200 else failed).write(text)
-        sizes = passed.tell(), failed.tell()
-    for size, file_path in zip(sizes, (good, bad), strict=True):
+                (succeeded if response and response.status_code == 200 else failed).write(text)
+        sizes = succeeded.tell(), failed.tell()
+    for size, file_path in zip(sizes, (outputs, errors), strict=True):
         if not size:
             file_path.unlink()
     return sizes
