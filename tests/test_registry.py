@@ -81,7 +81,7 @@ def test_a_family_of_ones_own(families: None, tmp_path: Path) -> None:
     as_architecture(tmp_path, "WindowedForCausalLM", layer_types=None, global_every=2, local=20)
     assert tokens(tmp_path) == expected
     as_architecture(tmp_path, "WindowedForCausalLM", global_every=None)
-    with pytest.raises(PenstockError, match="a value of the wrong kind"):
+    with pytest.raises(PenstockError, match="an invalid value"):
         tokens(tmp_path)
 
 

@@ -43,7 +43,7 @@ class Weights(Protocol):
             rows: first and end of the rows to read; None is all.
             as_stored: accept any dtype; otherwise the tensor must be floating-point.
 
-        Raises ``PenstockError`` (``invalid``) where the tensor is missing, damaged, or of another shape or kind.
+        Raises ``PenstockError`` (``invalid``) if the tensor is missing, damaged, or of another shape or kind.
         """
         ...
 
@@ -57,7 +57,7 @@ class Weights(Protocol):
         """Outputs from ``rows[0]`` to ``rows[1]`` of a quantized matrix ``[outputs, inputs]``; in a format of 4-bit
         floating-point numbers dequantized, ``[rows, inputs]`` float32.
 
-        Raises ``PenstockError`` (``invalid``) where its tensors are missing, damaged, or of other shapes or kinds.
+        Raises ``PenstockError`` (``invalid``) if its tensors are missing, damaged, or of other shapes or kinds.
         """
         ...
 
@@ -161,7 +161,7 @@ class BuildContext(BuildOptions):
         return placed or even_placement(num_experts, self.group.size, self.num_redundant_experts)
 
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
-        """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it. With
+        """See ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it. With
         M-RoPE, it has a row more for each token of a step (``layers.mrope``)."""
 
         def make() -> Tensor:
@@ -178,7 +178,7 @@ class BuildContext(BuildOptions):
         return self._tables[key]
 
     def lora(self, names: list[str], inputs: int, shards: list[Shard]) -> LoRALayer | None:
-        """LoRA slots of a layer that multiplies these matrices as one; None where adapters are off."""
+        """LoRA slots of a layer that multiplies these matrices as one; None if adapters are off."""
         if not self.max_loras:
             return None
         outputs, max_rank = sum(shard.size for shard in shards), len(names) * self.max_lora_rank
@@ -190,7 +190,7 @@ class BuildContext(BuildOptions):
         return layer
 
     def expert_lora(self, names: Sequence[Sequence[str]], inputs: int, shard: Shard) -> ExpertLoRA | None:
-        """LoRA slots of the matrices of all experts, as of ``expert_matrices``; None where experts cannot have
+        """LoRA slots of the matrices of all experts, as of ``expert_matrices``; None if experts cannot have
         adapters: on GPUs, and where ranks have whole experts."""
         if not self.max_loras or self.device.type != "cpu" or (self.expert_parallel and self.group.size > 1):
             return None
@@ -310,7 +310,7 @@ class BuildContext(BuildOptions):
         as_stored: bool,
         bias: Tensor | None,
     ) -> PackedMatrix | None:
-        """A packed matrix, from the weight cache if it is there; None where matrices of a checkpoint cannot be
+        """A packed matrix, from the weight cache if it is there; None if matrices of a checkpoint cannot be
         stacked."""
         cache, key = self.weight_cache, "+".join(names)
         if self.output and (self.output.has(key) or all(self.output.has(f"{name}.weight") for name in names)):

@@ -28,7 +28,7 @@ class LatentAttention:
 
     Args:
         name: of the checkpoint's module, above ``kv_a_proj_with_mqa``, ``kv_b_proj`` and ``o_proj``.
-        q_rank: of the queries' own latent vector; None where queries are projected at once.
+        q_rank: of the queries' own latent vector; None if queries are projected at once.
         latent: numbers of a latent vector (``kv_lora_rank``).
         nope_dim, rope_dim: numbers of a query without and with rotary positions, in this order.
         value_dim: numbers of a head's value.
@@ -83,14 +83,12 @@ class LatentAttention:
         )
 
     def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
-        """As ``AttentionLayer.kv_spec``."""
         dtype = str(self._dtype).removeprefix("torch.")
         return KVSpec(1, self._latent + self._rope_dim, dtype, block_size, quantization, latent=self._latent)
 
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
-        """As ``AttentionLayer.__call__``."""
         queries = self._store(x, cache, batch)
         queries, metadata, lora_slots = after_store(self._ops, queries, cache, batch, logits_only, export)
         attended = self._ops.latent_attention(queries, cache, metadata, self._scale, self._latent)

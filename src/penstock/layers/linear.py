@@ -43,7 +43,7 @@ class ColumnParallelLinear:
         """``[tokens, in]`` to ``[tokens, out]``, of this rank's outputs unless they are gathered.
 
         Args:
-            lora_slots: ``[tokens]`` int32, LoRA slot of each row, -1 for none; None where no row has an adapter.
+            lora_slots: ``[tokens]`` int32, LoRA slot of each row, -1 for none; None if no row has an adapter.
         """
         if self._gathered is None:
             return self._own_outputs(x, lora_slots)

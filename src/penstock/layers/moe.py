@@ -178,7 +178,7 @@ class MixtureOfExperts:
 
 
 def _place_table(of_ranks: Ranks, num_experts: int, device: torch.device) -> Tensor | None:
-    """As of ``reference.place_experts``; None where experts have the places of their numbers."""
+    """As of ``reference.place_experts``; None if experts have the places of their numbers."""
     places = places_of(of_ranks, num_experts)
     if places == [[expert] for expert in range(num_experts)]:
         return None

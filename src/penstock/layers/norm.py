@@ -46,11 +46,9 @@ class RMSNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """As ``Norm.__call__``."""
         return self._ops.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Norm.add``."""
         return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
 
 
@@ -89,10 +87,8 @@ class LayerNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """As ``Norm.__call__``."""
         return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Norm.add``."""
         residual = self._ops.add_residual(x, residual)
         return self(residual), residual

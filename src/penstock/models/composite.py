@@ -22,7 +22,7 @@ def read_text(raw: ConfigJson, tower: int, inputs: int) -> ModelConfig:
         tower: parameters of the tower.
         inputs: of the projector.
 
-    Raises ``PenstockError`` (``unsupported``) where it is of another family.
+    Raises ``PenstockError`` (``unsupported``) if it is of another family.
     """
     kind = str(raw["text_config"].get("model_type"))
     if kind not in TEXT:
@@ -40,7 +40,7 @@ def projector_activation(raw: ConfigJson) -> str:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """As ``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     if name.startswith(("model.", "lm_head")):
         return Stored(f"language_model.{name}")
     if name.startswith(f"{TOWER}."):  # one level deeper in files of earlier versions of transformers

@@ -71,12 +71,10 @@ class CheckpointSource:
         self._checkpoint = checkpoint
 
     def describe(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """As ``Source.describe``."""
         tensors = {(name := self._checkpoint.stored_name(each)): self._tensor(name) for each in self._checkpoint.names}
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def read(self, names: Collection[str], sink: Sink) -> None:
-        """As ``Source.read``."""
         for name in names:
             sink(name, 0, self._tensor(name))
 

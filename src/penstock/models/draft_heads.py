@@ -30,7 +30,7 @@ class DraftHeads(NamedTuple):
 
     heads: Sequence[EagleHead | MedusaHead]
     aux_hidden_state_layers: Sequence[int]
-    """Of which the heads read hidden states; none where they read the last ones."""
+    """Of which the heads read hidden states; none if they read the last ones."""
 
     def attach(self, model: Model) -> None:
         """Make them the heads of a model, the one that they were loaded for or one that differs in its weights."""

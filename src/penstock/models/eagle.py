@@ -46,7 +46,7 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> E
         method: ``eagle`` or ``eagle3``.
         num_layers: of the model.
 
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind, and
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` if a field is missing or of the wrong kind, and
     ``PenstockError`` (``unsupported``) for a head that is made of more than one layer.
     """
     raw = {**raw, **complete_config(raw.get("transformer_layer_config") or {})}
@@ -125,12 +125,11 @@ class EagleHead:
         return other
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
+        """See ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
         return states
 
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``."""
         x = self._fc(torch.cat((self._model.embed(batch.token_ids), states), -1))
         return self._layer(x, x, batch, cache)
 
@@ -147,11 +146,9 @@ class EagleHead:
         return self._ops.add_residual(self._mlp(x, None), residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``."""
         return self._model.logits(hidden)
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``."""
         return self._model.argmax(hidden, bitmask)
 
 
@@ -182,15 +179,14 @@ class Eagle3Head(EagleHead):
             words = f"the head's hidden states have {size} numbers and the model's {model.config.hidden_size}"
             raise invalid("speculative_config", f"{words}, so it needs an embedding and a head of its own")
         self._target_ids = _target_ids(context, config) if self._lm_head else None
-        """``[draft vocabulary]`` int64: token id of each row of the head; None where they are the same."""
+        """``[draft vocabulary]`` int64: token id of each row of the head; None if they are the same."""
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: fused to one state."""
+        """See ``DraftHead.combine_hidden_states``: fused to one state."""
         return self._fc(states)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``."""
         embed = self._embedding or self._model.embed
         normed = self._hidden_norm(states)
         x = torch.cat((self._input_norm(embed(batch.token_ids)), normed), -1)
@@ -198,7 +194,7 @@ class Eagle3Head(EagleHead):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``; -infinity for tokens that the head has no row for."""
+        """See ``LanguageModelHead.logits``; -infinity for tokens that the head has no row for."""
         logits = (self._lm_head or self._model).logits(self._norm(hidden))
         if self._target_ids is None:
             return logits
@@ -208,7 +204,7 @@ class Eagle3Head(EagleHead):
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``; drafts have no bitmask."""
+        """See ``LanguageModelHead.argmax``; drafts have no bitmask."""
         assert bitmask is None
         rows = (self._lm_head or self._model).argmax(self._norm(hidden))
         return rows if self._target_ids is None else self._target_ids[rows]
@@ -222,7 +218,7 @@ def _linear(context: BuildContext, name: str, inputs: int, outputs: int, bias: b
 def _target_ids(context: BuildContext, config: EagleConfig) -> Tensor | None:
     """The token id of each row of a head over a part of the vocabulary, of ``d2t``, which has the differences.
 
-    Raises ``PenstockError`` (``invalid``) where one is no token, or the tensor is missing or of another shape.
+    Raises ``PenstockError`` (``invalid``) if one is no token, or the tensor is missing or of another shape.
     """
     rows, vocabulary = config.draft_vocab_size, config.decoder.vocab_size
     if rows == vocabulary and not context.weights.has("d2t"):

@@ -166,7 +166,7 @@ def module_name(context: BuildContext, config: ModelConfig, embeddings: str) -> 
 def position_and_type_table(
     context: BuildContext, config: ModelConfig, name: str, first: int = 0, learned_positions: bool = True
 ) -> Tensor | None:
-    """The sums of learned positions and token types, ``[token types * max_len, hidden]`` float32; None where the model
+    """The sums of learned positions and token types, ``[token types * max_len, hidden]`` float32; None if the model
     has neither.
 
     Args:

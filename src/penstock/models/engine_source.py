@@ -34,7 +34,7 @@ Rows = Callable[[str, Shard, Description, Callable[[], Tensor]], None]
 class EngineSource:
     """A ``convert.Source``: builds the model of the folder, and reads its matrices' rows back.
 
-    Raises ``PenstockError`` (``unsupported``) where these were rounded to fewer bits, or packed for a GPU.
+    Raises ``PenstockError`` (``unsupported``) if these were rounded to fewer bits, or packed for a GPU.
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
@@ -55,13 +55,11 @@ class EngineSource:
         self._ops = backends[0]
 
     def describe(self) -> dict[str, Description]:
-        """As ``convert.Source.describe``."""
         described: dict[str, Description] = {}
         self._build(lambda name, shard, description, read: described.update({name: description}))
         return described
 
     def read(self, names: Collection[str], sink: Callable[[str, int, Tensor], None]) -> None:
-        """As ``convert.Source.read``."""
 
         def give(name: str, shard: Shard, description: Description, read: Callable[[], Tensor]) -> None:
             if name in names:

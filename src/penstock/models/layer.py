@@ -102,7 +102,7 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
 
 
 def _query_factors(context: BuildContext, config: ModelConfig, has_rope: bool) -> Tensor | None:
-    """``Attention``'s ``query_factors`` of ``query_scaling``; None where all are 1."""
+    """``Attention``'s ``query_factors`` of ``query_scaling``; None if all are 1."""
     scaling = config.options.query_scaling
     if (
         scaling is None
@@ -149,14 +149,14 @@ def _qk_norm_layers(context: BuildContext, config: ModelConfig, name: str) -> QK
     def norm(part: str, heads: Shard) -> Norm:
         if options.weight == "none":
             return UnweightedRMSNorm(context, size, config.rms_norm_eps)
-        if options.weight == "own":
+        if options.weight == "per_head":
             own = heads.first, heads.end, heads.total
             return LayerNorm(context, f"{name}.{part}_norm", size, config.rms_norm_eps, heads=own)
-        whole = heads.total * size if options.over == "projection" else size
+        whole = heads.total * size if options.scope == "projection" else size
         return make_norm(context, config, f"{name}.{part}_norm", whole)
 
     q, k = (norm(part, heads) for part, heads in zip("qk", shards, strict=True))
-    return QKNormLayers(q, k, options.over == "projection", options.after_rope)
+    return QKNormLayers(q, k, options.scope == "projection", options.after_rope)
 
 
 def dense_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:

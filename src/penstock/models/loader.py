@@ -137,7 +137,7 @@ def _check_options(options: LoadOptions, config: ModelConfig) -> None:
 def _engine_weights(
     folder: Path, built: EngineConfig, options: LoadOptions, config: ModelConfig, dtype: torch.dtype, ops: Ops
 ) -> EngineWeights:
-    """The weights of an engine folder. Raises ``PenstockError`` (``invalid``) where it was built for other options."""
+    """The weights of an engine folder. Raises ``PenstockError`` (``invalid``) if it was built for other options."""
     group = options.group
     if options.expert_parallel and config.experts and group.size > 1:
         raise invalid("enable_expert_parallel", "engine folders have a share of each expert for a rank")

@@ -53,21 +53,19 @@ class MedusaHead:
         return other
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
+        """See ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
         return states
 
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``: what it was given, which the next head reads, too."""
+        """See ``DraftHead.forward``: what it was given, which the next head reads, too."""
         return states[batch.logits_indices]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``."""
         return self._head.logits(self._residual_blocks(hidden))
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``."""
         return self._head.argmax(self._residual_blocks(hidden), bitmask)
 
     @property
@@ -86,7 +84,7 @@ def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Mod
     Args:
         raw: its ``config.json``. How many heads and layers there are is told by the tensors: published ones differ.
 
-    Raises ``PenstockError`` (``invalid``) where tensors are missing, or for heads over a part of the vocabulary.
+    Raises ``PenstockError`` (``invalid``) if tensors are missing, or for heads over a part of the vocabulary.
     """
     vocabulary = int(raw.get("truncated_vocab_size") or model.config.vocab_size)
     if vocabulary != model.config.vocab_size:
@@ -99,7 +97,7 @@ def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Mod
 
 
 def _names(weights: Weights, head: int) -> tuple[list[str], str] | None:
-    """Names of the layers of a head, and of its language model head, empty where it has none; None past the last."""
+    """Names of the layers of a head, and of its language model head, empty if it has none; None past the last."""
     for prefix in PREFIXES:
         if blocks := _present(weights, f"{prefix}{head}.{{}}.linear"):
             return blocks, _if_present(weights, f"{prefix}{head}.{len(blocks)}")

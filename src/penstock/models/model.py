@@ -37,7 +37,7 @@ class DraftHead(LanguageModelHead, Protocol):
 
     @property
     def attention(self) -> AttentionLayer | None:
-        """None where it keeps nothing in the KV cache."""
+        """None if it keeps nothing in the KV cache."""
         ...
 
     @property
@@ -109,7 +109,7 @@ class Model(LanguageModelHead, Protocol):
         after the first begin with ``batch.hidden_states``, as the first does where there are any.
 
         Args:
-            export: of each of this stage's layers, for batches with ``export_places``; empty where there are none.
+            export: of each of this stage's layers, for batches with ``export_places``; empty if there are none.
         """
         ...
 

@@ -49,12 +49,11 @@ class DecoderMTPHead:
         self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, eps)
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
+        """See ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
         return states
 
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``."""
         if self._expert_load:
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         token = self._token_norm(self._model.embed(batch.token_ids))
@@ -64,10 +63,8 @@ class DecoderMTPHead:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``."""
         return self._model.logits(self._norm(hidden))
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``."""
         return self._model.argmax(self._norm(hidden), bitmask)

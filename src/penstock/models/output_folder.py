@@ -52,7 +52,7 @@ class OutputFolder:
         Args:
             names: of the files and folders that it writes at the top.
 
-        Raises ``PenstockError`` (``invalid``) where the folder holds something else, is written to by another process,
+        Raises ``PenstockError`` (``invalid``) if the folder holds something else, is written to by another process,
         or cannot be written.
         """
         try:
@@ -125,7 +125,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Hold a lock on a folder. Raises ``PenstockError`` (``invalid``) where another process does and must not be waited
+    """Hold a lock on a folder. Raises ``PenstockError`` (``invalid``) if another process does and must not be waited
     for."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

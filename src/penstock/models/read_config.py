@@ -47,7 +47,7 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
         model_impl: what is to compute the model; auto is transformers only where there is no family of ours, or it
             does not compute what ``config.json`` asks for.
 
-    Raises ``PenstockError``: ``invalid`` where it is missing or broken, ``unsupported`` where it asks for what no
+    Raises ``PenstockError``: ``invalid`` if it is missing or broken, ``unsupported`` if it asks for what no
     code here computes.
     """
     raw, path = read_config_json(folder), folder / CONFIG
@@ -110,7 +110,7 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a model of any architecture, as far as its size depends on it: that of its family; where it
     has none, or asks for what its family does not compute, by the names that most share. Needs no torch.
 
-    Raises ``PenstockError`` (``invalid``) where a value is missing or of the wrong kind.
+    Raises ``PenstockError`` (``invalid``) if a value is missing or of the wrong kind.
     """
     architecture, known = architecture_of(raw)[0], class_named(raw.get("model_type"))
     if not has_family(architecture) and known and known.architecture:

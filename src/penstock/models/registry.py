@@ -57,7 +57,7 @@ class Family:
     """Makes the ``PoolerHead`` of architectures for sequence classification, of a ``BuildContext`` and the
     configuration."""
     find_stored: Callable[[ModelConfig, str], Stored] | None = None
-    """Where in a checkpoint a module lies that layers ask for by its name; None where it lies under that name."""
+    """Where in a checkpoint a module lies that layers ask for by its name; None if it lies under that name."""
 
 
 TRANSFORMERS = Family(

@@ -29,7 +29,7 @@ class VisionTower(Protocol):
     bidirectional: bool
     """Whether the tokens of an image attend to each other in both directions (``AttentionMetadata.key_ends``)."""
     placeholder: int | None
-    """The only token whose embedding features replace, where images have others, too; None where they have not."""
+    """The only token whose embedding features replace, where images have others, too; None if they have not."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The language model's embeddings of tokens, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may
@@ -67,11 +67,9 @@ class TokenPositions:
         self._embed = embed
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """As ``VisionTower.embed``."""
         return self._embed(token_ids)
 
     def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """As ``VisionTower.rope_rows``."""
         return torch.from_numpy(positions[0])
 
 
@@ -87,5 +85,4 @@ class MRoPEPositions(TokenPositions):
         self._mrope = mrope
 
     def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """As ``VisionTower.rope_rows``."""
         return self._mrope.rows(positions)

@@ -136,5 +136,5 @@ class _Layer:
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Whisper:
-    """As ``Family.build``."""
+    """See ``Family.build``."""
     return Whisper(context, config)

@@ -107,7 +107,7 @@ class Group(ABC):
         """Around all that ranks compute together, one step after the other. An error in one rank's step is an error
         in all ranks'.
 
-        Raises ``RankFailedError`` where the step has failed on another rank.
+        Raises ``RankFailedError`` if the step has failed on another rank.
         """
 
 
@@ -141,7 +141,7 @@ SINGLE_RANK = SingleRank()
 def shard_outputs(group: Group, total: int) -> Shard:
     """A rank's shard of a matrix's outputs, or of a vocabulary.
 
-    Raises ``PenstockError`` (``invalid``) where there are fewer than ranks.
+    Raises ``PenstockError`` (``invalid``) if there are fewer than ranks.
     """
     if total < group.size:
         raise invalid(FIELD, f"{group.size} ranks cannot share {total} outputs", total)
@@ -155,7 +155,7 @@ def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard,
     """A rank's shard of attention heads: queries, and the keys and values that they attend to. Where there are fewer
     of the latter than ranks, several ranks keep the same ones.
 
-    Raises ``PenstockError`` (``invalid``) where no such shards are equal.
+    Raises ``PenstockError`` (``invalid``) if no such shards are equal.
     """
     rank, size = group.rank, group.size
     if size <= num_kv_heads:

@@ -16,7 +16,7 @@ class SocketLink:
         descriptor: of a connected socket, which is this object's from now on.
         peer: whom it leads to, for errors.
 
-    Both methods raise ``ConnectionError`` where the connection is lost.
+    Both methods raise ``ConnectionError`` if the connection is lost.
     """
 
     def __init__(self, descriptor: int, peer: str) -> None:

@@ -77,7 +77,7 @@ class PipelineStage:
     def receive(self, width: int, dtype: torch.dtype) -> Tensor:
         """``[tokens, width]``: what the previous stage has sent in this step; waits for it.
 
-        Raises ``RankFailedError`` where the step has failed there.
+        Raises ``RankFailedError`` if the step has failed there.
         """
         return torch.frombuffer(bytearray(self._receive()), dtype=dtype).view(-1, width)
 

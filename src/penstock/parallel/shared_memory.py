@@ -71,7 +71,7 @@ class SharedMemoryGroup(Group):
 
     Args:
         patience: seconds that a rank is waited for.
-        spins: 0 where ranks share cores.
+        spins: 0 if ranks share cores.
         stage: of the pipeline.
         links: to ranks of other hosts.
 

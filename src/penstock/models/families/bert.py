@@ -29,7 +29,7 @@ def read_bert_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     parent, _, last = name.rpartition(".")
     return Stored(f"{parent}.{PROJECTIONS[last]}" if last in PROJECTIONS else name)
 

@@ -23,7 +23,7 @@ def read_cohere(raw: ConfigJson, rope_layers: tuple[bool, ...] = (), **overrides
         raw,
         norm=NormOptions("layer"),
         layer_norms=LAYER_NORMS,
-        qk_norm=QKNormOptions(weight="own"),
+        qk_norm=QKNormOptions(weight="per_head"),
         parallel_residual=True,
         rope_interleaved=True,
         rope_layers=rope_layers,

@@ -19,7 +19,7 @@ FRAMES = 2
 
 
 def read_vision_config(raw: ConfigJson) -> VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is wrong."""
     vision = raw["vision_config"]
     size = int(vision.get("hidden_size", 1280))
     config = VisionConfig(

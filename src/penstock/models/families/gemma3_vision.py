@@ -14,7 +14,7 @@ from .gemma import read_gemma3
 
 def read_vision(raw: ConfigJson) -> tuple[ViTConfig, int]:
     """The encoder's configuration, and how many patches of an edge are averaged to a feature. Raises ``KeyError``,
-    ``TypeError`` or ``ValueError`` where they are wrong."""
+    ``TypeError`` or ``ValueError`` if they are wrong."""
     config = read_vit(raw["vision_config"])
     tokens = int(raw["mm_tokens_per_image"])
     pooled = config.grid // max(math.isqrt(tokens), 1)

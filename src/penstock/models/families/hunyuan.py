@@ -48,7 +48,7 @@ def read_moe_config(raw: ConfigJson) -> ModelConfig:
 
 
 def _same_in_all_layers(raw: ConfigJson, name: str) -> int:
-    """A number that may be given for each layer; 1 where it is not given."""
+    """A number that may be given for each layer; 1 if it is not given."""
     value = raw.get(name) or 1
     values = {int(each) for each in (value if isinstance(value, list) else [value])}
     if len(values) > 1:
@@ -57,7 +57,7 @@ def _same_in_all_layers(raw: ConfigJson, name: str) -> int:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     parent, _, last = name.rpartition(".")
     return Stored(f"{parent}.{NAMES[last]}") if last in NAMES else Stored(name)
 

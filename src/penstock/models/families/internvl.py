@@ -19,7 +19,7 @@ NAMES = ViTNames(
 
 
 def read_vision(raw: ConfigJson) -> ViTConfig:
-    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is wrong."""
     vision = raw["vision_config"]
     if not vision.get("use_absolute_position_embeddings", True):
         raise ValueError("vision_config has no positions (use_absolute_position_embeddings)")

@@ -72,7 +72,7 @@ def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """As ``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     return Stored(
         re.sub(r"^(model|lm_head)\b", r"language_model.\1", name) if config.architecture == WITH_VISION else name
     )

@@ -19,7 +19,7 @@ ENCODERS: dict[str, dict[str, bool]] = {
 
 def read_vision(raw: ConfigJson) -> tuple[ViTConfig, tuple[int, ...]]:
     """The encoder's configuration, and the layers whose states are projected. Raises ``KeyError``, ``TypeError`` or
-    ``ValueError`` where they are wrong, and ``PenstockError`` (``unsupported``) for another encoder."""
+    ``ValueError`` if they are wrong, and ``PenstockError`` (``unsupported``) for another encoder."""
     vision = raw["vision_config"]
     if (kind := str(vision.get("model_type"))) not in ENCODERS:
         words = f"the encoder {kind[:40]!r} of {raw.get('model_type')}; known are {', '.join(ENCODERS)}"

@@ -20,7 +20,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         module="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
-    options = options_of(raw, partial_rotary_factor=share, qk_norm=QKNormOptions(over="projection"))
+    options = options_of(raw, partial_rotary_factor=share, qk_norm=QKNormOptions(scope="projection"))
     return dense_config(raw, qk_norm=True, options=options, experts=experts)
 
 

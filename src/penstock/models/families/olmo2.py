@@ -23,7 +23,7 @@ def read_olmo2(raw: ConfigJson, **overrides: Any) -> ModelConfig:
         raw,
         norm=NormOptions(float32=True),
         layer_norms=LAYER_NORMS,
-        qk_norm=QKNormOptions(over="projection"),
+        qk_norm=QKNormOptions(scope="projection"),
     )
     return dense_config(raw, qk_norm=True, mlp_bias=False, options=options, **overrides)
 

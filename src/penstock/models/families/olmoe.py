@@ -12,7 +12,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("clip_qkv") is not None:
         raise PenstockError(Code.UNSUPPORTED, "clip_qkv, which limits queries, keys and values", "model")
     experts = read_experts(raw, "intermediate_size")
-    options = options_of(raw, qk_norm=QKNormOptions(over="projection"))
+    options = options_of(raw, qk_norm=QKNormOptions(scope="projection"))
     return dense_config(raw, qk_norm=True, options=options, experts=experts)
 
 

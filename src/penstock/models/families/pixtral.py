@@ -19,7 +19,7 @@ NAMES = ViTNames(
 
 
 def read_vision(raw: ConfigJson) -> ViTConfig:
-    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is wrong."""
     config = read_vit(
         raw["vision_config"],
         image_size=0,
@@ -50,7 +50,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def merge_size(raw: ConfigJson) -> int:
-    """Patches of a feature's edge; 0 where they are not merged."""
+    """Patches of a feature's edge; 0 if they are not merged."""
     return int(raw["spatial_merge_size"]) if raw.get("model_type") == "mistral3" else 0
 
 

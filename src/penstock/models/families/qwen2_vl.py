@@ -22,7 +22,7 @@ class Qwen2VisionConfig(VisionConfig):
 
 
 def read_vision_config(raw: ConfigJson) -> Qwen2VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is wrong."""
     vision, windowed = raw["vision_config"], QWEN2_5_VL in raw["architectures"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
     theta = rope_theta(vision)

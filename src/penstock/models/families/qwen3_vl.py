@@ -30,7 +30,7 @@ class Qwen3VisionConfig(VisionConfig):
 
 
 def read_vision_config(raw: ConfigJson) -> Qwen3VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is wrong."""
     vision = raw["vision_config"]
     config = Qwen3VisionConfig(
         depth=int(vision.get("depth", 27)),
@@ -61,7 +61,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def read_moe_config(raw: ConfigJson) -> ModelConfig:
-    """As ``read_config``, with experts as Qwen3-MoE's."""
+    """See ``read_config``, with experts as Qwen3-MoE's."""
     experts = read_experts(
         raw,
         "moe_intermediate_size",
@@ -73,7 +73,7 @@ def read_moe_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """As ``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     if name.startswith("visual."):
         return Stored(f"model.{name}")
     return Stored(re.sub(r"^model\.", "model.language_model.", name))

@@ -39,7 +39,7 @@ class CausalMask:
     adds a bias of its own to a mask is found out."""
 
     window: int | None
-    """Positions that a query sees, its own included; 0 is all. None where it sees others, too, or not all of these."""
+    """Positions that a query sees, its own included; 0 is all. None if it sees others, too, or not all of these."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class PagedAttentions:
         return out.view(*q.shape)[..., : call.value_dim]
 
     def finish(self) -> None:
-        """Raise ``UnsupportedAttention`` where the pass left out attentions, whose keys and values are now missing."""
+        """Raise ``UnsupportedAttention`` if the pass left out attentions, whose keys and values are now missing."""
         if next(self._calls, None) is not None:
             raise UnsupportedAttention("it has fewer attentions in some steps than in others")
 

@@ -30,7 +30,7 @@ where numbers have 16 or weights and activations 8 bits, in which experts are ch
 
 @torch.inference_mode()
 def check(model: Model, module: Any, context: BuildContext) -> None:
-    """Raise ``UnsupportedAttention`` where the model computes something else than the module.
+    """Raise ``UnsupportedAttention`` if the model computes something else than the module.
 
     Args:
         module: the causal language model of transformers, which ``model`` runs.

@@ -25,8 +25,8 @@ LIBRARY_CONFIG = "library_config"
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of any causal language model, by the names that transformers has for its fields.
 
-    Raises ``PenstockError`` (``unsupported``) where transformers is missing, does not know the architecture, or has a
-    model of it that keeps more than keys and values, or the weights are quantized; ``invalid`` where it does not take
+    Raises ``PenstockError`` (``unsupported``) if transformers is missing, does not know the architecture, or has a
+    model of it that keeps more than keys and values, or the weights are quantized; ``invalid`` if it does not take
     the configuration.
     """
     architecture, dtype = str(next(iter(raw.get("architectures") or ["none"]))), dtype_of(raw)
@@ -91,7 +91,7 @@ def _count_weights(model: Any) -> dict[str, int]:
 def skeleton(architecture: str, configuration: Any) -> Any:
     """The model without memory for its weights, with our attention.
 
-    Raises ``PenstockError`` (``unsupported``) where it cannot be made.
+    Raises ``PenstockError`` (``unsupported``) if it cannot be made.
     """
     register()
     configuration._attn_implementation = NAME

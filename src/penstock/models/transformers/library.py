@@ -48,7 +48,7 @@ def unknown() -> str:
 def model_class(architecture: str) -> Any:
     """The class of a causal language model.
 
-    Raises ``PenstockError`` (``unsupported``) where transformers is missing, or has no such class.
+    Raises ``PenstockError`` (``unsupported``) if transformers is missing, or has no such class.
     """
     if not is_installed():
         words = f"it is run by transformers, which is not installed: pip install '{EXTRA}'"
@@ -71,10 +71,10 @@ def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
 
 
 def cache_windows(architecture: str, configuration: Any) -> list[int]:
-    """The sliding window of each layer of the library's own KV cache, 0 where there is none; without the layers that
+    """The sliding window of each layer of the library's own KV cache, 0 if absent; without the layers that
     attend over the keys and values of others.
 
-    Raises ``PenstockError`` (``unsupported``) where a layer keeps something else than keys and values.
+    Raises ``PenstockError`` (``unsupported``) if a layer keeps something else than keys and values.
     """
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 

@@ -25,22 +25,20 @@ class ModuleWeights:
         self.version = version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``Weights.read``."""
         tensor = self._module.get_parameter(name).detach()
         if tensor.shape != shape:
             raise invalid("model", f"tensor {name} has shape {tuple(tensor.shape)}, and {shape} is wanted")
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
     def has(self, name: str) -> bool:
-        """As ``Weights.has``."""
         return any(name == own for own, _ in self._module.named_parameters())
 
     def format_of(self, name: str) -> Format:
-        """As ``Weights.format_of``: nothing is quantized."""
+        """See ``Weights.format_of``: nothing is quantized."""
         return UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``Weights.read_quantized``, which is not called for weights that are not quantized."""
+        """See ``Weights.read_quantized``, which is not called for weights that are not quantized."""
         raise AssertionError(name)
 
 

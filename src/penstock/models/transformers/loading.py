@@ -29,7 +29,7 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
     """The causal language model as transformers builds it, with weights of the context, or random ones where that has
     no ``Checkpoint``; its attention is ours.
 
-    Raises ``PenstockError`` (``invalid``) where tensors are missing or of other shapes.
+    Raises ``PenstockError`` (``invalid``) if tensors are missing or of other shapes.
     """
     register()
     found, configuration = (
@@ -87,7 +87,7 @@ def _quietly() -> Iterator[None]:
 def fix_rope(model: nn.Module, max_len: int) -> None:
     """Fix rotary embeddings whose frequencies depend on the length at those of the longest sequence.
 
-    Raises ``UnsupportedAttention`` where this transformers updates them in another way.
+    Raises ``UnsupportedAttention`` if this transformers updates them in another way.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -107,7 +107,7 @@ class TransformersModel(BaseModel):
         )
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        """As ``Model.kv_specs``: an entry for each attention of a pass."""
+        """See ``Model.kv_specs``: an entry for each attention of a pass."""
         dtype = str(self.dtype).removeprefix("torch.")
         return [
             KVSpec(call.num_kv_heads, call.head_dim, dtype, block_size, quantization, call.window)
@@ -115,12 +115,11 @@ class TransformersModel(BaseModel):
         ]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        """As ``Model.transfer_layouts``; raises ``PenstockError``, as keys and values are not transferred."""
+        """See ``Model.transfer_layouts``; raises ``PenstockError``, as keys and values are not transferred."""
         raise invalid("role", "models run by transformers do not transfer their KV cache")
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        """As ``Model.forward``."""
         attentions = PagedAttentions(self._ops, self._calls, self._masks, batch, cache)
         with attending(attentions):
             hidden: Tensor = self._run_body(batch.token_ids, batch.positions).last_hidden_state[0]
@@ -129,13 +128,12 @@ class TransformersModel(BaseModel):
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """As ``Model.embed``."""
         embedded: Tensor = self._model.get_input_embeddings()(token_ids)
         return embedded
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``Model.logits``: the causal language model over these in place of its body's hidden states."""
+        """See ``Model.logits``: the causal language model over these in place of its body's hidden states."""
         output = type(self._output)(last_hidden_state=hidden[None])
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._device)
         self._body.forward = lambda *args, **options: output
@@ -147,11 +145,11 @@ class TransformersModel(BaseModel):
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``Model.argmax``, of all logits."""
+        """See ``Model.argmax``, of all logits."""
         logits = self.logits(hidden)
         return (logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)).argmax(-1)
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> TransformersModel:
-    """``Family.build``."""
+    """See ``Family.build``."""
     return TransformersModel(context, config)

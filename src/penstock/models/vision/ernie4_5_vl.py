@@ -58,7 +58,6 @@ class ErnieVisionTower(MRoPEPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         config, merge = self._config, self._config.merge_size
         patches = np.concatenate([normalized_patches(each, config.patch_size, merge, 1) for each in _frames(image)])
         x = self._patch_embed(torch.from_numpy(patches).to(self._device, self._dtype))
@@ -188,7 +187,6 @@ class ModalityExperts:
     """Whether it is in the last layer."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """As ``MLPLayer.__call__``."""
         chosen = self.kinds.outputs if self.is_last else self.kinds.all
         assert chosen is not None
         if not chosen.any():
@@ -217,7 +215,6 @@ class _ExpertWeights:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         match = MODULE.fullmatch(name)
         first, end = rows or (0, shape[0])
         if match and match[3] == "gate.weight":
@@ -232,11 +229,9 @@ class _ExpertWeights:
         return self._base.has(self._stored(name))
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         return self._base.format_of(self._stored(name))
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         return self._base.read_quantized(self._stored(name), outputs, inputs, rows)
 
     def _stored(self, name: str) -> str:

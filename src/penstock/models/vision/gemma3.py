@@ -44,7 +44,6 @@ class Gemma3VisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         patches = self._post_norm(self._encoder(image).flatten(0, 1))
         grid = patches.T.reshape(1, -1, self._grid, self._grid)
         pooled = F.avg_pool2d(grid, self._pooled).flatten(2).mT[0].contiguous()

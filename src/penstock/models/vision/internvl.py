@@ -47,7 +47,7 @@ class InternVLVisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``: of one tile after the other."""
+        """See ``VisionTower.encode``: of one tile after the other."""
         states = self._encoder(image)
         if self._post_norm:
             states = self._post_norm(states)

@@ -45,7 +45,6 @@ class LlavaVisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         return self.encode_tiles(image).flatten(0, 1)
 
     def encode_tiles(self, image: ImageInput) -> Tensor:
@@ -69,7 +68,7 @@ class OneVisionTower(LlavaVisionTower):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``: the whole image first, then its tiles."""
+        """See ``VisionTower.encode``: the whole image first, then its tiles."""
         whole, *tiles = self.encode_tiles(image)
         if not tiles:
             return torch.cat((whole, self._newline[None]))

@@ -45,7 +45,7 @@ class PixtralVisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``; zeros for the tokens that have no features."""
+        """See ``VisionTower.encode``; zeros for the tokens that have no features."""
         patch = self._config.patch_size
         rows, columns = image.height // patch, image.width // patch
         rope = _rope(rows, columns, self._config.size // self._config.heads, self._theta)

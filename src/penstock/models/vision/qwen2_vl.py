@@ -54,7 +54,6 @@ class QwenVisionTower(MRoPEPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         config = self._config
         rows, columns, merge = image.rows, image.columns, config.merge_size
         patches = normalized_patches(image, config.patch_size, merge, config.temporal_patch_size)

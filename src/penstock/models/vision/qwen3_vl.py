@@ -55,7 +55,6 @@ class Qwen3VisionTower(MRoPEPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         config, merge = self._config, self._config.merge_size
         patches = normalized_patches(image, config.patch_size, merge, config.temporal_patch_size)
         x = self._patch_embed(torch.from_numpy(patches).to(self._device, self._dtype))
@@ -130,7 +129,6 @@ class DeepstackMLP:
         self._features = features
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """As ``MLPLayer.__call__``."""
         made = self._mlp(x, lora_slots)
         return self._ops.add_residual(made, self._ops.clone(self._features[: len(made)]))  # which may be changed
 

@@ -64,7 +64,7 @@ class WeightCache:
             logger.warning("%s cannot be used (%s) and is made again", self._path, error)
 
     def find(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors of a matrix, read-only; None where the file has none, or one of them is damaged."""
+        """The tensors of a matrix, read-only; None if the file has none, or one of them is damaged."""
         if self._file is None or (tensors := self._file.tensors.get(name)) is None:
             return None
         if damaged := self._file.damaged(name):
@@ -93,7 +93,7 @@ class WeightCache:
     def _map(self) -> None:
         """Map the file if it is of this version, and start to verify it.
 
-        Raises ``OSError`` or ``ValueError`` where it cannot be used.
+        Raises ``OSError`` or ``ValueError`` if it cannot be used.
         """
         threads = verifiers()
         with open_cached(self._path) as file:

@@ -39,10 +39,10 @@ class Checkpoint:
     it is taken. A single file may have another name, such as ``gptq_model-4bit-128g.safetensors``.
 
     Args:
-        format: of its quantized matrices; None where it has none.
+        format: of its quantized matrices; None if it has none.
         whole: whether all files of the index have to be there; a pipeline stage needs those of its layers only.
 
-    Raises ``PenstockError`` (``invalid``) where files are missing or damaged, or have more than tensors.
+    Raises ``PenstockError`` (``invalid``) if files are missing or damaged, or have more than tensors.
     """
 
     def __init__(self, folder: Path, format: CheckpointFormat | None = None, whole: bool = True) -> None:
@@ -95,7 +95,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``. Only the pages of the file that hold the rows are read, when they are used.
+        """See ``layers.Weights.read``. Only the pages of the file that hold the rows are read, when they are used.
 
         A checkpoint of the decoder alone, as embedding models are saved, has names without ``model.`` before them.
         """
@@ -139,15 +139,12 @@ class Checkpoint:
         return self.stored_name(name) in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As ``quant.TensorSource.shape``."""
         return self._file(name).shape(self.stored_name(name))
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         return self._format.format_of(self, name) if self._format else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         assert self._format
         return self._format.read(self, name, outputs, inputs, rows)
 
@@ -224,7 +221,7 @@ MAX_FILE_NAME = 255
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, str]:
-    """The file of each tensor. Raises ``PenstockError`` (``invalid``) where any is of another kind or elsewhere."""
+    """The file of each tensor. Raises ``PenstockError`` (``invalid``) if any is of another kind or elsewhere."""
     try:
         files = msgspec.json.decode(read_text_file(path), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:

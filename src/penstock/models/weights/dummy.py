@@ -36,7 +36,7 @@ class DummyWeights:
         return hashlib.sha256(drawn + self._config.read_bytes()).hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``: vectors of ones, and matrices of normal numbers scaled by their inputs."""
+        """See ``layers.Weights.read``: vectors of ones, and matrices of normal numbers scaled by their inputs."""
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         else:
@@ -50,7 +50,7 @@ class DummyWeights:
         return True
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``: nothing is quantized."""
+        """See ``layers.Weights.format_of``: nothing is quantized."""
         return UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:

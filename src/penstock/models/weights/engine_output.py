@@ -85,7 +85,7 @@ class EngineOutput:
                 path.unlink()
 
     def _read(self, path: Path) -> set[str]:
-        """The names in a file; none where it is not whole, or of another build."""
+        """The names in a file; none if it is not whole, or of another build."""
         threads = verifiers()
         try:
             with open_regular(path) as file:

@@ -45,7 +45,7 @@ class EngineWeights:
         stage: pipeline stage of the rank.
         rank: in its tensor-parallel group.
 
-    Raises ``PenstockError`` (``invalid``) where files are missing, damaged, or of another build.
+    Raises ``PenstockError`` (``invalid``) if files are missing, damaged, or of another build.
     """
 
     def __init__(self, folder: Path, config: EngineConfig, stage: int, rank: int) -> None:
@@ -80,7 +80,7 @@ class EngineWeights:
         self.mapped_bytes += found.header.size
 
     def find(self, name: str) -> dict[str, Tensor] | None:
-        """As ``layers.PackedWeights.find``. Raises ``PenstockError`` (``invalid``) where the matrix is damaged."""
+        """See ``layers.PackedWeights.find``. Raises ``PenstockError`` (``invalid``) if the matrix is damaged."""
         if (file := self._files.get(name)) is None:
             return None
         if file.damaged(name):
@@ -91,7 +91,7 @@ class EngineWeights:
         """Does nothing: what a backend does not pack is packed at each start."""
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``; the folder has this rank's rows alone."""
+        """See ``layers.Weights.read``; the folder has this rank's rows alone."""
         found, (first, end) = self.find(name), rows or (0, shape[0])
         if found is None:
             raise self._broken(f"{self._folder} lacks {name}")
@@ -103,7 +103,7 @@ class EngineWeights:
         return name in self._files
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``: that of the checkpoint."""
+        """See ``layers.Weights.format_of``: that of the checkpoint."""
         return self._formats.get(name, UNQUANTIZED)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
@@ -115,7 +115,7 @@ class EngineWeights:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read. Raises ``OSError`` where it is none, as a FIFO, whose writer nobody should wait for."""
+    """Open a file to read. Raises ``OSError`` if it is none, as a FIFO, whose writer nobody should wait for."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

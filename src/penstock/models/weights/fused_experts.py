@@ -50,7 +50,6 @@ class FusedExperts:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         module, _, kind = name.rpartition(".")
         if (part := self._find(module)) is None:
             return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
@@ -78,12 +77,11 @@ class FusedExperts:
         return kind == "weight" or self._base.has(f"{part.tensor}_{kind}")
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         part = self._find(name)
         return self._base.format_of(part.tensor if part else name)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``. Experts lie below each other in one matrix."""
+        """See ``layers.Weights.read_quantized``. Experts lie below each other in one matrix."""
         if (part := self._find(name)) is None:
             return self._base.read_quantized(name, outputs, inputs, rows)
         if self._last is None or self._last[:2] != (part.tensor, part.expert):
@@ -101,7 +99,7 @@ class FusedExperts:
         return replace(whole, values=whole.values[step], scales=whole.scales[step], offsets=offsets)
 
     def _find(self, name: str) -> _Part | None:
-        """Where an expert's matrix lies; None where it lies under its own name, or is no expert's."""
+        """Where an expert's matrix lies; None if it lies under its own name, or is no expert's."""
         if not (found := EXPERT.fullmatch(name)) or found[3] not in self._projections:
             return None
         number = self._projections.index(found[3])

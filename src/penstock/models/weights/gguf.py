@@ -89,7 +89,6 @@ class GGUFCheckpoint:
 
     @property
     def state(self) -> str:
-        """See ``Checkpoint.state``."""
         digest = hashlib.sha256((self._folder / "config.json").read_bytes())
         for file in sorted(self._folder.glob("*.gguf")):
             status = file.stat()
@@ -115,12 +114,10 @@ class GGUFCheckpoint:
         return self._stored(name)[0] is not None or self._key_value_parts(name) is not None
 
     def format_of(self, name: str) -> Format:
-        """See ``layers.Weights.format_of``."""
         tensor, _ = self._stored(f"{name}.weight")
         return tensor.type.format if tensor else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
-        """See ``layers.Weights.read_quantized``."""
         place = self._find(f"{name}.weight", (outputs, inputs))
         return read_blocks(place.tensor.type, self._rows(place, inputs, rows))
 

@@ -91,7 +91,7 @@ def load_lora(
         max_lora_rank: the largest rank allowed.
         interleaved: as of ``FusedLayout``.
 
-    Raises ``PenstockError``: ``invalid`` where files are missing, broken or do not fit the model, ``unsupported``
+    Raises ``PenstockError``: ``invalid`` if files are missing, broken or do not fit the model, ``unsupported``
     where the adapter needs what no code here computes.
     """
     config = _config(folder)

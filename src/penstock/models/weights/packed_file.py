@@ -59,13 +59,13 @@ class PackedFile:
 
     A file that is truncated while it is mapped ends the process with SIGBUS, as any mapped file does.
 
-    Raises ``OSError`` or ``ValueError`` where it is not whole, or not consistent.
+    Raises ``OSError`` or ``ValueError`` if it is not whole, or not consistent.
     """
 
     def __init__(self, file: IO[bytes], threads: Executor, state: str) -> None:
         self.header, start = read_header(file)
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        """As ``Matrices``, read-only."""
+        """See ``Matrices``, read-only."""
         self._damaged: dict[str, Future[list[str]]] = {}
         if self.header.state != state or not self.header.entries:
             return
@@ -120,7 +120,7 @@ class PackedLayout:
 
 
 def read_header(file: IO[bytes]) -> tuple[Header, int]:
-    """The header of a file, and the offset of its data. Raises ``ValueError`` where the file is not whole, or its
+    """The header of a file, and the offset of its data. Raises ``ValueError`` if the file is not whole, or its
     header is not consistent."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(PREFIX)

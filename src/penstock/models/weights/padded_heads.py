@@ -36,7 +36,6 @@ class PaddedHeads:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         module = name.split(".")[-2] if "." in name else ""
         if module in OUTPUTS:
             stored = (self._stored(shape[0]), *shape[1:])
@@ -52,7 +51,6 @@ class PaddedHeads:
         return self._base.has(name)
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         format = self._base.format_of(name)
         if format != UNQUANTIZED and name.rpartition(".")[2] in OUTPUTS + INPUTS:
             message = f"head_dim {self._head_dim} of quantized weights; multiples of {PADDED_TO} are supported"
@@ -60,7 +58,6 @@ class PaddedHeads:
         return format
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         return self._base.read_quantized(name, outputs, inputs, rows)
 
     def _stored(self, size: int) -> int:

@@ -34,7 +34,6 @@ class RenamedWeights:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         stored, name = self._located(name)
         if not stored.ranges:
             return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
@@ -56,11 +55,9 @@ class RenamedWeights:
         return stored, stored_name
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         return self._base.format_of(self._find(name).name)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         stored = self._find(name)
         if not stored.ranges:
             return self._base.read_quantized(stored.name, outputs, inputs, rows)

@@ -16,7 +16,7 @@ from penstock.core.errors import invalid
 
 
 class TensorFile(Protocol):
-    """Tensors by name. Methods raise ``PenstockError`` (``invalid``) where the file is damaged."""
+    """Tensors by name. Methods raise ``PenstockError`` (``invalid``) if the file is damaged."""
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -27,7 +27,7 @@ class TensorFile(Protocol):
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Open a file, mapped into memory. Raises ``PenstockError`` (``invalid``) where it is damaged, or has more than
+    """Open a file, mapped into memory. Raises ``PenstockError`` (``invalid``) if it is damaged, or has more than
     tensors, which would be code to run."""
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PyTorchFile(path)
 
@@ -44,19 +44,16 @@ class SafetensorsFile:
             raise _damaged(path, error) from error
 
     def names(self) -> Iterable[str]:
-        """As ``TensorFile.names``."""
         names: Iterable[str] = self._file.keys()
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As ``TensorFile.shape``."""
         try:
             return tuple(self._file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise _damaged(self._path, error) from error
 
     def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """As ``TensorFile.read``."""
         try:
             tensor: Tensor = self._file.get_slice(name)[rows[0] : rows[1]] if rows else self._file.get_tensor(name)
         except SafetensorError as error:
@@ -78,15 +75,12 @@ class PyTorchFile:
         self._tensors: dict[str, Tensor] = {name: value.detach() for name, value in named if _is_plain(value)}
 
     def names(self) -> Iterable[str]:
-        """As ``TensorFile.names``."""
         return self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As ``TensorFile.shape``."""
         return tuple(self._get(name).shape)
 
     def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """As ``TensorFile.read``."""
         tensor = self._get(name)
         return tensor[rows[0] : rows[1]] if rows else tensor
 
