@@ -231,7 +231,7 @@ def test_ranks_do_not_cut_blocks_that_are_multiplied(tmp_path: Path) -> None:
         context = BuildContext(ops.backend(CPU, backend), open_checkpoint(tmp_path), torch.float32, CPU, 64)
         return context.matrix([name], 64, [shard], Format())
 
-    with pytest.raises(PenstockError, match=r"tensor_parallel_size: cuts .*up_proj within blocks of 32 outputs"):
+    with pytest.raises(PenstockError, match=r"tensor_parallel_size: splits .*up_proj within blocks of 32 outputs"):
         matrix("reference")
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     found = matrix("cpu").linear(torch.eye(64))
