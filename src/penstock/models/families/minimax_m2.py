@@ -1,5 +1,4 @@
-"""MiniMax-M2 (MiniMax, 2025): a part of each head rotated, norms over all queries and all keys of a token, and experts
-by the sigmoids of their logits."""
+"""MiniMax-M2 (MiniMax, 2025): partial RoPE, q/k norms over the whole projection, experts with sigmoid scores."""
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.experts_config import read_experts

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3 (Ai2, 2025): norms behind attention and MLP, and over all queries and all keys of a token; OLMo 3 with
-windows in three layers of four."""
+"""OLMo 2 and 3 (Ai2, 2025): post-norm, q/k norms over the whole projection. OLMo 3: sliding windows in three of four
+layers."""
 
 from typing import Any
 
