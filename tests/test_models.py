@@ -213,14 +213,14 @@ def broken(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("unknown architecture", "Qwen9ForCausalLM; known are"),
+        ("unknown architecture", "Qwen9ForCausalLM is not supported; supported are"),
         ("missing tensor", r"no tensor model\.layers\.3"),
         ("wrong shape", r"shape \(96, 64\), config.json wants \(97, 64\)"),
         ("truncated", "is damaged"),
         ("only pickles", r"pytorch_model\.bin is damaged, or a pickle from before"),
         ("other pickles", r"only as pickles \(model\.pt\).*not loaded. Convert them"),
         ("no weights", r"has no model\.safetensors"),
-        ("uneven heads", "3 key-value heads among 4"),
+        ("uneven heads", "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
         ("wrong kind", "num_hidden_layers is .*, and has to be a whole number"),
         ("dtype: load", "an invalid value: dtype is 'load'"),
         ("head_dim: -4", "head_dim is -4, and has to be a whole number from 0"),

@@ -106,5 +106,5 @@ def test_layers_may_keep_different_things_in_the_cache(families: None, tmp_path:
 def test_an_unknown_architecture_is_told(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     as_architecture(tmp_path, "MixedForCausalLM")
-    with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM; known are Bert"):
+    with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM is not supported; supported are Bert"):
         tokens(tmp_path)

@@ -467,7 +467,7 @@ def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
         ("eagle3", {"hidden_size": None}, {}, "fc.weight has shape"),
         ("eagle3", {"intermediate_size": 128}, {}, "midlayer.mlp.gate_proj.weight has shape"),
         ("eagle", {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size allows the method ngram only"),
-        ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have 30 tokens, and the model 60"),
+        ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have a vocabulary of 30, the model 60"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -33,9 +33,7 @@ def read_vision(raw: ConfigJson) -> ViTConfig:
         names=NAMES,
     )
     if config.size // config.heads % 4:
-        raise ValueError(
-            f"heads of vision_config have {config.size // config.heads} elements; it must be a multiple of 4"
-        )
+        raise ValueError(f"vision_config has heads of {config.size // config.heads} elements, not a multiple of 4")
     if raw.get("vision_feature_select_strategy", "full") != "full":
         raise ValueError("vision_feature_select_strategy must be full for an encoder without class token")
     return config

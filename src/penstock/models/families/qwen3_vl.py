@@ -49,10 +49,8 @@ def read_vision_config(raw: ConfigJson) -> Qwen3VisionConfig:
         sizes = f"{config.heads} heads of {config.size} elements together, {config.output_size} outputs"
         raise ValueError(f"vision_config does not fit: {sizes}")
     if vision.get("hidden_act", ACTIVATION) != ACTIVATION or len(config.deepstack) >= int(raw["num_hidden_layers"]):
-        message = (
-            f"vision_config must have hidden_act {ACTIVATION}, and fewer deepstack_visual_indexes than decoder layers"
-        )
-        raise ValueError(message)
+        limits = f"hidden_act {ACTIVATION}, and fewer deepstack_visual_indexes than decoder layers"
+        raise ValueError(f"vision_config must have {limits}")
     return config
 
 
