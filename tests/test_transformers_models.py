@@ -38,12 +38,12 @@ RUN = [
 ]
 REFUSED = {
     "BloomForCausalLM": "compute with the attention mask themselves",
-    "FalconForCausalLM": "takes no attention but its own",
+    "FalconForCausalLM": "supports no other attention implementation",
     "Lfm2MoeForCausalLM": r"more than keys and values \(LinearAttentionLayer\)",
     "MambaForCausalLM": r"more than keys and values \(it is stateful\)",
-    "MBartForCausalLM": "takes no position_ids",
+    "MBartForCausalLM": "ignores position_ids",
     "MoshiForCausalLM": "masks have other sliding windows than its KV cache",
-    "RobertaForCausalLM": "does not number positions from 0 on",
+    "RobertaForCausalLM": "its positions do not start at 0",
     "XLMWithLMHeadModel": "does not go through the attention interface",
 }
 
