@@ -233,13 +233,13 @@ def shard_is_a_fifo(folder: Path) -> None:
 
 AGAIN = r": run the same penstock build again \(the checkpoint was /.*\)$"
 BROKEN = {
-    "cut": (on_shard(lambda data: data[:-100]), "cannot be used .it is not of its full length." + AGAIN),
+    "cut": (on_shard(lambda data: data[:-100]), r"cannot be used .it has \d+ bytes instead of \d+." + AGAIN),
     "cut in its header": (on_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + AGAIN),
     "empty": (on_shard(lambda data: b""), "cannot be used .it is no" + ".*" + AGAIN),
     "bits flipped": (on_shard(flipped), " is damaged" + AGAIN),
     "other header": (on_shard(lambda data: data.replace(b"float32", b"float23")), "its header is damaged.*" + AGAIN),
     "other file": (on_shard(lambda data: b"x" * len(data)), "cannot be used" + ".*" + AGAIN),
-    "fifo": (shard_is_a_fifo, "it is no regular file.*" + AGAIN),
+    "fifo": (shard_is_a_fifo, "it is not a regular file.*" + AGAIN),
     "missing shard": (
         lambda folder: (folder / "rank_0" / "weights-00000.packed").unlink(),
         "is missing or empty" + AGAIN,
@@ -257,13 +257,13 @@ BROKEN = {
         with_header(
             lambda entries: entries.pop("model.norm.weight") and entries["lm_head"]["values"].update(offset=2**40)
         ),
-        "its header says what cannot be.*" + AGAIN,
+        "its header is inconsistent.*" + AGAIN,
     ),
     "between bytes": (
         with_header(
             lambda entries: entries["lm_head"]["values"].update(offset=entries["lm_head"]["values"]["offset"] + 1)
         ),
-        "its header says what cannot be.*" + AGAIN,
+        "its header is inconsistent.*" + AGAIN,
     ),
     "other version": (configured(lambda built: built.update(producer="9.9")), "by Penstock 9.9, and this is"),
     "other layout": (

@@ -242,7 +242,7 @@ def broken(folder: Path, how: str) -> None:
         ("broken index", r"index\.json is damaged"),
         ("index without files", r"index\.json is damaged"),
         ("index of numbers", r"index\.json is damaged"),
-        ("index of files elsewhere", r"names '\.\./model\.safetensors', which is not a file beside it"),
+        ("index of files elsewhere", r"names '\.\./model\.safetensors', which is not a file in the same folder"),
         ("broken defaults", r"generation_config\.json does not hold an object"),
         ("odd ends", r"generation_config\.json: eos_token_id is \[\[1\]\], and has to be"),
         ("odd special token", r"tokenizer_config\.json is not JSON"),

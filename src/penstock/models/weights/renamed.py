@@ -1,4 +1,4 @@
-"""Checkpoints that have matrices under other names, or several in one tensor."""
+"""Checkpoints with matrices under other names, or several matrices in one tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.ops import QuantizedWeight
 from ..stored import Stored
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Matrices of one input that checkpoints and adapters may have as one, and the names of its parts."""
+"""Fused matrix in checkpoints and adapters → its parts, which have the same input."""
 
 
 class RenamedWeights:
-    """``layers.Weights`` of another one under the names that layers ask for.
+    """``layers.Weights`` that maps names of modules to their location in ``base``.
 
     Args:
-        find: where a module of a name lies.
+        find: function from the name of a module to its location.
     """
 
     def __init__(self, base: Weights, find: Callable[[str], Stored]) -> None:
@@ -46,7 +46,7 @@ class RenamedWeights:
         return self._base.has(self._located(name)[1])
 
     def _located(self, name: str) -> tuple[Stored, str]:
-        """Where a tensor's module lies, and the tensor's name there."""
+        """Location of a tensor's module, and the name of the tensor in ``base``."""
         module, _, suffix = name.rpartition(".")
         stored = self._find(module)
         stored_name = f"{stored.name}.{suffix}".removeprefix(".")
@@ -66,7 +66,7 @@ class RenamedWeights:
 
 
 def _stack(parts: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor:
-    """Rows of one matrix, one part after the other."""
+    """Concatenate parts of a matrix by rows."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
